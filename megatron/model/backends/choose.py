@@ -1,0 +1,52 @@
+"""Picks the attention backend when the model is built."""
+
+import logging
+
+from torch import Tensor
+
+from megatron.errors import UserError
+from megatron.model.backends.backend import Backend, Rows
+from megatron.model.backends.chunked import Chunked
+from megatron.model.backends.eager import Eager
+from megatron.model.backends.sdpa import Sdpa
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+EAGER_UP_TO = 1024
+"""`auto` materialises score maps with at most this many key columns: faster than recomputing while they are small."""
+
+
+class EagerThenChunked:
+    """Eager for short keys, row blocks for long ones; the two agree to rounding."""
+
+    def __init__(self, block: int) -> None:
+        self.eager, self.chunked = Eager(), Chunked(block)
+
+    def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
+        return None
+
+    def __call__(self, rows: Rows) -> Tensor:
+        return self.eager(rows) if rows.key.length <= EAGER_UP_TO else self.chunked(rows)
+
+
+def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Processor | None) -> Backend:
+    """The backend called `name`; `auto` is the fastest that can do the combination.
+
+    Raises:
+        UserError: the named backend cannot do it, with the reason and the ones that can.
+    """
+    backends: dict[str, Backend] = {"sdpa": Sdpa(), "eager": Eager(), "chunked": Chunked(chunk_rows)}
+    if name == "auto":
+        refusal = backends["sdpa"].refuses(encoding, processor)
+        if refusal is None:
+            logger.info("attention backend: sdpa")
+            return backends["sdpa"]
+        logger.info("attention backend: eager up to %d keys, then chunked (sdpa: %s)", EAGER_UP_TO, refusal)
+        return EagerThenChunked(chunk_rows)
+    refusal = backends[name].refuses(encoding, processor)
+    if refusal is not None:
+        able = [other for other, backend in backends.items() if backend.refuses(encoding, processor) is None]
+        raise UserError(f"attention_backend {name!r}: {refusal}; choose from auto, {', '.join(able)}")
+    return backends[name]

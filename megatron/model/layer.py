@@ -1,0 +1,41 @@
+"""The transformer layer: megatron-core's modules, put together in series or in parallel.
+
+GPT-NeoX's parallel residual (`gpt_j_residual`), which megatron-core's layer lacks, is one line here:
+
+    series    x ← x + attention(norm1(x));  x ← x + mlp(norm2(x))
+    parallel  x ← x + attention(norm1(x)) + mlp(norm2(x))          norm2 = norm1 with gpt_j_tied
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+
+class Layer(TransformerLayer):
+    """One layer of the GPT; hidden states are [T, B, D].
+
+    Built by megatron-core from the layer spec; `parallel` and `tied_norm` come from the spec's params.
+    """
+
+    def __init__(self, *args: Any, parallel: bool = False, tied_norm: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parallel, self.tied_norm = parallel, tied_norm
+        # megatron-core enables gradients around the residual addition, also inside torch.no_grad().
+        self.bias_dropout_add_exec_handler = nullcontext
+
+    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
+        """residual + dropout(output + bias)"""
+        return self.self_attn_bda(self.training, self.config.bias_dropout_fusion)(
+            output_and_bias, residual, self.hidden_dropout
+        )
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        normed = self.input_layernorm(hidden)
+        after_attention = self._add(self.self_attention(normed, attention_mask=attention_mask), hidden)
+        if self.parallel:
+            normed = normed if self.tied_norm else self.pre_mlp_layernorm(hidden)
+        else:
+            normed = self.pre_mlp_layernorm(after_attention)
+        return self._add(self.mlp(normed), after_attention)

@@ -1,0 +1,78 @@
+"""Keys that decide what the model is: its shape, its initialisation, its positions, its attention backend."""
+
+from typing import Any, Literal
+
+from megatron.options import Section, key
+
+InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
+
+
+class ModelOptions(Section):
+    """Shape and numerics of the GPT (GPT-NeoX's names)."""
+
+    num_layers: int = key(..., "transformer layers", architecture=True, ge=1)
+    hidden_size: int = key(..., "width of the residual stream", architecture=True, ge=1)
+    num_attention_heads: int = key(..., "attention heads; must divide hidden_size", architecture=True, ge=1)
+    seq_length: int = key(..., "training length, in tokens", architecture=True, ge=2)
+    max_position_embeddings: int | None = key(
+        None, "rows of a learned position table; seq_length if absent", architecture=True, ge=1
+    )
+    intermediate_size: int | None = key(
+        None, "width of the feed-forward layer; 4 × hidden_size if absent", architecture=True, ge=1
+    )
+    norm: Literal["layernorm", "rmsnorm"] = key(
+        "layernorm", "normalisation before attention and feed-forward", architecture=True
+    )
+    layernorm_epsilon: float = key(1e-5, "epsilon of layernorm", architecture=True, gt=0)
+    rms_norm_epsilon: float = key(1e-8, "epsilon of rmsnorm", architecture=True, gt=0)
+    activation: Literal["gelu", "relu", "silu", "geglu", "swiglu"] = key(
+        "gelu", "feed-forward activation", architecture=True
+    )
+    gpt_j_residual: bool = key(
+        False, "attention and feed-forward in parallel, x + attn(ln1(x)) + mlp(ln2(x))", architecture=True
+    )
+    gpt_j_tied: bool = key(False, "with gpt_j_residual: one layer norm for both branches", architecture=True)
+    no_weight_tying: bool = key(
+        False, "an output matrix of its own instead of the transposed embedding", architecture=True
+    )
+    use_bias_in_attn_linear: bool = key(
+        True, "bias in all linear layers of attention and feed-forward", architecture=True
+    )
+    init_method: InitMethod = key("normal", "initialisation of weights")
+    output_layer_init_method: InitMethod = key(
+        "scaled_normal", "initialisation of the layers that write to the residual stream"
+    )
+    init_method_std: float = key(0.02, "standard deviation of normal and scaled_normal", gt=0)
+    hidden_dropout: float = key(0.0, "dropout on the residual branches", ge=0, lt=1)
+    attention_dropout: float = key(0.0, "dropout on attention probabilities", ge=0, lt=1)
+    make_vocab_size_divisible_by: int = key(
+        128, "the vocabulary is padded up to a multiple of this", architecture=True, ge=1
+    )
+    checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass")
+    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1)
+    attention_backend: Literal["auto", "eager", "chunked", "sdpa"] = key(
+        "auto", "how attention is computed; auto takes the fastest that can do this position encoding"
+    )
+    attention_chunk_rows: int = key(128, "query rows per block of the chunked backend", ge=1)
+
+
+class PositionOptions(Section):
+    """Which position encoding, and which score processor on top of it."""
+
+    pos_emb: str = key(
+        "learned",
+        "position encoding: a file of megatron/position/encodings, see `./deepy.py positions`",
+        architecture=True,
+    )
+    pos_emb_options: dict[str, Any] = key(
+        dict, "options of that encoding, see `./deepy.py positions`", architecture=True
+    )
+    pos_emb_per_layer: bool = key(
+        False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", architecture=True
+    )
+    score_processor: str = key(
+        "none", "score processor: none, or a file of megatron/position/processors", architecture=True
+    )
+    score_processor_options: dict[str, Any] = key(
+        dict, "options of that processor, see `./deepy.py positions`", architecture=True
+    )

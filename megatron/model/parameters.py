@@ -1,0 +1,39 @@
+"""Which parameters decay, which do not, and which have bounds: the optimizer's groups."""
+
+from typing import Any
+
+from torch import nn
+
+from megatron.position.encoding import Encoding
+from megatron.position.parameters import Bounded
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for the optimizer; empty groups are left out.
+
+    Decayed: matrices (convolutions of a score processor included). Not decayed: vectors (biases, norms) and
+    everything a position encoding owns. Each pair of bounds gets a group of its own, with keys `low` and `high`:
+    ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by group.
+    """
+    bounds = {id(module.value): (module.low, module.high) for module in model.modules() if isinstance(module, Bounded)}
+    positional = {id(p) for module in model.modules() if isinstance(module, Encoding) for p in module.parameters()}
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    bounded: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        low, high = bounds.get(id(parameter), (float("-inf"), float("inf")))
+        if (low, high) != (float("-inf"), float("inf")):
+            bounded.setdefault((low, high), []).append(parameter)
+        elif id(parameter) in positional or parameter.dim() < 2:
+            plain.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"name": "decayed", "params": decayed, "weight_decay": weight_decay},
+        {"name": "not decayed", "params": plain, "weight_decay": 0.0},
+    ]
+    for (low, high), parameters in sorted(bounded.items()):
+        groups.append(
+            {"name": f"in [{low:g}, {high:g}]", "params": parameters, "weight_decay": 0.0, "low": low, "high": high}
+        )
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,42 @@
+"""ModelOptions in megatron-core's terms."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
+
+from megatron.model.initialization import init_method
+from megatron.model.options import ModelOptions
+
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "swiglu": F.silu}
+GATED = ("geglu", "swiglu")
+
+
+def transformer_config(model: ModelOptions, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
+
+    def init(name):  # type: ignore[no-untyped-def]
+        return init_method(name, std=model.init_method_std, num_layers=model.num_layers, hidden_size=model.hidden_size)
+
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        ffn_hidden_size=model.intermediate_size or 4 * model.hidden_size,
+        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
+        layernorm_epsilon=model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,
+        activation_func=ACTIVATIONS[model.activation],
+        gated_linear_unit=model.activation in GATED,
+        add_bias_linear=model.use_bias_in_attn_linear,
+        init_method=init(model.init_method),
+        output_layer_init_method=init(model.output_layer_init_method),
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        # Fusions that need CUDA or change the numbers between devices stay off.
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )

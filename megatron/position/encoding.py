@@ -1,0 +1,99 @@
+"""The interface of a position encoding.
+
+An encoding answers any of five questions; the attention module asks and never looks at the encoding's name.
+
+| hook         | asked once per  | answer                                                                        |
+|--------------|-----------------|-------------------------------------------------------------------------------|
+| `embed`      | forward pass    | a vector per position, added to the token embeddings (learned, sinusoidal)    |
+| `rotate`     | layer           | queries or keys turned by their positions (rotary)                            |
+| `table`      | layer           | bias and weight as functions of n = i − j alone: a Toeplitz method            |
+| `dense`      | block of rows   | bias and weight for every (i, j), where they are not functions of n alone     |
+| `contextual` | block of rows   | terms that depend on queries and keys, added to the scores                    |
+
+Positions are exact: integer spans, and float32 distances whatever the compute type (bfloat16 holds integers exactly
+only up to 256, float16 up to 2048). Tables and everything computed from parameters are float32.
+"""
+
+import inspect
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from .shape import Shape, Span
+
+
+class Terms(NamedTuple):
+    """What an encoding adds to and multiplies into the scores; None where it does neither.
+
+    From `table`: float32 [H, N]. From `dense`: float32 [H, R, C].
+    """
+
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+
+
+class Encoding(nn.Module):
+    """Base of all position encodings. A subclass overrides the hooks it needs and describes itself.
+
+    The constructor takes the `Shape` and then the encoding's options as keyword arguments with defaults; these are
+    the keys of `pos_emb_options`. It raises ValueError for a value that makes no sense. An encoding whose parameters
+    are shared by all layers is built once and handed to each layer.
+    """
+
+    formula: ClassVar[str]
+    """The definition in one line of plain text."""
+    parameters_text: ClassVar[str] = "none"
+    """Learned parameters, start values and bounds, in one line."""
+    source: ClassVar[str]
+    """Where the definition comes from: paper and equation or section."""
+    relative: ClassVar[bool] = True
+    """Does moving all positions by the same amount change nothing?"""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    max_length: int | None = None
+    """The largest number of positions that the encoding knows, or None."""
+
+    # Traits are read off the hooks that a subclass overrides, so they cannot disagree with its code.
+
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        """Does this encoding answer the hook?"""
+        return getattr(cls, hook) is not getattr(Encoding, hook)
+
+    @classmethod
+    def traits(cls) -> tuple[str, ...]:
+        """The hooks it answers, and whether it is relative and Toeplitz."""
+        hooks = [hook for hook in ("embed", "rotate", "table", "dense", "contextual") if cls.overrides(hook)]
+        toeplitz = cls.overrides("table")
+        return (*hooks, *(("toeplitz",) if toeplitz else ()), *(("relative",) if cls.relative else ()))
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """Names, types and defaults of the encoding's options."""
+        parameters = inspect.signature(cls.__init__).parameters
+        return {name: p for name, p in parameters.items() if name not in ("self", "shape")}
+
+    # The hooks.
+
+    def embed(self, span: Span, like: Tensor) -> Tensor | None:
+        """Vectors to add to the token embeddings: [T, D] in the type and on the device of `like`."""
+        return None
+
+    def rotate(self, x: Tensor, span: Span) -> Tensor:
+        """Queries or keys [B, H, T, d] turned by their positions; same shape and type."""
+        return x
+
+    def table(self, distances: Tensor) -> Terms:
+        """Bias and weight [H, N] at the distances n = i − j ≥ 0, given as float32 [N]."""
+        return Terms()
+
+    def dense(self, query: Span, key: Span, like: Tensor) -> Terms:
+        """Bias and weight [H, R, C] for rows and columns; entries with j > i are never used but must be finite."""
+        return Terms()
+
+    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span) -> Tensor | None:
+        """Terms [B, H, R, C] added to the scores, from q [B, H, R, d], k [B, H, C, d] and q·k/√d [B, H, R, C]."""
+        return None

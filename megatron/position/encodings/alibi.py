@@ -1,0 +1,26 @@
+"""ALiBi: a fixed linear penalty on distance, steeper for earlier heads."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..encoding import Encoding, Terms
+
+
+def slopes(num_heads: int) -> list[float]:
+    """m_h for h = 1 … H: 2^(−8h/H) for a power of two; else those of the power of two P below H, followed by the
+    1st, 3rd, 5th … slope of 2P heads (the released code's rule)."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    result = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    between = [2.0 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
+    return result + between[: num_heads - power]
+
+
+class Alibi(Encoding):
+    formula = "−m_h·n, m_h = 2^(−8h/H)"
+    source = "Press et al. 2022, section 3; heads that are no power of two as in its released code"
+
+    def table(self, distances: Tensor) -> Terms:
+        m = torch.tensor(slopes(self.shape.num_heads), dtype=torch.float32, device=distances.device)
+        return Terms(bias=-m[:, None] * distances)

@@ -1,0 +1,29 @@
+"""One learned vector per absolute position: knows no position past its table."""
+
+import torch
+from torch import Tensor, nn
+
+from ..encoding import Encoding
+from ..shape import Shape, Span
+
+
+class Learned(Encoding):
+    formula = "x_i + p_i, p a learned table"
+    parameters_text = "p [max_position_embeddings, D] ~ N(0, std²)"
+    source = "GPT-2: Radford et al. 2019"
+    relative = False
+
+    def __init__(self, shape: Shape, *, std: float = 0.02) -> None:
+        super().__init__(shape)
+        self.max_length = shape.max_length
+        self.vectors = nn.Embedding(shape.max_length, shape.hidden_size)
+        with torch.no_grad():
+            nn.init.normal_(self.vectors.weight, 0.0, std)
+
+    def embed(self, span: Span, like: Tensor) -> Tensor:
+        if span.stop > self.shape.max_length:
+            raise ValueError(
+                f"learned positions end at {self.shape.max_length} (max_position_embeddings), "
+                f"but a sequence of length {span.stop} was given"
+            )
+        return self.vectors(span.positions(like.device)).to(like.dtype)

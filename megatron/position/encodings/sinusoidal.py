@@ -1,0 +1,28 @@
+"""Sines and cosines of the absolute position, any length."""
+
+import torch
+from torch import Tensor
+
+from ..encoding import Encoding
+from ..shape import Shape, Span
+
+
+class Sinusoidal(Encoding):
+    formula = "x_i + p_i, p_i = [sin(i/base^(2m/D)) for m < D/2; cos(i/base^(2m/D)) for m < D/2]"
+    source = "Vaswani et al. 2017, section 3.5 (sines and cosines in two halves, as GPT-NeoX lays them out)"
+    relative = False
+
+    def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
+        super().__init__(shape)
+        if shape.hidden_size % 2:
+            raise ValueError(f"sinusoidal positions need an even hidden_size, not {shape.hidden_size}")
+        if base <= 1:
+            raise ValueError(f"option base of sinusoidal is {base}; it must be greater than 1")
+        self.base = base
+
+    def embed(self, span: Span, like: Tensor) -> Tensor:
+        half = self.shape.hidden_size // 2
+        # float64: at position 65,536 a float32 angle is already off by 0.004 rad.
+        frequency = self.base ** (-torch.arange(half, dtype=torch.float64, device=like.device) / half)
+        angle = span.positions(like.device).double()[:, None] * frequency
+        return torch.cat([angle.sin(), angle.cos()], dim=-1).to(like.dtype)

@@ -1,0 +1,39 @@
+"""T5's relative bias: a learned scalar per head and distance bucket, buckets growing logarithmically."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..encoding import Encoding, Terms
+from ..parameters import Bounded, normal
+from ..shape import Shape
+
+
+class T5(Encoding):
+    formula = (
+        "b[bucket(n)]; bucket = n below e = num_buckets/2, then e + ⌊log(n/e)/log(max_distance/e)·e⌋, at most 2e − 1"
+    )
+    parameters_text = "b [num_buckets, H] ~ N(0, 0.02²)"
+    source = "Raffel et al. 2020 (causal buckets of the released code; KERPLE section 4 prints it without the 16 +)"
+
+    def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
+        super().__init__(shape)
+        if num_buckets < 2 or num_buckets % 2:
+            raise ValueError(f"option num_buckets of t5 is {num_buckets}; it must be even and at least 2")
+        if max_distance <= num_buckets // 2:
+            raise ValueError(
+                f"option max_distance of t5 is {max_distance}; it must exceed num_buckets/2 = {num_buckets // 2}"
+            )
+        self.num_buckets, self.max_distance = num_buckets, max_distance
+        self.bias = Bounded((num_buckets, shape.num_heads), normal(0.02))
+
+    def buckets(self, distances: Tensor) -> Tensor:
+        """Bucket int64 [N] of each distance [N]."""
+        exact = self.num_buckets // 2
+        log = torch.log(distances.double().clamp(min=exact) / exact) / math.log(self.max_distance / exact)
+        far = exact + (log * exact).long()
+        return torch.where(distances < exact, distances.long(), far.clamp(max=self.num_buckets - 1))
+
+    def table(self, distances: Tensor) -> Terms:
+        return Terms(bias=self.bias()[self.buckets(distances)].t())

@@ -1,0 +1,80 @@
+"""Learned scalars of position encodings, and the bounds they must obey.
+
+A kernel such as −r1·log(1 + r2·n) is only defined for positive r1 and r2. The published code clamps the half-precision
+copy in place, which never reaches the float32 master that the optimizer keeps: the master wanders off, and the
+parameter sits at its bound for good. Here a bound holds in three places:
+
+* `forward` returns the clamped value, so whatever is used obeys the bound;
+* the gradient of a parameter at its bound is zero when a descent step would push it further out, and passes when the
+  step would bring it back, so it can leave;
+* the optimizer projects the float32 masters after each step (`low` and `high` are read from here).
+
+`forward` matters for one more reason: ZeRO-3 gathers a module's parameters around its forward call, so parameters are
+only ever read through the call of the module that owns them.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class _Clamp(torch.autograd.Function):
+    """clamp(value, low, high) whose gradient is cut only where gradient descent would leave the interval."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, low: float, high: float) -> Tensor:  # type: ignore[override]
+        # Masks, not the value: under ZeRO-3 the parameter's storage is released before the backward pass.
+        ctx.save_for_backward(value <= low, value >= high)
+        return value.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        at_low, at_high = ctx.saved_tensors
+        outward = (at_low & (grad > 0)) | (at_high & (grad < 0))
+        return grad.masked_fill(outward, 0), None, None
+
+
+class Bounded(nn.Module):
+    """A learned tensor kept within [low, high]; calling it gives the float32 value to compute with.
+
+    Args:
+        shape: shape of the tensor, usually (H,).
+        init: fills the fresh tensor in place, e.g. `uniform(0, 2)`.
+        low, high: inclusive bounds; infinite where there is none.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], init: Callable[[Tensor], object], low: float = -math.inf, high: float = math.inf
+    ) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+        self.init = init
+        self.value = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start values, moved inside the bounds."""
+        with torch.no_grad():
+            self.init(self.value)
+            self.value.clamp_(self.low, self.high)
+
+    def forward(self) -> Tensor:
+        value = self.value.float()
+        if math.isinf(self.low) and math.isinf(self.high):
+            return value.clone()  # a tensor of its own: ZeRO-3 frees the parameter's storage after this call
+        return _Clamp.apply(value, self.low, self.high)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.value.shape)}, low={self.low}, high={self.high}"
+
+
+def uniform(low: float, high: float) -> Callable[[Tensor], object]:
+    """Start values from U(low, high)."""
+    return lambda tensor: nn.init.uniform_(tensor, low, high)
+
+
+def normal(std: float) -> Callable[[Tensor], object]:
+    """Start values from N(0, std²)."""
+    return lambda tensor: nn.init.normal_(tensor, 0.0, std)

@@ -1,0 +1,49 @@
+"""The interface of a score processor: a learned map of all heads' scores and biases, one query row at a time."""
+
+import inspect
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from .shape import Shape
+
+
+class Processor(nn.Module):
+    """Base of all score processors (DAPE and its kin).
+
+    Rows are independent of each other: a processor may mix heads and key columns of one row, never rows. So any block
+    of rows gives the same numbers as the whole, and a row never depends on how many rows or columns follow it.
+    """
+
+    formula: ClassVar[str]
+    parameters_text: ClassVar[str]
+    source: ClassVar[str]
+
+    def __init__(self, shape: Shape, *, has_bias: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.has_bias = has_bias
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """Names, types and defaults of the processor's options."""
+        parameters = inspect.signature(cls.__init__).parameters
+        return {name: p for name, p in parameters.items() if name not in ("self", "shape", "has_bias")}
+
+    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor) -> Tensor:
+        """Logits before the softmax.
+
+        Args:
+            scores: weighted and contextual scores [B, H, R, C] in the compute type.
+            bias: float32 [H, R, C], or None when the encoding has none.
+            visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
+                another document. Such entries count as zero, like columns outside the triangle.
+
+        Returns:
+            float32 [B, H, R, C]; values at entries that are not visible mean nothing.
+        """
+        raise NotImplementedError
+
+    def flops_per_score(self) -> float:
+        """Forward FLOPs per (b, i, j) over all heads."""
+        raise NotImplementedError

@@ -1,0 +1,96 @@
+"""CDAPE (DAPE V2): attention scores as a feature map, processed by two convolutions along the keys.
+
+    S + B + Conv2(LeakyReLU(Conv1(tril([S, B]))))        kernels 1×k over heads as channels
+
+The published module cuts its hidden map at the last column T − 1, so its last k//2 rows depend on T: hidden values to
+the right of column T − 1 are padding there but alive in a longer sequence. Here the key axis is extended by zeros, so
+row i never depends on T; it equals the published module on every other row, and cached decoding equals the full pass.
+The left edge is the published one: columns before 0 are padding for both convolutions.
+
+B batch, H heads, R rows, C key columns, W width, k kernel size, p = k//2.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..processor import Processor
+from ..shape import Shape
+
+
+class KeyConvolution(nn.Module):
+    """A 1×k convolution along the keys whose input channels may come in several tensors.
+
+    Channels that have no batch dimension (the bias) are convolved once, not once per sequence.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel_size: int) -> None:
+        super().__init__()
+        self.padding = (0, kernel_size // 2)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, 1, kernel_size))
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """torch.nn.Conv2d's start values, which the published module uses."""
+        bound = 1 / math.sqrt(self.weight[0].numel())
+        with torch.no_grad():
+            nn.init.uniform_(self.weight, -bound, bound)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, *groups: Tensor) -> Tensor:
+        """Channel groups [B or 1, channels, R, C] → [B, outputs, R, C]."""
+        first, *others = self.weight.split([group.shape[1] for group in groups], dim=1)
+        if not others:
+            return F.conv2d(groups[0], first, self.bias, padding=self.padding)
+        result = F.conv2d(groups[0], first, None, padding=self.padding)
+        for position, (group, weight) in enumerate(zip(groups[1:], others, strict=True)):
+            result = result + F.conv2d(group, weight, self.bias if position == 0 else None, padding=self.padding)
+        return result
+
+
+class Cdape(Processor):
+    formula = "S + B + Conv2(LeakyReLU(Conv1(tril([S, B])))), kernels 1×k along keys"
+    parameters_text = "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], as torch.nn.Conv2d starts them; per layer"
+    source = "DAPE V2, equation 5 and appendix N; residual_bias: false is equation 2"
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        has_bias: bool,
+        width: int = 32,
+        kernel_size: int = 3,
+        residual_bias: bool = True,
+        zero_init: bool = False,
+    ) -> None:
+        super().__init__(shape, has_bias=has_bias)
+        name = type(self).__name__.lower()
+        if width < 1:
+            raise ValueError(f"option width of {name} is {width}; it must be at least 1")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"option kernel_size of {name} is {kernel_size}; it must be odd: 1, 3, 5, 7 …")
+        self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
+        heads = shape.num_heads
+        self.hidden = KeyConvolution(2 * heads if has_bias else heads, width, kernel_size)
+        self.output = KeyConvolution(width, heads, kernel_size)
+        if zero_init:  # the processor starts as the identity, so a trained model keeps its loss
+            nn.init.zeros_(self.output.weight)
+            nn.init.zeros_(self.output.bias)
+
+    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor) -> Tensor:
+        columns, extension = scores.shape[-1], (0, self.kernel_size // 2)
+        groups = [F.pad(scores.masked_fill(~visible, 0), extension)]
+        if bias is not None:
+            limits = torch.finfo(scores.dtype)  # a bias too large for float16 saturates instead of becoming infinite
+            rounded = bias.clamp(limits.min, limits.max).to(scores.dtype)
+            groups.append(F.pad(rounded.masked_fill(~visible, 0), extension))
+        hidden = F.leaky_relu(self.hidden(*groups), inplace=True)
+        result = scores.float() + self.output(hidden)[..., :columns].float()
+        return result + bias if bias is not None and self.residual_bias else result
+
+    def flops_per_score(self) -> float:
+        # The bias half of Conv1 is computed once per batch and not counted.
+        return 4.0 * self.kernel_size * self.shape.num_heads * self.width
