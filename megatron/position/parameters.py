@@ -19,6 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .shape import at_least_float32
+
 
 class _Clamp(torch.autograd.Function):
     """clamp(value, low, high) whose gradient is cut only where gradient descent would leave the interval."""
@@ -61,7 +63,7 @@ class Bounded(nn.Module):
             self.value.clamp_(self.low, self.high)
 
     def forward(self) -> Tensor:
-        value = self.value.float()
+        value = at_least_float32(self.value)
         if math.isinf(self.low) and math.isinf(self.high):
             return value.clone()  # a tensor of its own: ZeRO-3 frees the parameter's storage after this call
         return _Clamp.apply(value, self.low, self.high)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .encoding import Encoding, Terms
 from .processor import Processor
-from .shape import Span, causal
+from .shape import Span, at_least_float32, causal
 
 
 class _Toeplitz(torch.autograd.Function):
@@ -102,7 +102,7 @@ def logits(
         return processor(scores, terms.bias, visible).masked_fill(~visible, float("-inf"))
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
-    return scores.float() + (mask if terms.bias is None else mask + terms.bias)
+    return at_least_float32(scores) + (mask if terms.bias is None else mask + terms.bias)
 
 
 def attend(logits: Tensor, v: Tensor, dropout: float = 0.0, rows_may_be_empty: bool = False) -> Tensor:

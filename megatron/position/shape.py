@@ -43,3 +43,8 @@ class Span:
 def causal(query: Span, key: Span, device: torch.device | str | None = None) -> Tensor:
     """Bool [R, C]: may the query row see the key column?"""
     return query.positions(device)[:, None] >= key.positions(device)[None, :]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or unchanged where it is wider already (float64 in tests)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

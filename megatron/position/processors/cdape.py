@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..processor import Processor
-from ..shape import Shape
+from ..shape import Shape, at_least_float32
+
+
+def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a type; what is too large for float16 stays finite there (−r1·n² passes its 65,504 at n = 256, and an
+    infinite bias would be NaN after the convolutions). The other types reach as far as float32."""
+    if dtype == torch.float16:
+        limits = torch.finfo(dtype)
+        x = x.clamp(limits.min, limits.max)
+    return x.to(dtype)
 
 
 class KeyConvolution(nn.Module):
@@ -84,11 +93,11 @@ class Cdape(Processor):
         columns, extension = scores.shape[-1], (0, self.kernel_size // 2)
         groups = [F.pad(scores.masked_fill(~visible, 0), extension)]
         if bias is not None:
-            limits = torch.finfo(scores.dtype)  # a bias too large for float16 saturates instead of becoming infinite
-            rounded = bias.clamp(limits.min, limits.max).to(scores.dtype)
+            rounded = _saturated(bias, scores.dtype)
             groups.append(F.pad(rounded.masked_fill(~visible, 0), extension))
-        hidden = F.leaky_relu(self.hidden(*groups), inplace=True)
-        result = scores.float() + self.output(hidden)[..., :columns].float()
+        hidden = F.leaky_relu(_saturated(self.hidden(*groups), scores.dtype), inplace=True)
+        processed = _saturated(self.output(hidden)[..., :columns], scores.dtype)
+        result = at_least_float32(scores) + at_least_float32(processed)
         return result + bias if bias is not None and self.residual_bias else result
 
     def flops_per_score(self) -> float:

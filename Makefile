@@ -1,0 +1,49 @@
+# The two commands a newcomer needs:
+#   make quickstart   set-up, then the main job: prepare, train three methods, evaluate, report
+#   make test         set-up, lint, tests
+
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2>/dev/null)) python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.PHONY: help setup setup-dev quickstart test lint docs clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+	@echo "make lint         ruff and mypy"
+	@echo "make docs         regenerate the generated pages of docs/"
+	@echo "make clean        remove what the commands above made (not your runs and data)"
+
+$(VENV)/.runtime: requirements.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Farfield needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Set PYTHON=/path/to/python3.11" % v)'
+	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -r requirements.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt
+	@echo "installing the test tools (once)"
+	@$(PIP) -r requirements-dev.txt
+	@touch $@
+
+setup: $(VENV)/.runtime
+
+setup-dev: $(VENV)/.dev
+
+quickstart: setup
+	@$(BIN)/python deepy.py sweep configs/quickstart.yml
+
+lint: setup-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy megatron/config megatron/position megatron/errors.py megatron/options.py
+
+test: lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+docs: setup
+	@$(BIN)/python tools/make_docs.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -1,0 +1,17 @@
+"""Shared by all tests: small shapes, quiet and deterministic torch, one thread (tests run side by side)."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("farfield", deadline=None, max_examples=15, derandomize=True)
+settings.load_profile("farfield")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,256 @@
+"""The GPT against a plain PyTorch one, and the choices of GPT-NeoX that its layers offer."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron.errors import UserError
+from megatron.model.build import build_model, padded_vocabulary
+from megatron.model.options import ModelOptions, PositionOptions
+from megatron.model.parameters import parameter_groups
+from tools.plain_gpt import PlainGPT
+
+VOCABULARY = 61
+
+
+def options(**changes) -> ModelOptions:
+    shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_length": 20}
+    return ModelOptions(**{**shape, "make_vocab_size_divisible_by": 8, **changes})
+
+
+def position(name: str = "none", processor: str = "none", **changes) -> PositionOptions:
+    return PositionOptions(pos_emb=name, score_processor=processor, **changes)
+
+
+def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length))
+
+
+def _copy_into_plain(gpt, plain: PlainGPT) -> None:
+    """megatron-core interleaves q, k, v per head; the plain model keeps them one after the other."""
+    heads = gpt.config.num_attention_heads
+    with torch.no_grad():
+        plain.embedding.weight.copy_(gpt.embedding.word_embeddings.weight)
+        plain.norm.load_state_dict(gpt.decoder.final_layernorm.state_dict())
+        if plain.kerple is not None:
+            plain.kerple.r1.copy_(gpt.position.r1.value[:, None, None])
+            plain.kerple.r2.copy_(gpt.position.r2.value[:, None, None])
+        for ours, theirs in zip(gpt.decoder.layers, plain.blocks, strict=True):
+            theirs.norm1.load_state_dict(ours.input_layernorm.state_dict())
+            theirs.norm2.load_state_dict(ours.pre_mlp_layernorm.state_dict())
+            for a, b in ((ours.self_attention.linear_qkv, theirs.qkv), (ours.self_attention.linear_proj, theirs.proj)):
+                for name in ("weight", "bias"):
+                    value = getattr(a, name)
+                    if b is theirs.qkv:
+                        value = value.view(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+                    getattr(b, name).copy_(value)
+            theirs.up.load_state_dict({k: v for k, v in ours.mlp.linear_fc1.state_dict().items() if v is not None})
+            theirs.down.load_state_dict({k: v for k, v in ours.mlp.linear_fc2.state_dict().items() if v is not None})
+
+
+@pytest.mark.parametrize("method", ["none", "rotary", "kerple_log"])
+def test_equals_a_plain_pytorch_gpt(method: str) -> None:
+    gpt = build_model(options(), position(method), VOCABULARY, seed=3)
+    with torch.no_grad():
+        for parameter in gpt.parameters():  # biases too, so that a swapped one would show
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    plain = PlainGPT(2, 24, 3, 20, padded_vocabulary(VOCABULARY, 8), method)
+    _copy_into_plain(gpt, plain)
+    x = tokens()
+    torch.testing.assert_close(gpt(x), plain(x), rtol=1e-4, atol=1e-5)
+    labels = tokens()
+    losses = F.cross_entropy(plain(x).transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(gpt(x, labels), losses, rtol=1e-4, atol=1e-5)
+    gpt(x, labels).mean().backward()
+    losses.mean().backward()
+    torch.testing.assert_close(
+        gpt.embedding.word_embeddings.weight.grad, plain.embedding.weight.grad, rtol=1e-3, atol=1e-6
+    )
+    if method == "kerple_log":
+        torch.testing.assert_close(gpt.position.r1.value.grad, plain.kerple.r1.grad.flatten(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parallel_residual(tied: bool) -> None:
+    """GPT-J's layer: x + attention(norm1(x)) + mlp(norm2(x)), one norm for both when tied."""
+    gpt = build_model(options(gpt_j_residual=True, gpt_j_tied=tied, num_layers=1), position(), VOCABULARY, seed=3)
+    layer = gpt.decoder.layers[0]
+    x = torch.randn(20, 2, 24)
+    attention, bias1 = layer.self_attention(layer.input_layernorm(x), attention_mask=None)
+    norm = layer.input_layernorm if tied else layer.pre_mlp_layernorm
+    mlp, bias2 = layer.mlp(norm(x))
+    torch.testing.assert_close(layer(x), x + attention + bias1 + mlp + bias2)
+    assert tied == (not any("pre_mlp_layernorm" in name for name, _ in gpt.named_parameters()))
+
+
+def test_last_scores_only_the_end_and_equals_the_whole() -> None:
+    gpt = build_model(options(), position("alibi"), VOCABULARY, seed=3)
+    x, labels = tokens(), tokens()
+    torch.testing.assert_close(gpt(x, last=5), gpt(x)[:, -5:])
+    torch.testing.assert_close(gpt(x, labels, last=5), gpt(x, labels)[:, -5:])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("processor", ["none", "cdape"])
+def test_recomputed_activations_change_nothing(layers: int, processor: str) -> None:
+    x, labels = tokens(), tokens()
+    results = []
+    for recompute in (False, True):
+        chosen = options(num_layers=3, checkpoint_activations=recompute, checkpoint_num_layers=layers)
+        gpt = build_model(chosen, position("kerple_log", processor), VOCABULARY, seed=3)
+        loss = gpt(x, labels).mean()
+        loss.backward()
+        results.append((loss, [p.grad for p in gpt.parameters()]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "chunked"])
+@pytest.mark.parametrize("processor", ["none", "cdape"])
+def test_backends_agree_in_the_model(backend: str, processor: str) -> None:
+    x, labels = tokens(), tokens()
+    reference = build_model(options(), position("none", processor), VOCABULARY, seed=3, backend="eager")
+    other = "sdpa" if processor == "none" and backend == "eager" else backend
+    gpt = build_model(options(attention_chunk_rows=7), position("none", processor), VOCABULARY, seed=3, backend=other)
+    torch.testing.assert_close(gpt(x, labels), reference(x, labels), rtol=1e-5, atol=1e-5)
+
+
+def test_padding_that_may_not_be_seen() -> None:
+    """A sequence padded on the left, its padding masked, gives the logits of the sequence alone."""
+    for method, processor in (("kerple_log", "cdape"), ("alibi", "none"), ("rotary", "none")):
+        gpt = build_model(options(), position(method, processor), VOCABULARY, seed=3)
+        x = tokens(1, 12)
+        padded = torch.cat([torch.zeros(1, 5, dtype=torch.int64), x], dim=1)
+        mask = torch.arange(17)[None] >= 5
+        ours = gpt(padded, attention_mask=mask)[:, 5:]
+        if processor == "none":  # CDAPE convolves the masked columns as zeros, not as an edge
+            torch.testing.assert_close(ours, gpt(x), rtol=1e-4, atol=1e-5)
+        changed = padded.clone()
+        changed[:, :5] = 7
+        assert torch.equal(gpt(changed, attention_mask=mask)[:, 5:], ours)
+
+
+def test_dropout_only_in_training() -> None:
+    gpt = build_model(options(hidden_dropout=0.3, attention_dropout=0.3), position(), VOCABULARY, seed=3)
+    x = tokens()
+    assert not torch.equal(gpt(x), gpt(x))
+    gpt.eval()
+    assert torch.equal(gpt(x), gpt(x))
+
+
+def test_no_grad_keeps_no_graph() -> None:
+    gpt = build_model(options(), position("t5"), VOCABULARY, seed=3)
+    with torch.no_grad():
+        assert not gpt(tokens()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "deviation"),
+    [
+        ("normal", 0.02),
+        ("scaled_normal", 0.02 / math.sqrt(8)),
+        ("small_init", math.sqrt(2 / (5 * 128))),
+        ("wang_init", 2 / 4 / math.sqrt(128)),
+        ("xavier_normal", math.sqrt(2 / (128 + 512))),
+    ],
+)
+def test_initialisation(name: str, deviation: float) -> None:
+    chosen = options(
+        num_layers=4, hidden_size=128, num_attention_heads=4, init_method=name, output_layer_init_method=name
+    )
+    gpt = build_model(chosen, position(), VOCABULARY, seed=3)
+    layer = gpt.decoder.layers[1]
+    for weight in (layer.mlp.linear_fc1.weight, layer.mlp.linear_fc2.weight):
+        assert abs(weight.std().item() / deviation - 1) < 0.03
+        assert abs(weight.mean().item()) < deviation * 0.02
+    assert layer.mlp.linear_fc1.bias.abs().max() == 0
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_other_ones() -> None:
+    a, b, c = (build_model(options(), position("kerple_log", "cdape"), VOCABULARY, seed=s) for s in (3, 3, 4))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.embedding.word_embeddings.weight, c.embedding.word_embeddings.weight)
+
+
+def test_parameter_groups_cover_every_parameter_once() -> None:
+    gpt = build_model(options(), position("kerple_power", "cdape", pos_emb_per_layer=True), VOCABULARY, seed=3)
+    groups = parameter_groups(gpt, 0.1)
+    ids = [id(p) for group in groups for p in group["params"]]
+    assert sorted(ids) == sorted(id(p) for p in gpt.parameters())
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    for group in groups:
+        for p in group["params"]:
+            name = names[id(p)]
+            assert (group["weight_decay"] > 0) == (p.dim() >= 2 and "encoding" not in name and "_own" not in name), name
+            if name.endswith("r2.value"):
+                assert (group["low"], group["high"]) == (0.01, 2.0)
+
+
+@pytest.mark.parametrize(("per_layer", "copies"), [(False, 1), (True, 2)])
+def test_position_parameters_are_shared_or_per_layer(per_layer: bool, copies: int) -> None:
+    gpt = build_model(options(), position("kerple_log", pos_emb_per_layer=per_layer), VOCABULARY, seed=3)
+    assert sum(name.endswith("r1.value") for name, _ in gpt.named_parameters()) == copies
+    gpt(tokens(), tokens()).mean().backward()
+    assert all(p.grad is not None for p in gpt.parameters())
+
+
+def test_parameter_count_and_flops_are_the_closed_formulas() -> None:
+    layers, width, length, heads, k, w = 2, 24, 20, 3, 5, 7
+    processor = {"width": w, "kernel_size": k}
+    gpt = build_model(
+        options(no_weight_tying=True), position("t5", "cdape", score_processor_options=processor), VOCABULARY, seed=3
+    )
+    padded = 64
+    block = 12 * width**2 + 13 * width
+    cdape = 2 * heads * w * k + w + w * heads * k + heads
+    assert gpt.num_parameters() == layers * (block + cdape) + 2 * width + 2 * padded * width + 32 * heads
+    matrices = layers * 12 * width**2 + padded * width
+    per_score = layers * (4 * width + 4 * k * heads * w)
+    assert gpt.flops_per_token(length) == 3 * (2 * matrices + per_score * (length + 1) / 2)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("learned", 20), ("kerple_log", None)])
+def test_length_past_the_position_table(name: str, limit: int | None) -> None:
+    gpt = build_model(options(), position(name), VOCABULARY, seed=3)
+    assert gpt.max_length == limit
+    if limit is None:
+        assert gpt(tokens(1, 45)).isfinite().all()
+    else:
+        with pytest.raises(UserError, match="end at 20"):
+            gpt(tokens(1, 21))
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "relu"])
+def test_norms_and_activations_build_and_learn(norm: str, activation: str) -> None:
+    gpt = build_model(options(norm=norm, activation=activation), position("alibi"), VOCABULARY, seed=3)
+    x = tokens(4)
+    optimizer = torch.optim.AdamW(gpt.parameters(), 1e-2)
+    losses = []
+    for _ in range(12):
+        loss = gpt(x, x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "backend", "complaint"),
+    [
+        ({}, {"name": "kerple_logg"}, None, "did you mean kerple_log"),
+        ({}, {"name": "rotary", "pos_emb_options": {"fraction": 3.0}}, None, "fraction of rotary is 3.0"),
+        ({}, {"processor": "cdape", "score_processor_options": {"kernel_size": 4}}, None, "must be odd"),
+        ({}, {"score_processor_options": {"kernel_size": 3}}, None, "score_processor is none"),
+        ({}, {"name": "kerple_log"}, "sdpa", "choose from auto, eager, chunked"),
+        ({}, {"name": "learned", "pos_emb_per_layer": True}, None, "pos_emb_per_layer"),
+        ({"num_attention_heads": 5}, {}, None, "does not divide hidden_size 24"),
+        ({"hidden_size": 27}, {"name": "sinusoidal"}, None, "even hidden_size"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_name(model: dict, place: dict, backend, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        build_model(options(**model), position(**place), VOCABULARY, backend=backend)

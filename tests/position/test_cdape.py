@@ -1,0 +1,108 @@
+"""CDAPE against the published module, rebuilt here from DAPE V2's appendix N."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.position import registry
+from megatron.position.shape import Shape, Span, causal
+
+
+class Appendix(nn.Module):
+    """The module of appendix N: two Conv2d over [scores, bias], both lower-triangular, hidden map cut at column T."""
+
+    def __init__(self, channels: int, heads: int, width: int, kernel_size: int) -> None:
+        super().__init__()
+        pad = (0, kernel_size // 2)
+        self.mlp = nn.Sequential(
+            nn.Conv2d(channels, width, (1, kernel_size), padding=pad),
+            nn.LeakyReLU(),
+            nn.Conv2d(width, heads, (1, kernel_size), padding=pad),
+        )
+
+    def forward(self, attention: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        both = attention if bias is None else torch.cat([attention, bias.expand(attention.shape[0], -1, -1, -1)], 1)
+        processed = self.mlp(torch.tril(both))
+        return attention + processed if bias is None else attention + bias + processed
+
+
+def _pair(heads: int, width: int, k: int, has_bias: bool):
+    ours = registry.build_processor(
+        "cdape", Shape(heads, 8, 8 * heads, 16, 16), {"width": width, "kernel_size": k}, has_bias=has_bias
+    ).double()
+    theirs = Appendix(2 * heads if has_bias else heads, heads, width, k).double()
+    with torch.no_grad():
+        theirs.mlp[0].weight.copy_(ours.hidden.weight)
+        theirs.mlp[0].bias.copy_(ours.hidden.bias)
+        theirs.mlp[2].weight.copy_(ours.output.weight)
+        theirs.mlp[2].bias.copy_(ours.output.bias)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("k", [1, 3, 5, 7])
+@pytest.mark.parametrize(("heads", "width", "length"), [(3, 7, 13), (4, 32, 30)])
+def test_equals_the_appendix_on_every_row_but_the_last(k: int, heads: int, width: int, length: int, has_bias) -> None:
+    ours, theirs = _pair(heads, width, k, has_bias)
+    scores = torch.randn(2, heads, length, length, dtype=torch.float64)
+    bias = torch.randn(heads, length, length, dtype=torch.float64) if has_bias else None
+    span = Span(0, length)
+    visible = causal(span, span)[None, None]
+    mine, published = ours(scores, bias, visible), theirs(scores, bias)
+    same = length - k // 2
+    lower = visible.expand_as(mine)
+    torch.testing.assert_close(mine.where(lower, 0)[:, :, :same], published.where(lower, 0)[:, :, :same])
+    if k > 1:
+        assert not torch.allclose(mine[0, :, -1], published[0, :, -1], atol=1e-4)
+
+
+def test_the_last_rows_differ_because_the_published_hidden_map_ends_at_column_T() -> None:
+    """The published module's row i changes when the sequence grows; with a longer sequence it becomes ours."""
+    ours, theirs = _pair(3, 8, 5, True)
+    length, longer = 12, 14  # k//2 = 2 more columns
+    scores = torch.randn(1, 3, longer, longer, dtype=torch.float64)
+    bias = torch.randn(3, longer, longer, dtype=torch.float64)
+    span = Span(0, length)
+    mine = ours(scores[..., :length, :length], bias[:, :length, :length], causal(span, span)[None, None])
+    short = theirs(scores[..., :length, :length], bias[:, :length, :length])
+    grown = theirs(scores, bias)[..., :length, :length]
+    lower = causal(span, span).expand_as(mine)
+    torch.testing.assert_close(mine.where(lower, 0), grown.where(lower, 0))
+    assert (short - grown).where(lower, 0)[..., -2:, :].abs().max() > 1e-3
+    torch.testing.assert_close(
+        short[..., :-2, :].where(lower[..., :-2, :], 0), grown[..., :-2, :].where(lower[..., :-2, :], 0)
+    )
+
+
+def test_dape_is_cdape_with_kernel_one() -> None:
+    shape = Shape(3, 8, 24, 16, 16)
+    dape = registry.build_processor("dape", shape, {"width": 9}, has_bias=True)
+    cdape = registry.build_processor("cdape", shape, {"width": 9, "kernel_size": 1}, has_bias=True)
+    cdape.load_state_dict(dape.state_dict())
+    scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
+    visible = causal(Span(0, 7), Span(0, 7))[None, None]
+    assert torch.equal(dape(scores, bias, visible), cdape(scores, bias, visible))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_zero_init_is_the_identity_and_residual_bias_is_optional(residual: bool) -> None:
+    shape = Shape(3, 8, 24, 16, 16)
+    options = {"zero_init": True, "residual_bias": residual}
+    processor = registry.build_processor("cdape", shape, options, has_bias=True)
+    scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
+    visible = causal(Span(0, 7), Span(0, 7))[None, None]
+    expected = scores + bias if residual else scores  # DAPE V2 equation 3; equation 2
+    assert torch.equal(processor(scores, bias, visible), expected)
+
+
+def test_start_values_are_conv2d_s() -> None:
+    processor = registry.build_processor("cdape", Shape(64, 8, 512, 16, 16), {"width": 64}, has_bias=True)
+    bound = (128 * 3) ** -0.5
+    assert processor.hidden.weight.abs().max() <= bound
+    assert abs(processor.hidden.weight.std() / (bound / 3**0.5) - 1) < 0.02
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": 4}, {"kernel_size": 0}, {"width": 0}, {"kernel": 3}])
+def test_bad_options_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match="cdape"):
+        registry.build_processor("cdape", Shape(3, 8, 24, 16, 16), options, has_bias=True)

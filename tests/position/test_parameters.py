@@ -1,0 +1,41 @@
+"""Bounds hold, a parameter at its bound can leave it, and gradients elsewhere are untouched."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.position.parameters import Bounded, uniform
+from megatron.position.powers import power
+
+finite = st.floats(-5, 5, allow_nan=False, width=32)
+
+
+@given(value=finite, grad=finite, low=st.sampled_from([-math.inf, 0.01]), high=st.sampled_from([2.0, math.inf]))
+def test_the_gradient_is_cut_only_where_descent_would_leave_the_interval(value, grad, low, high) -> None:
+    parameter = Bounded((1,), lambda t: t.fill_(value), low, high)
+    with torch.no_grad():
+        parameter.value.fill_(value)  # outside the bounds, as a careless optimizer would leave it
+    used = parameter()
+    assert low - 1e-9 <= used.item() <= high
+    used.backward(torch.tensor([grad], dtype=torch.float32))
+    outward = (value <= low and grad > 0) or (value >= high and grad < 0)
+    assert parameter.value.grad.item() == (0 if outward else torch.tensor(grad, dtype=torch.float32).item())
+
+
+def test_fresh_values_start_inside() -> None:
+    assert Bounded((1000,), uniform(0, 2), low=0.5).value.min() >= 0.5
+
+
+def test_reading_an_unbounded_parameter_gives_a_tensor_of_its_own() -> None:
+    parameter = Bounded((3,), uniform(0, 1))
+    assert parameter().data_ptr() != parameter.value.data_ptr()
+
+
+def test_power_has_the_limit_as_its_gradient_at_zero() -> None:
+    n = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
+    r = torch.tensor([[0.01], [2.0]], dtype=torch.float64, requires_grad=True)
+    power(n, r).sum().backward()
+    exact = sum(x ** r.detach() * math.log(x) for x in (1.0, 3.0))
+    torch.testing.assert_close(r.grad, exact)

@@ -1,0 +1,76 @@
+"""The executable contract against loops written from its definition."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.position.encoding import Encoding, Terms
+from megatron.position.scores import attend, distances, logits, toeplitz
+from megatron.position.shape import Shape, Span
+
+SHAPE = Shape(2, 4, 8, 16, 16)
+
+
+@given(start=st.integers(0, 9), rows=st.integers(1, 6), key=st.integers(0, 3), columns=st.integers(1, 9))
+def test_toeplitz_reads_the_table_and_sums_its_diagonals(start: int, rows: int, key: int, columns: int) -> None:
+    size = max(start + rows - key, 1) + 2
+    table = torch.randn(2, size, dtype=torch.float64, requires_grad=True)
+    query_span, key_span = Span(start, rows), Span(key, columns)
+    matrix = toeplitz(table, query_span, key_span)
+    exact = torch.stack(
+        [
+            torch.stack([table[:, max(i - j, 0)] for j in range(key, key + columns)], 1)
+            for i in range(start, start + rows)
+        ],
+        1,
+    )
+    assert torch.equal(matrix, exact)
+    seed = torch.randn_like(exact)
+    (ours,) = torch.autograd.grad((matrix * seed).sum(), table, retain_graph=True)
+    (reference,) = torch.autograd.grad((exact * seed).sum(), table)
+    torch.testing.assert_close(ours, reference)
+
+
+class Everything(Encoding):
+    """Bias, weight and contextual terms at once."""
+
+    formula = source = "test"
+
+    def table(self, n):
+        return Terms(bias=torch.stack([-n, n.sqrt()]), weight=torch.stack([1 / (1 + n), torch.exp(-n)]))
+
+    def contextual(self, q, k, scores, query, key):
+        return q[..., :1] + k[..., :1].transpose(-1, -2)
+
+
+def test_logits_and_attention_against_loops() -> None:
+    batch, length, d = 2, 6, 4
+    q, k, v = torch.randn(3, batch, 2, length, d)
+    mask = torch.tensor([[True] * 6, [False, False] + [True] * 4])  # the second sequence is padded on the left
+    span = Span(0, length)
+    encoding = Everything(SHAPE)
+    ours = logits(q, k, span, span, encoding, None, table=encoding.table(distances(length)), key_mask=mask)
+    out = attend(ours, v, rows_may_be_empty=True)
+    for b in range(batch):
+        for h in range(2):
+            for i in range(length):
+                row = []
+                for j in range(length):
+                    n = i - j
+                    if n < 0 or not mask[b, j]:
+                        row.append(-math.inf)
+                        continue
+                    weight = 1 / (1 + n) if h == 0 else math.exp(-n)
+                    bias = -n if h == 0 else math.sqrt(n)
+                    dot = float(q[b, h, i].double() @ k[b, h, j].double()) / math.sqrt(d)
+                    row.append(dot * weight + float(q[b, h, i, 0] + k[b, h, j, 0]) + bias)
+                torch.testing.assert_close(ours[b, h, i], torch.tensor(row), rtol=1e-5, atol=1e-5)
+                top = max(row)
+                if top == -math.inf:
+                    assert out[b, h, i].abs().max() == 0
+                    continue
+                p = [math.exp(x - top) for x in row]
+                exact = sum(x / sum(p) * v[b, h, j] for j, x in enumerate(p))
+                torch.testing.assert_close(out[b, h, i], exact, rtol=1e-4, atol=1e-5)

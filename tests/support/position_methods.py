@@ -1,0 +1,38 @@
+"""Every method and processor of the registry, built small. A new one is covered by the laws without editing a test."""
+
+from itertools import product
+
+import torch
+
+from megatron.position import registry
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.scores import attend, distances, logits
+from megatron.position.shape import Shape, Span
+
+SHAPE = Shape(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
+ALL = list(product(registry.encodings(), ["none", *registry.processors()]))
+RELATIVE = [pair for pair in ALL if registry.encoding_class(pair[0]).relative]
+MAPPED = [pair for pair in ALL if not registry.encoding_class(pair[0]).overrides("embed")]
+
+
+def build(encoding: str, processor: str, shape: Shape = SHAPE) -> tuple[Encoding, Processor | None]:
+    """A fresh encoding and processor."""
+    e = registry.build_encoding(encoding, shape)
+    if processor == "none":
+        return e, None
+    has_bias = type(e).overrides("table") or type(e).overrides("dense")
+    return e, registry.build_processor(processor, shape, has_bias=has_bias)
+
+
+def output(q, k, v, query: Span, key: Span, encoding: Encoding, processor: Processor | None) -> torch.Tensor:
+    """Attention of some rows, straight from the contract."""
+    table = encoding.table(distances(query.stop - key.start)) if type(encoding).overrides("table") else None
+    q, k = encoding.rotate(q, query), encoding.rotate(k, key)
+    return attend(logits(q, k, query, key, encoding, processor, table=table), v)
+
+
+def random_qkv(length: int, shape: Shape = SHAPE, batch: int = 2, dtype=torch.float32) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values [B, H, T, d], scores of order one."""
+    size = (3, batch, shape.num_heads, length, shape.head_dim)
+    return tuple(torch.randn(size).to(dtype))

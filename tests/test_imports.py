@@ -1,0 +1,126 @@
+"""The direction of imports that docs/architecture.md promises, read off the source files."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STANDARD = set(sys.stdlib_module_names)
+OURS = ("megatron.errors", "megatron.options")
+OPTIONS = ("megatron.model.options", "megatron.data.options", "megatron.training.options",
+           "megatron.checkpoint.options", "megatron.launch.options")
+NUMERIC = ("torch", "numpy", "megatron.core")
+
+# part → prefixes of modules it may import besides the standard library and itself
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "megatron/errors.py": (),
+    "megatron/options.py": ("pydantic",),
+    "megatron/position": ("torch",),
+    "megatron/config": ("pydantic", "ruamel", *OURS, *OPTIONS),
+    "megatron/data": (*NUMERIC, "tokenizers", "sentencepiece", "zstandard", "pydantic", *OURS),
+    "megatron/model": (*NUMERIC, "einops", "pydantic", "megatron.position", "kernels", *OURS),
+    "megatron/checkpoint": (
+        *NUMERIC,
+        "safetensors",
+        "deepspeed",
+        "pydantic",
+        "megatron.config",
+        "megatron.model",
+        *OURS,
+    ),
+    "megatron/training": (
+        *NUMERIC,
+        "deepspeed",
+        "rich",
+        "tensorboard",
+        "wandb",
+        "pydantic",
+        "psutil",
+        "megatron.config",
+        "megatron.data",
+        "megatron.model",
+        "megatron.checkpoint",
+        *OURS,
+    ),
+    "megatron/evaluation": (
+        *NUMERIC,
+        "matplotlib",
+        "rich",
+        "pydantic",
+        "megatron.config",
+        "megatron.data",
+        "megatron.model",
+        "megatron.checkpoint",
+        *OURS,
+    ),
+}
+PARTS = list(ALLOWED)
+
+
+def _files(part: str) -> list[Path]:
+    path = ROOT / part
+    return [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
+
+
+def _imports(path: Path) -> set[str]:
+    """Absolute names of all modules a file imports, anywhere in it."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            names.add(".".join(part for part in (base, node.module or "") if part))
+    return names
+
+
+def _within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
+    own = part.removesuffix(".py").replace("/", ".")
+    for path in _files(part):
+        allowed = ("pydantic", "megatron.options") if path.name == "options.py" else (*ALLOWED[part], own)
+        for name in _imports(path):
+            fine = name.split(".")[0] in STANDARD or _within(name, allowed)
+            assert fine, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_every_part_has_a_rule() -> None:
+    folders = {p.name for p in (ROOT / "megatron").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert folders - {"launch"} == {Path(part).name for part in PARTS if not part.endswith(".py")}
+
+
+def test_megatron_stays_a_namespace() -> None:
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+
+
+def test_packages_import_nothing_by_themselves() -> None:
+    for path in (ROOT / "megatron").rglob("__init__.py"):
+        assert not _imports(path), f"{path.relative_to(ROOT)} should hold a docstring only"
+
+
+def test_checking_a_configuration_does_not_import_torch() -> None:
+    code = "import sys, megatron.config.load, megatron.config.schema; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_position_works_with_torch_alone() -> None:
+    """The folder is meant to travel with exported models, so it must not need anything else that is installed here."""
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from megatron.position import registry, scores\n"
+        "[registry.encoding_class(n) for n in registry.encodings()]\n"
+        "[registry.processor_class(n) for n in registry.processors()]\n"
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}\n"
+        "sys.exit(', '.join(sorted(new - {'megatron'} - set(sys.stdlib_module_names) - {'torch', 'numpy'})) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
