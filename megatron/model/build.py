@@ -51,9 +51,10 @@ def _processor(options: PositionOptions, shape: Shape, encoding: Encoding) -> Pr
         if options.score_processor_options:
             raise UserError("score_processor_options are given, but score_processor is none")
         return None
-    has_bias = type(encoding).overrides("table") or type(encoding).overrides("dense")
     try:
-        return build_processor(options.score_processor, shape, options.score_processor_options, has_bias=has_bias)
+        return build_processor(
+            options.score_processor, shape, options.score_processor_options, has_bias=encoding.has_bias()
+        )
     except ValueError as error:
         raise UserError(f"score_processor: {error}") from error
 

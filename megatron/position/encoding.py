@@ -17,6 +17,7 @@ only up to 256, float16 up to 2048). Tables and everything computed from paramet
 import inspect
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .shape import Shape, Span
@@ -75,6 +76,12 @@ class Encoding(nn.Module):
         """Names, types and defaults of the encoding's options."""
         parameters = inspect.signature(cls.__init__).parameters
         return {name: p for name, p in parameters.items() if name not in ("self", "shape")}
+
+    def has_bias(self) -> bool:
+        """Does it add a bias (rather than only a weight, contextual terms, or nothing)? Asked of its code, at n = 0."""
+        if type(self).overrides("table"):
+            return self.table(torch.zeros(1)).bias is not None
+        return self.dense(Span(0, 1), Span(0, 1), torch.zeros(1)).bias is not None
 
     # The hooks.
 

@@ -113,7 +113,7 @@ def test_bfloat16_errs_like_plain_bfloat16_in_both_backends(encoding: str, proce
     span = Span(0, length)
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length, dtype=torch.bfloat16)
-    p = p.bfloat16() if p is not None else None
+    e, p = e.bfloat16(), p.bfloat16() if p is not None else None
     outs = [b(Rows(q, k, v, span, span, e, p)).double() for b in (Eager(), Chunked(11))]
     e, p = e.double(), p.double() if p is not None else None
     exact = Eager()(Rows(q.double(), k.double(), v.double(), span, span, e, p))
@@ -150,7 +150,7 @@ def test_float16_stays_finite_at_distance_65536(encoding: str, processor: str) -
     e, p = build(encoding, processor, shape)
     for parameter in e.parameters():  # the steepest bias that the bounds allow
         parameter.data.clamp_(min=2.0)
-    p = p.half() if p is not None else None
+    e, p = e.half(), p.half() if p is not None else None
     q, k, v = random_qkv(65_537, shape, batch=1, dtype=torch.float16)
     last = output(q[:, :, -1:], k, v, Span(65_536, 1), Span(0, 65_537), e, p)
     assert last.isfinite().all()

@@ -21,8 +21,7 @@ def build(encoding: str, processor: str, shape: Shape = SHAPE) -> tuple[Encoding
     e = registry.build_encoding(encoding, shape)
     if processor == "none":
         return e, None
-    has_bias = type(e).overrides("table") or type(e).overrides("dense")
-    return e, registry.build_processor(processor, shape, has_bias=has_bias)
+    return e, registry.build_processor(processor, shape, has_bias=e.has_bias())
 
 
 def output(q, k, v, query: Span, key: Span, encoding: Encoding, processor: Processor | None) -> torch.Tensor:
