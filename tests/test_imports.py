@@ -10,8 +10,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
 OURS = ("megatron.errors", "megatron.options")
-OPTIONS = ("megatron.model.options", "megatron.data.options", "megatron.training.options",
-           "megatron.checkpoint.options", "megatron.launch.options")
+OPTIONS = (
+    "megatron.model.options",
+    "megatron.data.options",
+    "megatron.training.options",
+    "megatron.checkpoint.options",
+    "megatron.launch.options",
+)
 NUMERIC = ("torch", "numpy", "megatron.core")
 
 # part → prefixes of modules it may import besides the standard library and itself
@@ -53,6 +58,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
+        "megatron.position",
         "megatron.checkpoint",
         *OURS,
     ),

@@ -16,7 +16,7 @@ class DataOptions(Section):
     train_data_weights: list[float] = key(list, "blend weights of train_data_paths; equal if absent")
     valid_data_weights: list[float] = key(list, "blend weights of valid_data_paths; equal if absent")
     test_data_weights: list[float] = key(list, "blend weights of test_data_paths; equal if absent")
-    data_cache: str | None = key(None, "folder for the sample index; beside the checkpoints if absent")
+    data_cache: str | None = key(None, "folder for the sample indices; in the run's folder if absent")
     data_impl: Literal["mmap"] = key("mmap", "format of the indexed datasets; GPT-NeoX's infer and mmap mean this one")
     tokenizer_type: Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"] | None = key(
         None, "the tokenizer that made the data; read from the data's own corpus.json if absent", architecture=True

@@ -15,6 +15,7 @@ only ever read through the call of the module that owns them.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,13 @@ class _Clamp(torch.autograd.Function):
     """clamp(value, low, high) whose gradient is cut only where gradient descent would leave the interval."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, low: float, high: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, value: Tensor, low: float, high: float) -> Tensor:
         # Masks, not the value: under ZeRO-3 the parameter's storage is released before the backward pass.
         ctx.save_for_backward(value <= low, value >= high)
         return value.clamp(low, high)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         at_low, at_high = ctx.saved_tensors
         outward = (at_low & (grad > 0)) | (at_high & (grad < 0))
         return grad.masked_fill(outward, 0), None, None

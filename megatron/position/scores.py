@@ -4,6 +4,8 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances.
 Every backend either calls this or is tested to equal it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,13 @@ class _Toeplitz(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, table: Tensor, query: Span, key: Span) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, table: Tensor, query: Span, key: Span) -> Tensor:
         ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
         distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
         return table[:, distance.clamp_(min=0)]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         heads, rows, columns = grad.shape
         # Row r is moved right by rows − 1 − r, so that equal i − j stand in one column of width rows + columns − 1:
         # column m then holds the distance n = offset + (columns − 1) − m.

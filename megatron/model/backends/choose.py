@@ -2,6 +2,7 @@
 
 import logging
 
+import torch
 from torch import Tensor
 
 from megatron.errors import UserError
@@ -15,11 +16,14 @@ from megatron.position.processor import Processor
 logger = logging.getLogger(__name__)
 
 EAGER_UP_TO = 1024
-"""`auto` materialises score maps with at most this many key columns: faster than recomputing while they are small."""
+"""`auto` materialises training's score maps up to this many keys: faster than recomputing while they are small."""
 
 
 class EagerThenChunked:
-    """Eager for short keys, row blocks for long ones; the two agree to rounding."""
+    """Eager for short training sequences, row blocks for the rest; the two agree to rounding.
+
+    Without gradients nothing is recomputed, and blocks over their causal columns do half the work and stay in caches.
+    """
 
     def __init__(self, block: int) -> None:
         self.eager, self.chunked = Eager(), Chunked(block)
@@ -28,7 +32,8 @@ class EagerThenChunked:
         return None
 
     def __call__(self, rows: Rows) -> Tensor:
-        return self.eager(rows) if rows.key.length <= EAGER_UP_TO else self.chunked(rows)
+        whole = torch.is_grad_enabled() and rows.key.length <= EAGER_UP_TO
+        return self.eager(rows) if whole else self.chunked(rows)
 
 
 def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Processor | None) -> Backend:
@@ -43,7 +48,7 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
         if refusal is None:
             logger.info("attention backend: sdpa")
             return backends["sdpa"]
-        logger.info("attention backend: eager up to %d keys, then chunked (sdpa: %s)", EAGER_UP_TO, refusal)
+        logger.info("attention backend: eager up to %d keys in training, else chunked (sdpa: %s)", EAGER_UP_TO, refusal)
         return EagerThenChunked(chunk_rows)
     refusal = backends[name].refuses(encoding, processor)
     if refusal is not None:

@@ -1,0 +1,441 @@
+#!/usr/bin/env python3
+"""Farfield's command line: prepare, train, evaluate, positions, sweep, keys.
+
+Everything heavy is imported inside the commands, so that help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+ROOT = Path(__file__).resolve().parent
+
+try:
+    import typer
+except ModuleNotFoundError:  # a bare python3: continue in the environment that `make` made
+    own = ROOT / ".venv" / "bin" / "python"
+    if own.exists() and Path(sys.prefix).resolve() != own.parent.parent.resolve():
+        os.execv(own, [str(own), *sys.argv])
+    sys.exit("error: Farfield's requirements are not installed; run: make setup, or pip install -r requirements.txt")
+
+from typer.core import TyperGroup  # noqa: E402
+
+from megatron.errors import FarfieldError, UserError  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.config.load import Loaded
+
+
+class Commands(TyperGroup):
+    """Commands with or without `.py`, GPT-NeoX's habit: `./deepy.py train.py …`."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name.removesuffix(".py"))
+
+
+def paragraphs(text: str) -> str:
+    """Help as rich should show it: paragraphs wrapped to the terminal, indented lines as they are."""
+    blocks = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(block if block.startswith(" ") else " ".join(block.splitlines()) for block in blocks)
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="deepy.py",
+    help="""Pretrain GPTs that extrapolate to lengths they were never trained on.
+
+    From text to a table in three steps:
+
+      ./deepy.py prepare python --output data/python
+
+      ./deepy.py train 125M cdape_kerple_log local_setup save=runs/cdape
+
+      ./deepy.py evaluate runs/cdape --lengths 1x,2x,4x,8x,16x
+
+    Each command explains itself: ./deepy.py train --help""",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add a command whose help is the function's docstring."""
+    return app.command(help=paragraphs(function.__doc__ or ""))(function)
+
+
+Arguments = Annotated[
+    list[str],
+    typer.Argument(metavar="CONFIG… [KEY=VALUE …]", help="Configuration files, then single keys.", show_default=False),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option("-d", "--conf-dir", metavar="FOLDER", help="Look names up here first.", show_default=False),
+]
+
+
+@command
+def train(
+    arguments: Arguments,
+    conf_dir: Folder = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and stop before training.")
+    ] = False,
+) -> int:
+    """Train a model.
+
+    Files are merged left to right, then KEY=VALUE pairs; later wins, and one line says what it replaced. A file is a
+    path, or a name with or without .yml that is looked up in configs/ and its subfolders: [bold]model[/] (shapes with
+    their paper's settings), [bold]position[/] (one overlay per method), [bold]cluster[/] (where it runs).
+
+    [bold]Examples[/]
+
+      ./deepy.py train 162M kerple_log local_setup save=runs/kerple
+
+      ./deepy.py train 125M rotary cdape local_setup precision=bf16 optimizer.params.lr=3e-4
+
+      ./deepy.py train my.yml num_gpus=2 device=cpu
+
+      ./deepy.py train runs/kerple/config.yml load=runs/kerple train_iters=60000
+
+      ./deepy.py train.py -d configs 125M.yml local_setup.yml
+
+    The third uses two processes on a CPU, the fourth resumes a run and goes on, the last is GPT-NeoX's way to say it.
+
+    All keys: ./deepy.py keys, or docs/configuration.md.
+    """
+    from megatron.launch import local
+
+    loaded = _load(arguments, conf_dir)
+    if dry_run:
+        resolved = _resolved_or_reason(loaded)
+        config = loaded.config if isinstance(resolved, UserError) else resolved.config
+        print(config.text(), end="")
+        if isinstance(resolved, UserError):
+            raise resolved
+        _note(resolved.notes)
+        return 0
+    _note(local.resolve(loaded.config).notes)
+    return local.train(loaded.config)
+
+
+@command
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE…",
+            help="Files (.txt, .jsonl, .jsonl.gz or .zst), folders, or [bold]python[/]: the standard library.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The corpus folder to make.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here.")
+    ] = "bytes",
+    vocab_file: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, vocab.json or .model file.", show_default=False)
+    ] = None,
+    merge_file: Annotated[Path | None, typer.Option(help="merges.txt of GPT2BPETokenizer.", show_default=False)] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe.", show_default=False)] = None,
+    split: Annotated[
+        str,
+        typer.Option(metavar="SHARES|none", help="Shares for train, valid and test; none: no division."),
+    ] = "0.9,0.05,0.05",
+    packages: Annotated[bool, typer.Option("--packages", help="With python: all installed packages too.")] = False,
+    suffix: Annotated[
+        list[str] | None, typer.Option(metavar=".EXT", help="Files to take from folders; repeat for more.")
+    ] = None,
+    jsonl_key: Annotated[str, typer.Option(help="Where a .jsonl line holds its text.")] = "text",
+    seed: Annotated[int, typer.Option(help="Decides which document goes to which split.")] = 1234,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as are worth it if absent.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that was made differently.")] = False,
+) -> None:
+    """Make a corpus: text in, Megatron's indexed datasets (.bin, .idx) and their tokenizer out.
+
+    Documents are divided into train, valid and test as wholes. The datasets are readable by megatron-core, Megatron-LM
+    and GPT-NeoX. Preparing the same thing again finds it there.
+
+    [bold]Examples[/]
+
+      ./deepy.py prepare python --output data/python
+
+      ./deepy.py prepare pile.jsonl.zst -o data/pile --tokenizer HFTokenizer --vocab-file 20B_tokenizer.json --workers 8
+
+      ./deepy.py prepare papers/ --suffix .tex -o data/papers --tokenizer bpe --vocab-size 8192
+    """
+    from megatron.launch.prepare import prepare_corpus
+
+    prepare_corpus(
+        sources,
+        output,
+        split=_shares(split),
+        tokenizer=tokenizer,
+        vocab_file=vocab_file,
+        merge_file=merge_file,
+        vocab_size=vocab_size,
+        packages=packages,
+        suffixes=suffix or None,
+        jsonl_key=jsonl_key,
+        seed=seed,
+        workers=workers,
+        overwrite=overwrite,
+    )
+
+
+@command
+def evaluate(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
+    ],
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="128,256,… | 1x,2x,…",
+            help="Context lengths, in tokens or training lengths; 1x to 32x if absent.",
+            show_default=False,
+        ),
+    ] = None,
+    protocol: Annotated[
+        str,
+        typer.Option(help="last: the last tokens of windows that end at the same places; nonoverlapping: KERPLE's."),
+    ] = "last",
+    windows: Annotated[int | None, typer.Option(min=1, help="Windows per length.", show_default=False)] = None,
+    targets: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens scored per window; the training length if absent.", show_default=False),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Corpus or dataset to score; each run's own test split if absent.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FOLDER", help="For results.json, .csv and .png.", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: fp32 on CPU, the run's on GPU.")] = "auto",
+    backend: Annotated[
+        str | None, typer.Option(help="Attention backend; the run's own if absent.", show_default=False)
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per forward pass.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure perplexity at lengths never trained on.
+
+    The model is rebuilt from the configuration in its checkpoint. Every run and every length is scored on the same
+    target tokens, so that the numbers differ in context alone. Prints a table; writes JSON, CSV and a picture.
+
+    [bold]Examples[/]
+
+      ./deepy.py evaluate runs/kerple --lengths 512,1024,2048,4096
+
+      ./deepy.py evaluate runs/rotary runs/kerple runs/cdape --lengths 1x,4x,16x -o results/books
+
+      ./deepy.py evaluate runs/kerple/checkpoints/step_0010000 --protocol nonoverlapping
+    """
+    from megatron.launch.console import explained, run_console, temporary_log
+
+    with temporary_log() as log, run_console(log) as console, explained(log):
+        from megatron.evaluation.run import evaluate_runs
+
+        evaluate_runs(
+            runs,
+            lengths,
+            protocol,
+            windows,
+            targets,
+            data=data,
+            output=output,
+            device=device,
+            precision=precision,
+            backend=backend,
+            batch_tokens=batch_tokens,
+            console=console,
+        )
+
+
+@command
+def positions(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")] = False,
+) -> None:
+    """List position encodings and score processors: formula, parameters, options, traits, source."""
+    import json
+
+    from megatron.position.registry import describe
+
+    records = describe()
+    if as_json:
+        print(json.dumps(records, indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for kind, key in (("encoding", "pos_emb"), ("processor", "score_processor")):
+        table = Table(title=f"{kind}s ({key})", title_justify="left", show_lines=True)
+        for heading in ("name", "formula", "parameters", "options", "traits", "source"):
+            table.add_column(heading, overflow="fold")
+        for record in records:
+            if record["kind"] == kind:
+                options = "\n".join(f"{name}: {_text(value)}" for name, value in record["options"].items())
+                traits = ", ".join(record.get("traits", ()))
+                cells = (record["name"], record["formula"], record["parameters"], options, traits, record["source"])
+                table.add_row(*(_plain(cell) for cell in cells))
+        console.print(table)
+
+
+@command
+def sweep(
+    arguments: Arguments,
+    conf_dir: Folder = None,
+) -> None:
+    """Train every variant of a sweep file, evaluate each, and report them side by side.
+
+    [bold]Example[/]
+
+      ./deepy.py sweep quickstart
+    """
+    from megatron.launch import sweep as sweeps
+
+    files, overrides = _divide(arguments)
+    sweeps.run(files, overrides, search=[conf_dir] if conf_dir else None)
+
+
+@command
+def keys(
+    pattern: Annotated[
+        str, typer.Argument(help="Only keys with this text in their name or meaning.", show_default=False)
+    ] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/configuration.md.")] = False,
+) -> None:
+    """Explain the keys of configuration files: ours, and what GPT-NeoX's, KERPLE's and DAPE's mean here."""
+    from megatron.config import reference
+
+    if markdown:
+        print(reference.markdown(), end="")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    found = reference.lookup(pattern)
+    if not found:
+        raise UserError(f"no key contains {pattern!r}")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("key", "default", "values", "meaning"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "key")
+    for row in found:
+        table.add_row(*(_plain(cell) for cell in row))
+    Console().print(table)
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _text(value: Any) -> str:
+    from megatron.config.settings import show
+
+    return show(value)
+
+
+def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Files and `key=value` pairs. A pair is what has an equals sign and names no file."""
+    pairs = [text for text in arguments if "=" in text and not Path(text).is_file()]
+    return [text for text in arguments if text not in pairs], pairs
+
+
+def _load(arguments: list[str], conf_dir: Path | None) -> Loaded:
+    """Read the configuration and say what there is to say about it."""
+    from megatron.config.load import load
+
+    files, overrides = _divide(arguments)
+    loaded = load(files, overrides, search=[conf_dir] if conf_dir else None)
+    _note(loaded.notes)
+    return loaded
+
+
+def _resolved_or_reason(loaded: Loaded) -> Any:
+    from megatron.launch import local
+
+    try:
+        return local.resolve(loaded.config)
+    except UserError as error:
+        return error
+
+
+def _note(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _shares(text: str) -> list[float] | None:
+    if text == "none":
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--split is {text!r}; write shares such as 0.9,0.05,0.05, or none") from error
+
+
+def _say(message: str) -> None:
+    for line in message.splitlines() or [""]:
+        print(f"error: {line}", file=sys.stderr)
+
+
+def _unexpected(error: BaseException) -> str:
+    """Write the traceback to a file; returns the line that says so."""
+    from megatron.launch.console import describe
+
+    with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".log", delete=False, encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    return f"{describe(error)}; the traceback is in {file.name}"
+
+
+def main() -> int:
+    """Run a command; every failure is a line on standard error and an exit code."""
+    # The base of the command line's own errors, wherever typer keeps it.
+    usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    try:
+        result = app(standalone_mode=False, prog_name="./deepy.py")
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except FarfieldError as error:
+        _say(str(error))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `./deepy.py positions | head -1`: nobody reads on, and nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    except Exception as error:
+        if isinstance(error, usage_error):
+            if error.format_message():  # type: ignore[attr-defined]
+                _say(f"{error.format_message().rstrip('.')} (see {_help_of(error)})")  # type: ignore[attr-defined]
+            return 2
+        _say(_unexpected(error))
+        return 1
+
+
+def _help_of(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context else './deepy.py'} --help"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""A trained model, rebuilt for evaluation from what a checkpoint says of itself.
+
+Only `model.safetensors`, `config.yml` and `progress.json` are read: tensors and text. No pickle is opened, so a
+checkpoint from elsewhere cannot run code here.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.weights import read_weights
+from megatron.config.schema import Config
+from megatron.errors import RunError
+from megatron.model.build import build_model
+from megatron.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode and where it comes from."""
+
+    model: GPT
+    config: Config
+    """Of the run that trained it."""
+    progress: dict[str, Any]
+    """`progress.json`: step, consumed samples and tokens, vocabulary."""
+    checkpoint: Path
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+) -> LoadedModel:
+    """Rebuild the model of a run (its latest checkpoint) or of one checkpoint.
+
+    Args:
+        path: a run's folder or a checkpoint's.
+        device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
+        backend: overrides attention_backend.
+
+    Raises:
+        UserError: there is no checkpoint, or the backend cannot do this model.
+        RunError: the checkpoint is damaged.
+    """
+    checkpoint = folder.resolve(path)
+    progress = Progress.read(checkpoint)
+    if not (checkpoint / folder.CONFIG).is_file():
+        raise RunError(f"{checkpoint / folder.CONFIG}: is missing; the checkpoint is damaged")
+    config = Config.read(checkpoint / folder.CONFIG)
+    if progress.vocabulary is None:
+        raise RunError(f"{checkpoint / folder.PROGRESS}: says nothing of the vocabulary")
+    # Whoever loads a model to look at it should not find the random states changed.
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(config.model, config.position, progress.vocabulary["size"], backend=backend)
+    read_weights(model, checkpoint / folder.WEIGHTS)
+    model = model.to(device=device).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too
+    return LoadedModel(model, config, asdict(progress), checkpoint)

@@ -1,0 +1,49 @@
+"""`progress.json`: how far a run was at a checkpoint, and what resuming must agree with."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.folder import PROGRESS
+from megatron.errors import RunError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Optimizer steps taken, skipped ones included."""
+    train_samples: int = 0
+    """The number of samples that the order of the training data was built for; it stays when a run is extended."""
+    consumed_samples: int = 0
+    """Training sequences read so far: the data go on at this one."""
+    consumed_tokens: int = 0
+    interval_loss: float = 0.0
+    """Sum of the losses of the steps that were not reported yet, so that the next report is that of an unbroken run."""
+    interval_steps: int = 0
+    vocabulary: dict[str, Any] | None = None
+    """`size` and `name` of the tokenizer."""
+    world: int = 1
+    """Processes that wrote the checkpoint."""
+    zero_stage: int = 0
+    precision: str = "fp32"
+
+    def write(self, folder: Path) -> None:
+        """Write `progress.json` into a checkpoint."""
+        (folder / PROGRESS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def read(folder: Path) -> "Progress":
+        """Read a checkpoint's `progress.json`. Raises RunError if it is missing or damaged."""
+        path = Path(folder) / PROGRESS
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            known = {field.name for field in fields(Progress)}
+            progress = Progress(**{key: value for key, value in values.items() if key in known})
+            if not all(isinstance(n, int) for n in (progress.step, progress.train_samples, progress.consumed_samples)):
+                raise ValueError("its counts are not whole numbers")
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise RunError(f"{path}: not the progress of a checkpoint ({error})") from None
+        return progress

@@ -1,0 +1,72 @@
+"""All random states of a process, as tensors and numbers only, so that reading them back needs no pickle."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.errors import RunError
+
+
+def capture() -> dict[str, Any]:
+    """The states of Python, NumPy, torch, this process's GPU and megatron-core's tracker of dropout states."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "numpy": [
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        states["cuda"] = torch.cuda.get_rng_state()
+        states["tracker"] = dict(get_cuda_rng_tracker().get_states())
+    return states
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Put captured states back. A GPU's are left out where there is none, and the other way round."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.cuda.set_rng_state(states["cuda"])
+        get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def path_of(checkpoint: Path, rank: int) -> Path:
+    """The file of one rank's states."""
+    return checkpoint / "random_states" / f"rank_{rank:05d}.pt"
+
+
+def write(checkpoint: Path, rank: int) -> None:
+    """Write this process's states. Raises OSError if the disk refuses."""
+    path = path_of(checkpoint, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        torch.save(capture(), file)
+
+
+def read(checkpoint: Path, rank: int) -> bool:
+    """Restore this process's states; False if the checkpoint was written by fewer processes."""
+    path = path_of(checkpoint, rank)
+    if not path.is_file():
+        return False
+    try:
+        restore(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise RunError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+    return True

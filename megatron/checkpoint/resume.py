@@ -1,0 +1,198 @@
+"""Continuing a run: what to start from, whether it fits, and putting every state back.
+
+A run goes on bit for bit as if it had not stopped: weights, masters, optimizer states and loss scale (DeepSpeed's
+files), random states, and the place in the data. What would silently make it another run is refused, naming the key.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import folder, random_states
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.save import DEEPSPEED, Agree
+from megatron.checkpoint.weights import read_weights
+from megatron.config.schema import Config
+from megatron.errors import RunError, UserError
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from."""
+
+    checkpoint: Path | None = None
+    """None: fresh weights."""
+    weights_only: bool = False
+    """Finetuning: the weights of `checkpoint`, everything else fresh."""
+    progress: Progress = field(default_factory=Progress)
+    notes: tuple[str, ...] = ()
+    """Lines worth telling."""
+
+
+def find_start(config: Config) -> Start:
+    """Decide what a run starts from, by `load`, `save` and `finetune`, and check that it fits the configuration.
+
+    Raises:
+        UserError: `load` has no checkpoint; `save` has some that this run would not go on from; the checkpoint's model
+            is another one (`Config.architecture`), naming the key and both values.
+        RunError: a checkpoint is damaged.
+    """
+    options = config.checkpoint
+    saved = folder.checkpoints(options.save) if options.save is not None else []
+    if options.load is None:
+        if saved:
+            raise UserError(
+                f"save: {options.save} holds checkpoints already (the last is {saved[-1].name}); "
+                f"add load={options.save} to go on from there, or choose another folder"
+            )
+        return Start()
+    same = options.save is not None and os.path.realpath(options.load) == os.path.realpath(options.save)
+    if same and not options.finetune and not saved and folder.latest(options.load) is None:
+        return Start(notes=(f"load: {options.load} has no checkpoint yet; starting at step 0",))
+    try:
+        checkpoint = folder.resolve(options.load)
+    except UserError as error:
+        raise UserError(f"load: {error}") from None
+    if saved and (options.finetune or os.path.realpath(saved[-1]) != os.path.realpath(checkpoint)):
+        what = "would start at step 0" if options.finetune else f"would go on from {checkpoint}"
+        raise UserError(
+            f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run {what}; "
+            f"choose another folder, or go on from the last with load={saved[-1]}"
+        )
+    check_architecture(config, checkpoint, finetune=options.finetune)
+    if options.finetune:
+        return Start(checkpoint, True, notes=(f"weights of {checkpoint}; optimizer, data and step begin anew",))
+    progress = Progress.read(checkpoint)
+    return Start(
+        checkpoint,
+        False,
+        progress,
+        (f"resuming from {checkpoint} at step {progress.step}", *_notes(config, checkpoint)),
+    )
+
+
+def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = False) -> None:
+    """Refuse a checkpoint of another model. Finetuning may change the training length.
+
+    Raises:
+        UserError: naming the first key that differs and both values.
+    """
+    new, old = config.architecture(), _config_of(checkpoint).architecture()
+    for key in sorted(set(new) | set(old)):
+        if finetune and key == "seq_length":
+            continue
+        if key == "tokenizer_type" and None in (new.get(key), old.get(key)):
+            continue  # said by the data; the vocabularies are compared
+        if new.get(key) != old.get(key):
+            raise UserError(
+                f"{key}: this run has {new.get(key)!r}, but {checkpoint} was trained with {old.get(key)!r}; "
+                "a run cannot change its model"
+            )
+
+
+def check_vocabulary(start: Start, size: int, name: str) -> None:
+    """Refuse data made by another tokenizer than the checkpoint's. Raises UserError."""
+    if start.checkpoint is None:
+        return
+    stored = Progress.read(start.checkpoint).vocabulary
+    if stored is not None and stored != {"size": size, "name": name}:
+        raise UserError(
+            f"train_data_paths: the data were made by tokenizer {name} ({size} tokens), but {start.checkpoint} was "
+            f"trained on {stored.get('name')} ({stored.get('size')} tokens)"
+        )
+
+
+def _config_of(checkpoint: Path) -> Config:
+    path = checkpoint / folder.CONFIG
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; the checkpoint is damaged")
+    return Config.read(path)
+
+
+def _notes(config: Config, checkpoint: Path) -> list[str]:
+    """Changes that are allowed but make the run differ from an uninterrupted one."""
+    new, old = config.flat(), _config_of(checkpoint).flat()
+    data = ("seed", "data_path", "split", "train_data_paths", "train_data_weights", "eod_mask_loss")
+    steps = ("train_iters", "train_batch_size", "optimizer", "weight_decay", "gradient_clipping")
+    schedule = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup")
+    return [
+        f"{key}: {old[key]!r} until here, {new[key]!r} from here on"
+        for key in (*data, *steps, *schedule)
+        if new[key] != old[key]
+    ]
+
+
+def load_weights(start: Start, model: Any) -> None:
+    """Finetuning: copy the weights of the checkpoint into a model that no engine has yet."""
+    assert start.checkpoint is not None
+    read_weights(model, start.checkpoint / folder.WEIGHTS)
+
+
+def check_engine(start: Start, config: Config, *, world: int, precision: str) -> None:
+    """Refuse what DeepSpeed's files cannot be loaded into, before anything is built.
+
+    ZeRO 1–3 store one part of the optimizer states per process, so the number of processes must stay; without ZeRO it
+    may change. Stages 1 and 2 store the same parts, except that stage 1 in bfloat16 has another optimizer where it
+    accumulates gradients.
+
+    Raises:
+        UserError: naming the key and both values.
+    """
+    assert start.checkpoint is not None
+    progress, before, now = start.progress, _config_of(start.checkpoint).training, config.training
+    stage = now.zero_optimization.stage
+    same_parts = {progress.zero_stage, stage} == {1, 2} and precision != "bf16"
+    was, steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
+    other_optimizer = stage == 1 and precision == "bf16" and (was > 1) != (steps > 1)
+    for key, old, new, fits in (
+        ("precision", progress.precision, precision, progress.precision == precision),
+        ("zero_optimization.stage", progress.zero_stage, stage, progress.zero_stage == stage or same_parts),
+        ("num_gpus", progress.world, world, progress.world == world or stage == 0),
+        ("gradient_accumulation_steps", was, steps, not other_optimizer),
+    ):
+        if not fits:
+            raise UserError(
+                f"{key}: {start.checkpoint} was written with {old}, this run has {new}; its optimizer states cannot be "
+                "divided anew: go on as before, or take the weights alone (finetune=true)"
+            )
+
+
+def restore(start: Start, engine: Any, *, agree: Agree) -> None:
+    """Put the states of a checkpoint back into a fresh DeepSpeed engine; random states come last (`restore_random`).
+
+    All ranks must call this. Raises RunError if the files are missing or damaged: a run never goes on from less.
+    """
+    from megatron.checkpoint.deepspeed_files import safe_files  # DeepSpeed: only once its device is chosen
+
+    checkpoint = start.checkpoint
+    assert checkpoint is not None
+    error = None
+    try:
+        with safe_files(engine):
+            path, _ = engine.load_checkpoint(
+                str(checkpoint), tag=DEEPSPEED, load_optimizer_states=True, load_lr_scheduler_states=False
+            )
+        if path is None:
+            error = "no states in it"
+        elif engine.global_steps != start.progress.step:
+            error = f"its states are of step {engine.global_steps}, its progress.json of step {start.progress.step}"
+    except Exception as failure:  # damaged files fail in as many ways as there are readers
+        error = f"{type(failure).__name__}: {(str(failure) or 'no reason given').splitlines()[0]}"
+    if (error := agree(error)) is not None:
+        raise RunError(f"{checkpoint / DEEPSPEED}: cannot be loaded: {error}")
+
+
+def restore_random(start: Start, *, rank: int, agree: Agree) -> tuple[str, ...]:
+    """Put this rank's random states back: the last thing before the first step. Returns lines worth telling."""
+    assert start.checkpoint is not None
+    error, there = None, False
+    try:
+        there = random_states.read(start.checkpoint, rank)
+    except RunError as failure:
+        error = str(failure)
+    if (error := agree(error)) is not None:
+        raise RunError(error)
+    if agree(None if there else "missing") is not None:
+        return ("random states: written by fewer processes; new processes begin with fresh ones",)
+    return ()

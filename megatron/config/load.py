@@ -1,0 +1,222 @@
+"""Files and overrides in, a checked `Config` out.
+
+    loaded = load(["125M", "kerple_log", "local_setup"], ["train_iters=1000"])
+    loaded.config    the frozen configuration
+    loaded.notes     one line each: what replaced what, what has no effect, what was inferred
+
+All problems of a load are reported together, one line each, with file and line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron.config import neox
+from megatron.config.checks import check
+from megatron.config.problems import describe
+from megatron.config.ranks import known_ranks, with_batch
+from megatron.config.schema import SECTIONS, Config, Path_, owners
+from megatron.config.settings import Setting, Settings, show
+from megatron.config.yaml_files import Document, parse_value, read_yaml
+from megatron.errors import UserError
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+SUFFIXES = ("", ".yml", ".yaml")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, what there is to say about it, and the files it was read from."""
+
+    config: Config
+    notes: tuple[str, ...]
+    files: tuple[Path, ...]
+
+
+def load(
+    files: Iterable[str | os.PathLike[str]],
+    overrides: Iterable[str] = (),
+    search: Sequence[str | os.PathLike[str]] | None = None,
+) -> Loaded:
+    """Merge files left to right, then `key=value` overrides; later wins.
+
+    Args:
+        files: paths, or names with or without .yml that are looked up in `search` and its subfolders.
+        overrides: `key=value`, values as in YAML, nested keys dotted: `optimizer.params.lr=1e-3`.
+        search: folders to find names in, tried before the name as a path; when absent a path comes first, then
+            `configs` here and the `configs` folder of this project.
+
+    Raises:
+        UserError: one line for each problem, with file and line.
+    """
+    paths = [find(name, search) for name in files]
+    return merge([read_yaml(path) for path in paths], overrides, paths)
+
+
+def merge(documents: Iterable[Document], overrides: Iterable[str] = (), files: Iterable[Path] = ()) -> Loaded:
+    """`load` for documents that were read already (a sweep's variants); `files` are only passed on."""
+    settings = Settings()
+    for document in documents:
+        settings.add_file(document)
+    settings.add_overrides([split_override(text) for text in overrides])
+    return Loaded(_build(settings), tuple(settings.notes), tuple(files))
+
+
+def split_override(text: str) -> tuple[str, Any]:
+    """`key=value` as key and parsed value. Raises UserError if it is not of that form."""
+    name, equals, value = text.partition("=")
+    name = name.strip().removeprefix("--")
+    if not equals or not name:
+        raise UserError(f"command line: {text!r} is not key=value")
+    return name, parse_value(value, f"command line: {name}")
+
+
+def find(name: str | os.PathLike[str], search: Sequence[str | os.PathLike[str]] | None = None) -> Path:
+    """The file that a name means.
+
+    Raises:
+        UserError: if there is none (naming the nearest), or several in different subfolders.
+    """
+    text = os.fspath(name)
+    here = [Path(text + suffix) for suffix in SUFFIXES]
+    folders = [_folder(folder) for folder in search] if search is not None else _standard_folders()
+    in_folders = [path for folder in folders for path in (folder / (text + suffix) for suffix in SUFFIXES)]
+    for path in [*in_folders, *here] if search is not None else [*here, *in_folders]:
+        if path.is_file():
+            return path
+    for folder in folders:
+        found = sorted(path for path in folder.rglob("*") if path.is_file() and _answers(path, text))
+        if len(found) > 1:
+            raise UserError(f"{text}: several files have this name: {', '.join(map(str, found))}; give the path")
+        if found:
+            return found[0]
+    known = {path.stem for folder in folders for path in folder.rglob("*.y*ml")}
+    near = difflib.get_close_matches(Path(text).stem, sorted(known), 3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UserError(f"{text}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
+
+
+def _folder(folder: str | os.PathLike[str]) -> Path:
+    path = Path(folder)
+    if not path.is_dir() and path.name == SHIPPED.name:
+        path = SHIPPED  # `-d configs` from anywhere
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder of configurations")
+    return path
+
+
+def _standard_folders() -> list[Path]:
+    local = Path(SHIPPED.name)
+    same = local.is_dir() and local.resolve() == SHIPPED
+    return [local] if same else [*([local] if local.is_dir() else []), SHIPPED]
+
+
+def _answers(path: Path, text: str) -> bool:
+    """Does a file in a subfolder answer to this name? `125M`, `125M.yml` and `model/125M` all mean model/125M.yml."""
+    wanted = Path(text).parts
+    return any(path.with_name(path.name).parts[-len(wanted) :] == (*wanted[:-1], wanted[-1] + s) for s in SUFFIXES)
+
+
+def _build(settings: Settings) -> Config:
+    if not settings.values and not settings.problems:
+        raise UserError("no configuration given; name at least one file, for example model/125M")
+    _settle_options(settings)
+    _settle_shares(settings)
+    _settle_tokenizer(settings)
+    if ("precision",) not in settings.values:
+        settings.values[("precision",)] = Setting("fp32", "default")
+    precision = settings.values[("precision",)]
+    for kind in ("fp16", "bf16"):
+        settings.values[(kind, "enabled")] = Setting(precision.value == kind, precision.where)
+    try:
+        config = Config.model_validate(_sections(settings))
+    except ValidationError as error:
+        settings.problems += describe(error, settings.where)
+        raise UserError("\n".join(settings.problems)) from error
+    for key, message in check(config):
+        where = settings.where(tuple(key.split(".")))
+        settings.problems.append(f"{where}: {message}" if where else message)
+    if settings.problems:
+        raise UserError("\n".join(settings.problems))
+    ranks = known_ranks(config)
+    try:
+        return with_batch(config, ranks) if ranks else config
+    except UserError as error:
+        where = settings.where(("train_batch_size",))
+        raise UserError(f"{where}: {error}") from None
+
+
+def _sections(settings: Settings) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for path, setting in settings.values.items():
+        target = sections[owners()[path[0]]]
+        for name in path[:-1]:
+            target = target.setdefault(name, {})
+        target[path[-1]] = setting.value
+    return sections
+
+
+def _settle_options(settings: Settings) -> None:
+    """Hand options such as `rotary_pct` to the method that was chosen in the end, if it takes them."""
+    for name, setting in settings.options.items():
+        rule = neox.RULES[name]
+        if not isinstance(rule, neox.Option):
+            continue
+        chosen = settings.values.get((rule.chooser,))
+        method = chosen.value if chosen else _default(rule.chooser)
+        path: Path_ = (f"{rule.chooser}_options", rule.option)
+        if method not in rule.methods:
+            settings.notes.append(
+                f"{setting.where}: {name} has no effect: {rule.chooser} is {method}, not {' or '.join(rule.methods)}"
+            )
+            continue
+        old = settings.values.get(path)
+        newer = old is None or setting.layer >= old.layer
+        if old is not None and old.value != setting.value:
+            lost, won = (old, setting) if newer else (setting, old)
+            settings.notes.append(
+                f"{'.'.join(path)} {show(lost.value)} ({lost.where}) replaced by {show(won.value)} ({won.where})"
+            )
+        if newer:
+            settings.values[path] = setting
+            settings.notes.append(f"{setting.where}: {name} is {'.'.join(path)} here")
+
+
+def _settle_shares(settings: Settings) -> None:
+    """`expansion_factor` and its like: a share of a key that another file may hold."""
+    for name, setting in settings.options.items():
+        rule = neox.RULES[name]
+        if not isinstance(rule, neox.Share) or setting.value is None:
+            continue
+        base = settings.values.get((rule.of,))
+        if isinstance(setting.value, bool) or not isinstance(setting.value, int | float) or setting.value <= 0:
+            settings.problems.append(f"{setting.where}: {name} is {show(setting.value)}; it must be a positive number")
+        elif (rule.to,) in settings.values:
+            other = settings.values[(rule.to,)]
+            settings.problems.append(f"{setting.where}: {name} contradicts {rule.to} ({other.where}); give one of them")
+        elif base is not None and isinstance(base.value, int):
+            value = round(setting.value * base.value)
+            settings.values[(rule.to,)] = Setting(value, setting.where, setting.layer)
+            settings.notes.append(f"{setting.where}: {name} {show(setting.value)} makes {rule.to} {value}")
+
+
+def _settle_tokenizer(settings: Settings) -> None:
+    """GPT-NeoX's default: a vocabulary and merges without a tokenizer_type are GPT-2's."""
+    names = ("tokenizer_type", "vocab_file", "merge_file")
+    has = {name for name in names if (name,) in settings.values and settings.values[(name,)].value is not None}
+    if has == {"vocab_file", "merge_file"}:
+        where = settings.values[("merge_file",)].where
+        settings.values[("tokenizer_type",)] = Setting("GPT2BPETokenizer", where)
+        settings.notes.append(f"{where}: vocab_file and merge_file mean tokenizer_type GPT2BPETokenizer")
+
+
+def _default(key: str) -> Any:
+    """The default of a flat key."""
+    return SECTIONS[owners()[key]].model_fields[key].default

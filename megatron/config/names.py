@@ -1,0 +1,50 @@
+"""Names and option names of position encodings and score processors, found without importing torch.
+
+The registry of `megatron.position` imports the methods and so needs torch; the command line must not. A method is a
+file, so its name is the file's; its options are the keyword arguments of its constructor, so they can be read off the
+syntax tree.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+POSITION = Path(__file__).resolve().parent.parent / "position"
+NOT_OPTIONS = ("self", "shape", "has_bias")
+
+
+def encodings() -> list[str]:
+    """Valid values of `pos_emb`."""
+    return _names("encodings")
+
+
+def processors() -> list[str]:
+    """Valid values of `score_processor`; `none` is always among them."""
+    return ["none", *_names("processors")]
+
+
+def encoding_options(name: str) -> tuple[str, ...] | None:
+    """Names of `pos_emb_options` for an encoding; None if only the code itself can tell."""
+    return _options("encodings", name)
+
+
+def processor_options(name: str) -> tuple[str, ...] | None:
+    """Names of `score_processor_options` for a processor; None if only the code itself can tell."""
+    return () if name == "none" else _options("processors", name)
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (POSITION / folder).glob("*.py") if path.stem != "__init__")
+
+
+@cache
+def _options(folder: str, name: str) -> tuple[str, ...] | None:
+    tree = ast.parse((POSITION / folder / f"{name}.py").read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for function in (node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)):
+        arguments = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+        # A file may define helper modules too; the method's constructor is the one that is told the shape.
+        if function.name == "__init__" and "shape" in arguments and not function.args.kwarg:
+            return tuple(argument for argument in arguments if argument not in NOT_OPTIONS)
+    bases = {base.id for cls in classes for base in cls.bases if isinstance(base, ast.Name)}
+    return () if bases == {"Encoding"} else None

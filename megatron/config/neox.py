@@ -1,0 +1,464 @@
+"""The vocabulary of GPT-NeoX, KERPLE and DAPE, as data.
+
+Most of Farfield's keys are GPT-NeoX's own. This table holds the rest: every key of theirs is *understood* (perhaps
+under our name), *without effect* here, with the reason, or *refused*, with what to use instead. Nothing is dropped in
+silence: what is without effect is said in one line at the start of a run. `docs/configuration.md` prints these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """The same meaning under another name."""
+
+    key: str
+    to: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of some methods only: without effect when another one is chosen.
+
+    `chooser` is the key that names the method (`pos_emb` or `score_processor`), `option` the name in its options.
+    """
+
+    key: str
+    chooser: str
+    methods: tuple[str, ...]
+    option: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of another key: `to` becomes `key × of`, rounded."""
+
+    key: str
+    of: str
+    to: str
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Accepted, and said to do nothing."""
+
+    keys: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error, unless the value asks for nothing (`cpu_offload: false`)."""
+
+    keys: tuple[str, ...]
+    instead: str
+    harmless: tuple[Any, ...] = field(default=(None, False))
+
+
+RENAMED = (
+    Renamed("save_interval", "checkpoint_factor"),
+    Renamed("batch_size", "train_micro_batch_size_per_gpu"),
+    Renamed("feedforward_size", "intermediate_size"),
+    Renamed("clip_grad", "gradient_clipping"),
+    Renamed("lr", "optimizer.params.lr"),
+    Renamed("optimizer_type", "optimizer.type"),
+    Renamed("optimizer.params.weight_decay", "weight_decay"),
+    Renamed("zero_stage", "zero_optimization.stage"),
+    Renamed("zero_reduce_scatter", "zero_optimization.reduce_scatter"),
+    Renamed("zero_contiguous_gradients", "zero_optimization.contiguous_gradients"),
+    Renamed("zero_reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
+    Renamed("zero_allgather_bucket_size", "zero_optimization.allgather_bucket_size"),
+    Renamed("loss_scale", "fp16.loss_scale"),
+    Renamed("loss_scale_window", "fp16.loss_scale_window"),
+    Renamed("hysteresis", "fp16.hysteresis"),
+    Renamed("min_scale", "fp16.min_loss_scale"),
+)
+
+OPTIONS = (
+    Option("rotary_pct", "pos_emb", ("rotary",), "fraction"),
+    Option("rotary_emb_base", "pos_emb", ("rotary",), "base"),
+    Option("rpe_num_buckets", "pos_emb", ("t5",), "num_buckets"),
+    Option("rpe_max_distance", "pos_emb", ("t5",), "max_distance"),
+    Option("mlp_width", "score_processor", ("dape", "cdape"), "width"),
+    Option("dapev2_kernel", "score_processor", ("cdape",), "kernel_size"),
+    Option("capev2_kernel", "score_processor", ("cdape",), "kernel_size"),
+)
+
+SHARES = (
+    Share("expansion_factor", "hidden_size", "intermediate_size"),
+    Share("lr_decay_fraction", "train_iters", "lr_decay_iters"),
+)
+
+# Other names of values. For `pos_emb` see POSITIONS.
+VALUES: dict[str, dict[Any, Any]] = {
+    "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
+    "data_impl": {"infer": "mmap"},
+    "optimizer.type": {"adam": "Adam", "adamw": "AdamW"},
+    "activation": {"swish": "silu"},
+    "norm": {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"},
+}
+
+# Values refused with advice that the list of valid values does not give.
+ADVICE: dict[str, dict[Any, str]] = {
+    "optimizer.type": dict.fromkeys(
+        ("OneBitAdam", "onebitadam", "CPUAdam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion"),
+        "only AdamW is offered; use Adam or AdamW",
+    ),
+    "data_impl": dict.fromkeys(("cached", "lazy"), "only memory-mapped .bin/.idx is read; prepare the data again"),
+    "tokenizer_type": {
+        "HFGPT2Tokenizer": "use GPT2BPETokenizer with vocab_file and merge_file, or HFTokenizer with a tokenizer.json",
+        "CharLevelTokenizer": "use bytes, which is the same idea with an end-of-document token of its own",
+        "TiktokenTokenizer": "use HFTokenizer with a tokenizer.json",
+    },
+    "lr_decay_style": {"exponential": "use cosine, linear or constant"},
+}
+
+# Names of position encodings in GPT-NeoX, KERPLE and DAPE → our (pos_emb, score_processor, per layer?); None: not said.
+# DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
+POSITIONS: dict[str, tuple[str, str | None, bool | None]] = {
+    "rpe": ("t5", None, None),
+    "kerple_power_ap_": ("kerple_power", None, None),
+    "kerple_power__ap": ("kerple_weight", None, None),
+    "kerple_power_ap_ap": ("kerple_bias_weight", None, None),
+    "kerple": ("kerple_log", None, True),
+    "kerple_c": ("kerple_log", "dape", True),
+    "kerple_dapev1": ("kerple_log", "dape", True),
+    "kerple_dapev2": ("kerple_log", "cdape", True),
+    "kerple_capev2": ("kerple_log", "cdape", True),
+    "capev2": ("kerple_log", "cdape", True),  # so written in DAPE's 125M_kerple_capev2.yml
+    "alibi_c": ("alibi", "dape", None),
+    "alibi_dapev2": ("alibi", "cdape", None),
+    "alibi_capev2": ("alibi", "cdape", None),
+    "nope_c": ("none", "dape", None),
+    "nope_c_ffn": ("none", "cdape", None),
+    "nope_dapev2": ("none", "cdape", None),
+    "rope_dapev1": ("rotary", "dape", None),
+    "rope_dapev2": ("rotary", "cdape", None),
+    "fire_c": ("fire", "dape", True),
+    "fire_dapev2": ("fire", "cdape", True),
+    "fire_capev2": ("fire", "cdape", True),
+    "xl_bias": ("transformer_xl", None, None),
+    "xl_bias_c": ("transformer_xl", "dape", None),
+}
+
+_KERNELS = "a choice between kernels that compute the same; `attention_backend` chooses how attention is computed"
+_RECOMPUTE = "activations are recomputed by torch's own utility (`checkpoint_activations`)"
+_RUNTIME = "GPT-NeoX sets it itself while running"
+_REPORT = "`log_interval` decides when losses, times and speeds are reported"
+_ELSEWHERE = "belongs to a feature that is refused when it is switched on"
+_GENERATION = "belongs to text generation, not to training"
+
+NO_EFFECT = (
+    NoEffect(
+        (
+            "scaled_upper_triang_masked_softmax_fusion",
+            "scaled_masked_softmax_fusion",
+            "bias_gelu_fusion",
+            "bias_dropout_fusion",
+            "rope_fusion",
+            "layernorm_fusion",
+            "rmsnorm_fusion",
+            "use_flashattn_swiglu",
+        ),
+        _KERNELS,
+    ),
+    NoEffect(
+        ("attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
+        "the softmax is always computed in float32, which is what this protects",
+    ),
+    NoEffect(("fp16_lm_cross_entropy",), "the loss is always computed in float32"),
+    NoEffect(("use_cpu_initialization", "lazy_mpu_init"), "weights start the same on every device"),
+    NoEffect(("output_layer_parallelism", "pipe_partition_method"), "matters only with tensor or pipeline parallelism"),
+    NoEffect(
+        (
+            "partition_activations",
+            "synchronize_each_layer",
+            "contiguous_checkpointing",
+            "deepspeed_activation_checkpointing",
+            "profile_backward",
+        ),
+        _RECOMPUTE,
+    ),
+    NoEffect(("steps_per_print", "wall_clock_breakdown", "dump_state"), _REPORT),
+    NoEffect(("log_grad_norm",), "the gradient norm is always logged"),
+    NoEffect(("log_dir",), "the log is log.txt in the run's folder (`save`)"),
+    NoEffect(("wandb_init_all_ranks", "git_hash"), "rank 0 reports for all"),
+    NoEffect(("checkpoint_validation_with_forward_pass",), "checkpoints are written whole or not at all"),
+    NoEffect(("seq_length_val",), "`./deepy.py evaluate --lengths` evaluates a run at any lengths"),
+    NoEffect(
+        ("noise_seq_length",), "no method that is offered needs it; distances are computed for the length at hand"
+    ),
+    NoEffect(("use_shared_fs", "mmap_warmup", "short_seq_prob", "allow_chopped"), "datasets are megatron-core's"),
+    NoEffect(("override_lr_scheduler",), "the schedule always follows the configuration of the run"),
+    NoEffect(("optimizer.params.max_grad_norm",), "`gradient_clipping` limits the gradient norm"),
+    NoEffect(("fp16.fp16",), "`fp16.enabled` says it"),
+    NoEffect(
+        ("fp32_allreduce", "communication_data_type", "data_types"),
+        "gradients are accumulated and reduced as DeepSpeed does for the precision of the run",
+    ),
+    NoEffect(("zero_allow_untested_optimizer", "zero_optimization.elastic_checkpoint"), "the optimizer is fixed"),
+    NoEffect(
+        ("zero_optimization.stage3_gather_16bit_weights_on_model_save",), "weights are always saved whole, gathered"
+    ),
+    NoEffect(
+        ("launcher", "master_addr", "no_ssh_check", "detect_nvlink_pairs", "comment"),
+        "processes are started on this machine",
+    ),
+    NoEffect(("adlr_autoresume_interval", "onnx_safe", "deepscale", "deepscale_config", "deepspeed"), "obsolete"),
+    NoEffect(("rotary_save_freqs_buffer",), "rotary frequencies are computed, never stored"),
+    NoEffect(
+        (
+            "world_size",
+            "rank",
+            "local_rank",
+            "iteration",
+            "do_train",
+            "do_valid",
+            "do_test",
+            "global_num_gpus",
+            "is_pipe_parallel",
+            "padded_vocab_size",
+            "save_iters",
+            "config_files",
+            "user_script",
+            "dynamic_loss_scale",
+            "curriculum_seqlen",
+        ),
+        _RUNTIME,
+    ),
+    NoEffect(
+        (
+            "expert_interval",
+            "moe_top_k",
+            "moe_loss_coeff",
+            "moe_train_capacity_factor",
+            "moe_eval_capacity_factor",
+            "moe_min_capacity",
+            "moe_token_dropping",
+            "moe_use_residual",
+            "moe_expert_parallel_size",
+            "moe_type",
+            "moe_glu",
+            "moe_lbl_in_fp32",
+            "moe_jitter_eps",
+            "create_moe_param_group",
+            "enable_expert_tensor_parallelism",
+            "mup_init_scale",
+            "mup_attn_temp",
+            "mup_output_temp",
+            "mup_embedding_mult",
+            "mup_rp_embedding_mult",
+            "mup_width_scale",
+            "base_shapes_file",
+            "comet_workspace",
+            "comet_project",
+            "comet_experiment_name",
+            "comet_tags",
+            "comet_others",
+            "gmlp_attn_dim",
+            "scalenorm_epsilon",
+            "param_sharing_style",
+            "weighted_sampler_alpha",
+            "gradient_noise_scale_n_batches",
+            "gradient_noise_scale_cpu_offload",
+            "memory_profiling_path",
+            "profile_step_start",
+            "profile_step_stop",
+            "s3_chunk_size",
+            "dpo_fp32",
+            "dpo_reference_free",
+            "dpo_beta",
+            "kto_fp32",
+            "kto_beta",
+            "kto_desirable_weight",
+            "kto_undesirable_weight",
+            "mamba_selective_scan_fusion",
+            "mamba_causal_conv_fusion",
+            "mamba_inner_func_fusion",
+            "mamba_selective_fp32_params",
+            "mamba_use_bias_in_conv",
+            "mamba_use_bias_in_linears",
+        ),
+        _ELSEWHERE,
+    ),
+    NoEffect(
+        (
+            "text_gen_type",
+            "precompute_model_name",
+            "temperature",
+            "top_p",
+            "top_k",
+            "return_logits",
+            "maximum_tokens",
+            "prompt_end",
+            "sample_input_file",
+            "sample_output_file",
+            "num_samples",
+            "recompute",
+        ),
+        _GENERATION,
+    ),
+    NoEffect(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
+)
+
+_OFFLOAD = "offloading to CPU is not supported; use a higher zero_optimization.stage or checkpoint_activations"
+_MOE = "mixtures of experts are not supported"
+_SPARSE = "sparse attention is not supported; every layer attends to all earlier tokens"
+_NODES = "one machine only for now; choose its GPUs with num_gpus and CUDA_VISIBLE_DEVICES"
+_DEEPSPEED = "DeepSpeed's section of this name is not passed on"
+
+REFUSED = (
+    Refused(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
+    Refused(("sliding_window_width",), "attention windows are not offered yet"),
+    Refused(("num_kv_heads",), "grouped-query attention is not supported; leave it out"),
+    Refused(("use_qk_layernorm",), "normalised queries and keys are not supported"),
+    Refused(("use_bias_in_norms",), "norms always have a bias; choose norm: rmsnorm, which has none", (None, True)),
+    Refused(("num_unique_layers",), "layers do not share weights"),
+    Refused(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
+    Refused(("mlp_multiple_of",), "give intermediate_size itself", (None, 1)),
+    Refused(("soft_prompt_tuning",), "prompt tuning is not supported", (None, {}, {"enabled": False})),
+    Refused(("moe_num_experts",), _MOE, (None, 0, 1)),
+    Refused(("use_tutel",), _MOE),
+    Refused(
+        ("use_mup", "coord_check", "save_base_shapes"), "MuP is not supported; use init_method small_init or wang_init"
+    ),
+    Refused(("use_bnb_optimizer",), "only AdamW is offered"),
+    Refused(("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_params"), _OFFLOAD),
+    Refused(
+        ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+        _OFFLOAD,
+        (None, {}, {"device": "none"}),
+    ),
+    Refused(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
+    Refused(("fp16.auto_cast", "fp16.consecutive_hysteresis"), "not offered", (None, False)),
+    Refused(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),
+    Refused(("scheduler",), "use lr_decay_style, lr_decay_iters, min_lr and warmup"),
+    Refused(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run"),
+    Refused(("prescale_gradients", "sparse_gradients"), "gradients are averaged after the reduction, dense"),
+    Refused(("gradient_predivide_factor",), "gradients are averaged after the reduction", (None, 1, 1.0)),
+    Refused(("train_epochs",), "give train_iters"),
+    Refused(("exit_interval",), "give train_iters and, for the schedule, lr_decay_iters"),
+    Refused(("checkpoint_scale",), "checkpoints are evenly spaced (checkpoint_factor)", (None, "linear")),
+    Refused(("extra_save_iters",), "checkpoints are evenly spaced (checkpoint_factor)", (None, [])),
+    Refused(("no_save_optim", "no_save_rng"), "a checkpoint is always whole, so that resuming is exact"),
+    Refused(("no_load_optim", "no_load_rng"), "use finetune: true to load weights only"),
+    Refused(("load_universal",), "resume with the checkpoint's own number of processes"),
+    Refused(("s3_path",), "checkpoints are written to a folder; copy them from there"),
+    Refused(
+        (
+            "train_label_data_paths",
+            "valid_label_data_paths",
+            "test_label_data_paths",
+            "train_reward_data_paths",
+            "valid_reward_data_paths",
+            "test_reward_data_paths",
+            "pos_train_data_paths",
+            "neg_train_data_paths",
+            "pos_valid_data_paths",
+            "neg_valid_data_paths",
+            "pos_test_data_paths",
+            "neg_test_data_paths",
+            "pos_train_label_data_paths",
+            "neg_train_label_data_paths",
+            "pos_valid_label_data_paths",
+            "neg_valid_label_data_paths",
+            "pos_test_label_data_paths",
+            "neg_test_label_data_paths",
+        ),
+        "only language modelling on plain tokens is offered",
+        (None, []),
+    ),
+    Refused(("train_impl",), "only language modelling is offered", (None, "normal")),
+    Refused(("dataset_impl",), "only language modelling is offered", (None, "gpt2")),
+    Refused(("pack_impl",), "documents are always packed", (None, "packed")),
+    Refused(("z_loss",), "not offered", (None, 0, 0.0)),
+    Refused(("weight_by_num_documents",), "give train_data_weights"),
+    Refused(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
+    Refused(("log_param_norm", "log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"),
+    Refused(("wandb_host",), "set the environment variable WANDB_BASE_URL", (None, "https://api.wandb.ai")),
+    Refused(("use_comet",), "use TensorBoard or Weights & Biases"),
+    Refused(("profile", "memory_profiling"), "use torch's profiler or nsys around the command"),
+    Refused(("adlr_autoresume",), "resume with load"),
+    Refused(("sequence_parallel",), "matters only with tensor parallelism, which is not supported yet; use ZeRO"),
+    Refused(("use_axonn_model_parallelism", "optimize_axonn_communication"), "use ZeRO"),
+    Refused(
+        ("depth_model_parallel_size", "row_model_parallel_size", "column_model_parallel_size"), "use ZeRO", (None, 1)
+    ),
+    Refused(("deepspeed_slurm", "deepspeed_mpi", "force_multi", "include", "exclude"), _NODES),
+    Refused(("num_nodes",), _NODES, (None, -1, 1)),
+    Refused(("autotuning_run",), "not offered"),
+    Refused(
+        (
+            "activation_checkpointing",
+            "autotuning",
+            "checkpoint",
+            "comms_logger",
+            "compression_training",
+            "csv_monitor",
+            "curriculum_learning",
+            "data_efficiency",
+            "deepspeed_extra_args",
+            "elasticity",
+            "flops_profiler",
+            "tensorboard",
+            "wandb",
+        ),
+        _DEEPSPEED,
+        (None, {}, {"enabled": False}),
+    ),
+)
+
+
+def attention_config(value: Any) -> str | None:
+    """`[[["global"], 12]]`: what is wrong with it, or None. Flash attention is a way to compute global attention."""
+    if value is None:
+        return None
+    shape_ok = isinstance(value, list) and all(isinstance(item, list) and item for item in value)
+    kinds = [item[0] if isinstance(item[0], list) else [item[0]] for item in value] if shape_ok else [[value]]
+    others = sorted({str(kind) for group in kinds for kind in group if kind not in ("global", "flash")})
+    return f"attention {', '.join(others)} is refused: {_SPARSE}" if others else None
+
+
+def hostfile(value: Any) -> str | None:
+    """What is wrong with a hostfile, or None: as in DeepSpeed, one that does not exist means this machine."""
+    if not isinstance(value, str) or not Path(value).is_file():
+        return None
+    lines = [
+        line.split("#")[0].strip() for line in Path(value).read_text(encoding="utf-8", errors="replace").split("\n")
+    ]
+    hosts = [line.split()[0] for line in lines if line]
+    return f"{value} lists {len(hosts)} machines: {_NODES}" if len(hosts) > 1 else None
+
+
+def mlp_bias(value: Any) -> str | None:
+    """What is wrong with `use_bias_in_mlp`, or None."""
+    return None if value in (True, None) else "use use_bias_in_attn_linear: false, which is for all linear layers here"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Accepted without effect if `problem(value)` finds nothing wrong, refused otherwise."""
+
+    key: str
+    problem: Callable[[Any], str | None]
+    reason: str
+
+
+CHECKED = (
+    Checked("attention_config", attention_config, "every layer attends to all earlier tokens (global)"),
+    Checked("hostfile", hostfile, "processes are started on this machine; a file of several machines is refused"),
+    Checked("use_bias_in_mlp", mlp_bias, "use_bias_in_attn_linear is for all linear layers"),
+)
+
+Rule = Renamed | Option | Share | NoEffect | Refused | Checked
+
+RULES: dict[str, Rule] = {
+    **{rule.key: rule for rules in (RENAMED, OPTIONS, SHARES, CHECKED) for rule in rules},
+    **{key: rule for rules in (NO_EFFECT, REFUSED) for rule in rules for key in rule.keys},
+}
+"""The rule for each of their keys, nested keys dotted."""

@@ -1,0 +1,70 @@
+"""pydantic's validation errors as one line each: place, key, value, and what is valid."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron.config.schema import Path_, keys
+from megatron.config.settings import show
+
+KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+}
+BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+    "too_short": ("a list of at least", "min_length"),
+    "too_long": ("a list of at most", "max_length"),
+}
+
+
+def _valid(error: dict[str, Any], path: Path_) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in KINDS:
+        text = f"it must be {KINDS[kind]}"
+        value = error["input"]
+        if isinstance(value, float) and value.is_integer() and KINDS[kind] == "a whole number":
+            text += f", written {int(value)}"
+        return text
+    if kind in BOUNDS:
+        words, name = BOUNDS[kind]
+        return f"it must be {words} {context[name]:g}"
+    if kind == "literal_error":
+        key = keys().get(path)
+        choices = [show(choice) for choice in key.choices] if key else [str(context.get("expected"))]
+        near = difflib.get_close_matches(show(error["input"]), choices, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        text = f"{hint}choose from {', '.join(choices)}" if len(choices) > 1 else f"it must be {choices[0]}"
+        return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
+    return error["msg"][0].lower() + error["msg"][1:]
+
+
+def describe(error: ValidationError, where: Callable[[Path_], str | None]) -> Iterator[str]:
+    """One line for each problem that pydantic found; `where` tells who set a key."""
+    for item in error.errors(include_url=False):
+        location = [str(part) for part in item["loc"][1:]]  # without the section, which users never write
+        path = tuple(part for part in location if not part.isdigit())
+        index = next((int(part) for part in location if part.isdigit()), None)
+        name = ".".join(path)
+        if item["type"] == "missing":
+            key = keys().get(path)
+            yield f"{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
+            continue
+        item_of = f"item {index + 1} of " if index is not None else ""
+        place = where(path)
+        prefix = f"{place}: " if place else ""
+        yield f"{prefix}{item_of}{name} is {show(item['input'])}; {_valid(dict(item), path)}"

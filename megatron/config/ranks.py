@@ -1,0 +1,44 @@
+"""Batch arithmetic: train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks.
+
+The number of ranks is known for certain only when processes are about to start, so `load` settles the batch when the
+configuration says how many there are, and `megatron.launch` does so otherwise.
+"""
+
+from __future__ import annotations
+
+from megatron.config.schema import Config
+from megatron.errors import UserError
+
+MICRO, STEPS, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def known_ranks(config: Config) -> int | None:
+    """The number of processes, if the configuration alone decides it."""
+    if config.launch.num_gpus is not None:
+        return config.launch.num_gpus
+    return 1 if config.launch.device == "cpu" else None
+
+
+def with_batch(config: Config, ranks: int) -> Config:
+    """The configuration with all three batch sizes consistent; of two that are given the third follows.
+
+    Raises:
+        UserError: if no third fits, naming all numbers.
+    """
+    training, given = config.training, config.training.model_fields_set
+    micro, steps, batch = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, None
+    if training.train_batch_size is not None:
+        batch = training.train_batch_size
+        if MICRO in given and STEPS not in given:
+            steps = max(1, batch // (micro * ranks))
+        elif STEPS in given and MICRO not in given:
+            micro = max(1, batch // (steps * ranks))
+        elif not {MICRO, STEPS} & given:
+            micro = max(1, batch // ranks)
+            steps = 1
+    product = micro * steps * ranks
+    if batch is not None and batch != product:
+        raise UserError(
+            f"{BATCH} {batch} is not {MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; change one of them"
+        )
+    return config.replace(**{MICRO: micro, STEPS: steps, BATCH: product})

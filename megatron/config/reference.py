@@ -1,0 +1,165 @@
+"""The reference of all keys, made from the schema and the tables: `docs/configuration.md` and `./deepy.py keys`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from megatron.config import names, neox
+from megatron.config.schema import SECTIONS, Key, keys
+from megatron.config.settings import show
+
+PAGE = Path("docs/configuration.md")
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Made by `make docs`; a test keeps it current. -->
+
+A run is described by YAML files, merged left to right, and `key=value` pairs after them; later wins, and one line says
+what it replaced:
+
+    ./deepy.py train 125M cdape_kerple_log local_setup train_iters=1000 optimizer.params.lr=3e-4
+
+- A file is given by its path, or by its name with or without `.yml`: names are looked up in `configs/` and its
+  subfolders. With `-d FOLDER` they are looked up there first. Paths inside files are relative to the current directory.
+- Files are YAML 1.2: `6e-4` is a number, `true` and `True` are the same, JSON with trailing commas is fine. Keys may be
+  written with dashes or underscores. A key given twice in a file is an error, and so is an unknown one.
+- Keys are flat. `optimizer`, `zero_optimization`, `fp16`, `bf16` and the two `…_options` hold keys of their own; they
+  merge key by key, on the command line with dots. A later file that chooses another `pos_emb` or `score_processor`
+  drops the options given for the one before.
+- Of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` any two give the third.
+- `precision` is short for `fp16` and `bf16` `enabled`; a file that switches one on switches the other off.
+- Every run saves its resolved configuration as `config.yml`, which loads to the same thing.
+
+Keys marked † decide which function the trained weights compute: a run is never resumed with another value of one.
+"""
+
+NEOX_INTRODUCTION = """\
+## GPT-NeoX, KERPLE and DAPE
+
+Their configuration files load as they are. Keys that have the same name and meaning here are in the tables above; all
+others are below. What is without effect is said in one line when a run starts; nothing is dropped in silence.
+"""
+
+
+def type_of(annotation: Any) -> str:
+    """A type as a person writes it: `whole number`, `text or null`, `a · b · c`."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join("null" if part is NoneType else type_of(part) for part in inner)
+    if origin is Literal:
+        return " · ".join(show(value) for value in inner)
+    if origin is list:
+        return f"list of {type_of(inner[0])}s"
+    if origin is dict:
+        return "mapping"
+    return {int: "whole number", float: "number", bool: "true or false", str: "text"}.get(annotation, "mapping")
+
+
+def default_of(key: Key) -> str:
+    """The default as written in YAML; `required` where there is none."""
+    if key.opens:
+        return ""
+    if key.field.default_factory is not None:
+        return show(key.field.default_factory())  # type: ignore[call-arg]
+    return "required" if key.field.is_required() else show(key.field.default)
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [headings, ["---"] * len(headings), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _code(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _section(name: str) -> str:
+    title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
+    rows = [
+        [f"`{key.name}`{' †' if key.architecture else ''}", default_of(key), type_of(key.field.annotation), key.doc]
+        for key in keys().values()
+        if key.section == name
+    ]
+    return f"## {name}\n\n{title}\n\n{table(['key', 'default', 'values', 'meaning'], rows)}"
+
+
+def _position_names() -> str:
+    there, processors = names.encodings(), names.processors()
+    rows = []
+    for alias, (encoding, processor, per_layer) in neox.POSITIONS.items():
+        meaning = f"`pos_emb: {encoding}`"
+        meaning += f", `score_processor: {processor}`" if processor else ""
+        meaning += ", `pos_emb_per_layer: true`" if per_layer else ""
+        missing = encoding not in there or (processor is not None and processor not in processors)
+        rows.append([f"`{alias}`", meaning + (" (not offered yet)" if missing else "")])
+    return f"### Their names of position encodings\n\n{table(['pos_emb', 'means'], rows)}"
+
+
+def _understood() -> str:
+    rows = [[f"`{rule.key}`", f"`{rule.to}`"] for rule in neox.RENAMED]
+    rows += [
+        [
+            f"`{rule.key}`",
+            f"`{rule.chooser}_options.{rule.option}` of {' and '.join(rule.methods)}; no effect on others",
+        ]
+        for rule in neox.OPTIONS
+    ]
+    rows += [[f"`{rule.key}`", f"`{rule.to}` = {rule.key} × `{rule.of}`"] for rule in neox.SHARES]
+    rows.append(["`fp16: {type: bfloat16}`", "`precision: bf16`"])
+    for key, values in neox.VALUES.items():
+        rows += [[f"`{key}: {theirs}`", f"`{key}: {ours}`"] for theirs, ours in values.items()]
+    return f"### Understood under our name\n\n{table(['theirs', 'here'], rows)}"
+
+
+def _without_effect() -> str:
+    rows = [[_code(rule.keys), rule.reason] for rule in neox.NO_EFFECT]
+    rows += [[f"`{rule.key}`", f"{rule.reason}; checked, and refused where it asks for more"] for rule in neox.CHECKED]
+    return f"### Accepted without effect\n\n{table(['keys', 'why'], rows)}"
+
+
+def _refused() -> str:
+    rows = []
+    for rule in neox.REFUSED:
+        fine = [show(value) for value in rule.harmless if value is not None]
+        rows.append([_code(rule.keys), rule.instead, " · ".join(fine)])
+    for key, advice in neox.ADVICE.items():
+        rows += [[f"`{key}: {value}`", text, ""] for value, text in advice.items()]
+    text = "Refused with an error, except with a value that asks for nothing.\n"
+    return f"### Refused\n\n{text}\n{table(['keys', 'instead', 'fine'], rows)}"
+
+
+def markdown() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION, *(_section(name) for name in SECTIONS), NEOX_INTRODUCTION]
+    return "\n".join([*parts, _position_names(), _understood(), _without_effect(), _refused()])
+
+
+def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
+    """Keys whose name or meaning contains a text: (key, default, values, meaning), theirs after ours."""
+    wanted = pattern.replace("-", "_").lower()
+    found = [
+        (key.name, default_of(key), type_of(key.field.annotation), key.doc)
+        for key in keys().values()
+        if wanted in key.name.lower() or pattern.lower() in key.doc.lower()
+    ]
+    return found + [
+        (name, "", "", _rule_text(name, rule)) for name, rule in neox.RULES.items() if wanted and wanted in name
+    ]
+
+
+def _rule_text(name: str, rule: neox.Rule) -> str:
+    match rule:
+        case neox.Renamed():
+            return f"is {rule.to} here"
+        case neox.Option():
+            return f"is {rule.chooser}_options.{rule.option} of {' and '.join(rule.methods)} here"
+        case neox.Share():
+            return f"makes {rule.to} = {name} × {rule.of}"
+        case neox.Refused():
+            return f"refused: {rule.instead}"
+        case neox.NoEffect() | neox.Checked():
+            return f"no effect: {rule.reason}"

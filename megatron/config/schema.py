@@ -1,0 +1,165 @@
+"""All sections in one frozen `Config`.
+
+The keys of a YAML file are flat, `num_layers: 12`; which section a key belongs to follows from its name, so every key
+has exactly one owner. Only optimizer, zero_optimization, fp16, bf16 and the two `…_options` hold keys of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+from megatron.checkpoint.options import CheckpointOptions
+from megatron.config.yaml_files import dump
+from megatron.data.options import DataOptions
+from megatron.errors import RunError
+from megatron.launch.options import LaunchOptions
+from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options import Section
+from megatron.training.options import LoggingOptions, OptimizerOptions, TrainingOptions
+
+Path_ = tuple[str, ...]
+
+
+class Config(BaseModel):
+    """Everything a run needs to know. Sections are attributes; `flat()` is the YAML file's view."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: ModelOptions
+    position: PositionOptions
+    data: DataOptions
+    training: TrainingOptions
+    optimizer: OptimizerOptions
+    logging: LoggingOptions
+    checkpoint: CheckpointOptions
+    launch: LaunchOptions
+
+    def flat(self) -> dict[str, Any]:
+        """All keys and values as in a YAML file, section after section."""
+        return {key: value for section in self.model_dump().values() for key, value in section.items()}
+
+    def replace(self, **keys: Any) -> Config:
+        """A copy with some flat keys changed, validated again.
+
+        Raises:
+            pydantic.ValidationError: for a value of the wrong type; KeyError for an unknown key.
+        """
+        sections = {name: getattr(self, name).model_dump(exclude_unset=True) for name in SECTIONS}
+        for name, value in keys.items():
+            sections[owners()[name]][name] = value
+        return Config.model_validate(sections)
+
+    def architecture(self) -> dict[str, Any]:
+        """The keys that decide which function the trained weights compute; a resumed run must agree in all of them."""
+        flat = self.flat()
+        return {path[0]: flat[path[0]] for path, key in keys().items() if len(path) == 1 and key.architecture}
+
+    def text(self) -> str:
+        """The configuration as YAML with a heading for each section."""
+        parts = []
+        for name, values in self.model_dump().items():
+            title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
+            parts.append(f"# {name}: {title}\n{dump(values)}")
+        return "\n".join(parts)
+
+    def save(self, path: str | Path) -> None:
+        """Write the configuration, whole or not at all. Raises RunError if the disk refuses."""
+        path = Path(path)
+        temporary = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(self.text())
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)  # mkstemp's 0600 would hide the file from the user's group
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+            raise RunError(f"{path}: the configuration cannot be written: {error.strerror}") from error
+
+    @staticmethod
+    def read(path: str | Path) -> Config:
+        """Read a configuration saved by `save`. Raises UserError if it is not one."""
+        from megatron.config.load import load  # load builds Configs: importing it above would be a circle
+
+        return load([path]).config
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in Config.model_fields.items()
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is known about one key of the YAML file, nested keys by their path."""
+
+    path: Path_
+    section: str
+    field: FieldInfo
+    opens: type[Section] | None
+    """The nested section that the key holds, if it holds one."""
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def doc(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def architecture(self) -> bool:
+        extra = self.field.json_schema_extra
+        return isinstance(extra, dict) and bool(extra.get("architecture"))
+
+    @property
+    def free(self) -> bool:
+        """Does the key hold a mapping with names of its own (`pos_emb_options`)?"""
+        return get_origin(self.field.annotation) is dict
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values that the key takes, where they can be listed."""
+        annotations = (self.field.annotation, *get_args(self.field.annotation))
+        return tuple(value for a in annotations if str(get_origin(a)) == "typing.Literal" for value in get_args(a))
+
+
+def _walk(section: str, model: type[Section], prefix: Path_ = ()) -> Iterator[Key]:
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        opens = annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+        yield Key((*prefix, name), section, field, opens)
+        if opens:
+            yield from _walk(section, opens, (*prefix, name))
+
+
+@cache
+def keys() -> dict[Path_, Key]:
+    """Every key by its path, in the order of the documentation."""
+    found: dict[Path_, Key] = {}
+    for section, model in SECTIONS.items():
+        for key in _walk(section, model):
+            if key.path in found:
+                raise TypeError(f"key {key.name} has two owners: {found[key.path].section} and {section}")
+            found[key.path] = key
+    return found
+
+
+@cache
+def owners() -> dict[str, str]:
+    """The section that owns each flat key."""
+    return {path[0]: key.section for path, key in keys().items()}

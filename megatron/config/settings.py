@@ -1,0 +1,252 @@
+"""Merging: layers of keys, each key with the place that set it; later wins and says what it replaced.
+
+A layer is one file or the command line. Within a layer every key may be set once; between layers mappings merge key
+by key (`optimizer: {params: {lr: 1e-3}}` leaves the optimizer's other params alone). Choosing another `pos_emb` or
+`score_processor` drops the options that earlier layers set for the one it replaces.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config import neox
+from megatron.config.schema import Path_, keys
+from megatron.config.yaml_files import Document
+
+COMMAND_LINE = "command line"
+PRECISION = ("precision",)
+ENABLED = {("fp16", "enabled"): "fp16", ("bf16", "enabled"): "bf16"}
+FP16_TYPE = ("fp16", "type")
+FP16_TYPES = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "float16": "fp16"}
+CHOOSERS = {("pos_emb",): "pos_emb_options", ("score_processor",): "score_processor_options"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and who set it: `file:line` or the command line."""
+
+    value: Any
+    where: str
+    layer: int = 0
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in YAML, short."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    return str(value)
+
+
+def _normal(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _flatten(
+    values: dict[str, Any], document: Document, at: Path_ = (), out: Path_ = ()
+) -> Iterator[tuple[Path_, Setting]]:
+    """Leaves of a mapping as (path, setting); a mapping opens only where the schema has keys inside it."""
+    for name, value in values.items():
+        here = (*at, name)
+        path = (*out, *map(_normal, name.split(".")))
+        key = keys().get(path)
+        if isinstance(value, dict) and key and (key.opens or key.free):
+            if key.free:  # the names inside are the method's, not ours: no dashes to translate
+                for option, inner in value.items():
+                    yield (*path, option), Setting(inner, document.where((*here, option)))
+            else:
+                yield from _flatten(value, document, here, path)
+        else:
+            yield path, Setting(value, document.where(here))
+
+
+@dataclass
+class Settings:
+    """What the layers say together. `problems` are errors, one line each; `notes` are worth a line at the start."""
+
+    values: dict[Path_, Setting] = field(default_factory=dict)
+    options: dict[str, Setting] = field(default_factory=dict)
+    """Other projects' keys that mean something only together with another key (`rotary_pct`), settled at the end."""
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    layers: int = 0
+
+    def add_file(self, document: Document) -> None:
+        """Put a file on top."""
+        self._add(_flatten(document.values, document), document.source)
+
+    def add_overrides(self, overrides: Iterable[tuple[str, Any]]) -> None:
+        """Put `key=value` pairs on top; of a key given twice the later one counts, with a note."""
+        pairs: dict[str, Any] = {}
+        for name, value in overrides:
+            name = _normal(name)
+            if name in pairs:
+                self.notes.append(f"{name} {show(pairs[name])} replaced by {show(value)} ({COMMAND_LINE}, given twice)")
+            pairs[name] = value
+        self._add(_flatten(pairs, Document(COMMAND_LINE, pairs, {})), COMMAND_LINE)
+
+    def where(self, path: Path_) -> str | None:
+        """Who set a key, or the nearest thing to it."""
+        if path in self.values:
+            return self.values[path].where
+        inside = [setting.where for known, setting in self.values.items() if known[: len(path)] == path]
+        return inside[0] if inside else None
+
+    def _add(self, items: Iterable[tuple[Path_, Setting]], source: str) -> None:
+        self.layers += 1
+        layer: dict[Path_, Setting] = {}
+        ignored: dict[str, list[str]] = {}
+        written: dict[Path_, str] = {}
+        for path, setting in items:
+            if path in written:  # num-layers and num_layers, or optimizer.params.lr and optimizer: {params: {lr: …}}
+                self.problems.append(f"{setting.where}: {'.'.join(path)} is given twice, see {written[path]}")
+            written[path] = setting.where
+            for new_path, value in self._translate(path, setting, ignored):
+                new = Setting(value, setting.where, self.layers)
+                old = layer.get(new_path)
+                if old is not None and old.value != value and path not in layer:
+                    name = ".".join(new_path)
+                    self.problems.append(
+                        f"{setting.where}: {name} {show(value)} contradicts {show(old.value)} ({old.where})"
+                    )
+                layer[new_path] = new
+        for reason, names in ignored.items():
+            have = "has" if len(names) == 1 else "have"
+            self.notes.append(f"{source}: {', '.join(names)} {have} no effect: {reason}")
+        self._settle_precision(layer)
+        for chooser, options in CHOOSERS.items():
+            self._drop_options(chooser, options, layer)
+        for path, setting in layer.items():
+            self._put(path, setting)
+
+    def _put(self, path: Path_, setting: Setting) -> None:
+        old = self.values.get(path)
+        if old is not None and old.value != setting.value:
+            self.notes.append(
+                f"{'.'.join(path)} {show(old.value)} ({old.where}) replaced by {show(setting.value)} ({setting.where})"
+            )
+        self.values[path] = setting
+
+    def _translate(self, path: Path_, setting: Setting, ignored: dict[str, list[str]]) -> Iterator[tuple[Path_, Any]]:
+        """Our paths and values for one written key; problems and notes are recorded."""
+        name, value, where = ".".join(path), setting.value, setting.where
+        rule = neox.RULES.get(name)
+        match rule:
+            case None:
+                yield from self._own(path, setting)
+            case neox.Renamed():
+                self.notes.append(f"{where}: {name} is {rule.to} here")
+                yield from self._own(tuple(rule.to.split(".")), setting)
+            case neox.Option() | neox.Share():
+                old = self.options.get(name)
+                if old is not None and old.value != value:
+                    self.notes.append(f"{name} {show(old.value)} ({old.where}) replaced by {show(value)} ({where})")
+                self.options[name] = Setting(value, where, self.layers)
+            case neox.NoEffect():
+                ignored.setdefault(rule.reason, []).append(name)
+            case neox.Refused():
+                if value not in rule.harmless:
+                    self.problems.append(f"{where}: {name}: {show(value)} is refused: {rule.instead}")
+            case neox.Checked():
+                problem = rule.problem(value)
+                if problem:
+                    self.problems.append(f"{where}: {name}: {problem}")
+                else:
+                    ignored.setdefault(rule.reason, []).append(name)
+
+    def _own(self, path: Path_, setting: Setting) -> Iterator[tuple[Path_, Any]]:
+        """A key of ours (or an unknown one), with other projects' names of its values."""
+        name, value, where = ".".join(path), setting.value, setting.where
+        key = keys().get(path)
+        parent = keys().get(path[:-1])
+        if path == FP16_TYPE and value in FP16_TYPES:
+            yield path, value
+            return
+        if key is None and not (parent and parent.free):
+            self.problems.append(f"{where}: {unknown(path)}")
+            return
+        if key is not None and (key.opens or key.free) and not isinstance(value, dict):
+            self.problems.append(f"{where}: {name} is {show(value)}; it must be a mapping of keys to values")
+            return
+        if key is not None and (key.opens or key.free):
+            return  # an empty mapping says nothing
+        if not isinstance(value, str):
+            yield path, value
+        elif name == "pos_emb" and value in neox.POSITIONS:
+            encoding, processor, per_layer = neox.POSITIONS[value]
+            meaning = encoding + (f" with score_processor {processor}" if processor else "")
+            meaning += ", pos_emb_per_layer: true" if per_layer else ""
+            self.notes.append(f"{where}: pos_emb {value} is {meaning} here")
+            yield path, encoding
+            if processor:
+                yield ("score_processor",), processor
+            if per_layer is not None:
+                yield ("pos_emb_per_layer",), per_layer
+        elif value in neox.ADVICE.get(name, {}):
+            self.problems.append(f"{where}: {name}: {value} is not offered; {neox.ADVICE[name][value]}")
+        else:
+            yield path, neox.VALUES.get(name, {}).get(value, value)
+
+    def _settle_precision(self, layer: dict[Path_, Setting]) -> None:
+        """Make one `precision` of what a layer says in `precision`, `fp16` and `bf16`.
+
+        A layer that switches one format on switches the other off, so that an overlay can change the precision of a
+        model file; both in one layer contradict each other. KERPLE writes bfloat16 as `fp16: {type: bfloat16}`.
+        """
+        kind = layer.pop(FP16_TYPE, None)
+        said = {path: setting for path, setting in layer.items() if path == PRECISION or path in ENABLED}
+        for path in said:
+            if path in ENABLED:
+                layer.pop(path)
+        on: dict[str, tuple[str, Setting]] = {}
+        for path, setting in said.items():
+            if path == PRECISION and isinstance(setting.value, str):
+                on.setdefault(setting.value, (f"precision {setting.value}", setting))
+            elif path in ENABLED and setting.value is True:
+                name = ENABLED[path]
+                if name == "fp16" and kind is not None:
+                    name = FP16_TYPES[kind.value]
+                on.setdefault(name, (f"{'.'.join(path)} true", setting))
+            elif path in ENABLED and not isinstance(setting.value, bool):
+                self.problems.append(
+                    f"{setting.where}: {'.'.join(path)} is {show(setting.value)}; it must be true or false"
+                )
+        if len(on) > 1:
+            (first, one), (second, two), *_ = on.values()
+            self.problems.append(f"{two.where}: {second} contradicts {first} ({one.where}); choose one precision")
+        elif on:
+            ((value, (_, setting)),) = on.items()
+            layer[PRECISION] = Setting(value, setting.where, setting.layer)
+        else:
+            current = self.values.get(PRECISION)
+            for path, setting in said.items():
+                if path in ENABLED and setting.value is False and current and current.value == ENABLED[path]:
+                    layer[PRECISION] = Setting("fp32", setting.where, setting.layer)
+
+    def _drop_options(self, chooser: Path_, options: str, layer: dict[Path_, Setting]) -> None:
+        new, old = layer.get(chooser), self.values.get(chooser)
+        if new is None or old is None or new.value == old.value:
+            return
+        for path in [path for path in self.values if path[0] == options]:
+            gone = self.values.pop(path)
+            self.notes.append(f"{'.'.join(path)} {show(gone.value)} ({gone.where}) dropped: it belongs to {old.value}")
+
+
+def unknown(path: Path_) -> str:
+    """`unknown key 'num_layrs'; did you mean num_layers?`"""
+    name = ".".join(path)
+    if path == ("sweep",):
+        return "sweep: files that hold one are for `./deepy.py sweep`"
+    siblings = {key[-1]: ".".join(key) for key in keys() if key[:-1] == path[:-1]}
+    if len(path) == 1:
+        siblings |= {key: key for key, rule in neox.RULES.items() if isinstance(rule, neox.Renamed | neox.Option)}
+    near = [siblings[match] for match in difflib.get_close_matches(path[-1], siblings, 2, cutoff=0.63)]
+    everywhere = [".".join(key) for key in keys()]
+    same = [other for other in everywhere if other.split(".")[-1] == path[-1]]  # a bare `stage`, or `params.lr`
+    near = same or near or difflib.get_close_matches(name, everywhere, 1, cutoff=0.8)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "; `./deepy.py keys` lists all keys"
+    return f"unknown key {name!r}{hint}"

@@ -1,0 +1,167 @@
+"""YAML 1.2 with line numbers, for files that people write.
+
+YAML 1.2 reads 6e-4 as a number, which YAML 1.1 (and so PyYAML) takes for text. JSON-like files with True, False and
+trailing commas load as they are. A repeated key is an error: one of the two values would be ignored. Only plain data
+is constructed, whatever tags a file has.
+"""
+
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
+
+from megatron.errors import UserError
+
+HARMLESS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
+MERGE = "tag:yaml.org,2002:merge"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file: its mapping, and the line (counted from 1) on which each key stands, by path of keys."""
+
+    source: str
+    values: dict[str, Any]
+    lines: dict[tuple[str, ...], int]
+
+    def where(self, path: tuple[str, ...]) -> str:
+        """`file:line` of a key."""
+        return f"{self.source}:{self.lines[path]}" if path in self.lines else self.source
+
+
+def _loader() -> YAML:
+    return YAML(typ="safe", pure=True)
+
+
+def _one_line(source: str, error: YAMLError) -> UserError:
+    """ruamel's several lines with carets as one line with a place."""
+    if not isinstance(error, MarkedYAMLError) or error.problem is None:
+        return UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}")
+    mark = error.problem_mark or error.context_mark
+    place = f"{source}:{mark.line + 1}" if mark else source
+    problem = " ".join(error.problem.split())
+    if "duplicate key" in problem:
+        name = problem.split('"')[1]
+        return UserError(f"{place}: key {name!r} is given twice; remove one of the two")
+    if "'\\t'" in problem:
+        problem = "a tab is used for indentation; YAML wants spaces"
+    elif "determine a constructor for the tag" in problem:
+        problem = f"tag {problem.split(chr(39))[1]!r} is not allowed; only plain values are read"
+    elif "expected a single document" in f"{error.context} {problem}":
+        problem = "a second document starts here ('---'); a configuration is one document"
+    elif error.context_mark and error.context_mark.line != mark.line:
+        problem += f", in what begins on line {error.context_mark.line + 1}"
+    return UserError(f"{place}: not valid YAML: {problem}")
+
+
+def _lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+    if not isinstance(node, MappingNode):
+        return
+    for key_node, value_node in node.value:
+        if key_node.tag == MERGE:  # `<<: *anchor`: its keys stand where the anchor was written
+            merged = [value_node] if isinstance(value_node, MappingNode) else value_node.value
+            for item in merged:
+                _lines(item, path, lines)
+            continue
+        inner = (*path, str(key_node.value))
+        lines[inner] = key_node.start_mark.line + 1
+        _lines(value_node, inner, lines)
+
+
+def _check_plain(value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]) -> None:
+    """Refuse what a configuration cannot hold and JSON could not write: dates, sets, binary, keys that are no text."""
+    line = lines.get(path, line)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise UserError(f"{source}:{line}: key {key!r} is not text; put it in quotes")
+            _check_plain(inner, source, line, lines, (*path, key))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_plain(inner, source, line, lines, path)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        name = ".".join(path) or "value"
+        raise UserError(f"{source}:{line}: {name} is {value!r}; put it in quotes if it is meant as text")
+
+
+def read_text(path: Path) -> str:
+    """A small text file. Raises UserError if it cannot be read as UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def parse(text: str, source: str) -> Document:
+    """The mapping written in `text`; `source` is how messages name it. An empty text is an empty mapping."""
+    try:
+        node = _loader().compose(io.StringIO(text))
+        values = _loader().load(io.StringIO(text))
+    except YAMLError as error:
+        raise _one_line(source, error) from error
+    except ValueError as error:  # a scalar that looks like a date but is none, for example
+        raise UserError(f"{source}: not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{source}: nested too deeply to be a configuration") from error
+    if values is None:
+        return Document(source, {}, {})
+    if not isinstance(values, dict):
+        kind = {list: "a list"}.get(type(values), "a single value")
+        raise UserError(f"{source}: holds {kind}; a configuration is a mapping of keys to values")
+    lines: dict[tuple[str, ...], int] = {}
+    try:
+        _lines(node, (), lines)
+        _check_plain(values, source, 1, lines, ())
+    except RecursionError as error:  # an anchor that contains itself
+        raise UserError(f"{source}: nested too deeply to be a configuration") from error
+    return Document(source, values, lines)
+
+
+def read_yaml(path: Path) -> Document:
+    """Read one configuration file. Raises UserError with file and line for whatever is wrong with it."""
+    return parse(read_text(path), str(path))
+
+
+def parse_value(text: str, source: str) -> Any:
+    """A single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; nothing is null."""
+    try:
+        value = _loader().load(io.StringIO(text))
+    except (YAMLError, ValueError) as error:
+        raise UserError(f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as text") from error
+    _check_plain(value, source, 1, {}, ())
+    return value
+
+
+class _Representer(SafeRepresenter):
+    """Lists on one line, mappings one key a line."""
+
+    def represent_list(self, data: list[Any]) -> SequenceNode:
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+    def represent_str(self, data: str) -> ScalarNode:
+        # Double quotes escape whatever means something to YAML: line breaks of all scripts, `? `, `: `, `#` …
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if HARMLESS.fullmatch(data) else '"')
+
+
+_Representer.add_representer(list, _Representer.represent_list)
+_Representer.add_representer(str, _Representer.represent_str)
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Plain YAML 1.2 in the order of the mapping."""
+    writer = _loader()
+    writer.Representer = _Representer
+    writer.default_flow_style = False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    writer.width = 10_000  # a value stays on its line
+    stream = io.StringIO()
+    writer.dump(values, stream)
+    return stream.getvalue()

@@ -1,0 +1,418 @@
+"""Preparing a corpus: sources of text become a folder of indexed datasets with their tokenizer.
+
+    corpora/python/
+      train_text_document.bin   the tokens, documents one after the other, each ended by end-of-document
+      train_text_document.idx   where they begin
+      valid_text_document.…, test_text_document.…
+      corpus.json               tokenizer, vocabulary, documents, tokens and bytes per split, sources
+      tokenizer.json            the tokenizer's own files, so that the folder is complete
+
+The datasets are written by megatron-core's IndexedDatasetBuilder: Megatron-LM and GPT-NeoX read them. The folder is
+built under a temporary name and renamed when it is whole, so there is never half a corpus. Preparing the same thing
+again finds it there and does nothing.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.encode import Chunk, Encoded, Encoder, chunks, encode_all
+from megatron.data.indexed import open_indexed
+from megatron.data.paths import CORPUS_FILE, SPLITS, WHOLE, basename, read_description
+from megatron.data.sources import RawDocument, SourceFile, cut, decode, document_names, raw_documents, scan
+from megatron.data.splits import assign, check_shares
+from megatron.data.tokenizers import TOKENIZERS, Tokenizer, nearest, open_tokenizer, train_bpe
+from megatron.errors import FarfieldError, RunError, UserError
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, and how many bytes of the sources are done, of how many."""
+
+TRAINED = "bpe"
+"""The choice of `tokenizer` that trains one here, on the training documents; it becomes an `HFTokenizer`."""
+
+LONGEST_SEQUENCE = 1 << 30  # tokens; the index stores lengths as int32, so a longer document is several sequences
+
+_FORMAT = 1  # of corpus.json and of the way documents are read and divided: another number makes another corpus
+_FILES = {CORPUS_FILE, "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"} | {
+    f"{basename(split)}{ending}" for split in (*SPLITS, WHOLE) for ending in (".bin", ".idx")
+}
+_BYTES_PER_WORKER = {"bytes": 1 << 28}  # less than this is done sooner than a further process has started
+_BYTES_PER_WORKER_DEFAULT = 1 << 22
+
+
+@dataclass(frozen=True)
+class SplitCounts:
+    """The size of a split. `tokens` count the end-of-document tokens; `bytes` are UTF-8 without them."""
+
+    documents: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a corpus folder holds."""
+
+    folder: Path
+    tokenizer: str  # its name, which tells tokenizers apart
+    vocab_size: int
+    eod: int
+    splits: dict[str, SplitCounts]  # "train", "valid", "test", or "all" alone
+    sources: list[str]
+    notes: list[str]  # what a person should know: files left out, a vocabulary smaller than asked for
+    reused: bool = False  # it was there already
+
+    def prefix(self, split: str) -> Path:
+        """The dataset of a split, as `train_data_paths` and the like name it."""
+        return self.folder / basename(split)
+
+
+def prepare(
+    sources: Sequence[str],
+    output: str | Path,
+    *,
+    tokenizer: str = "bytes",
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    vocab_size: int | None = None,
+    split: Sequence[float] | None = (0.9, 0.05, 0.05),
+    seed: int = 1234,
+    workers: int | None = None,
+    packages: bool = False,
+    jsonl_key: str = "text",
+    suffixes: Sequence[str] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Corpus:
+    """Make a corpus folder from sources of text, or find it made already.
+
+    sources: files, folders or `python`, see `megatron.data.sources`. `packages` adds all installed packages to
+        `python`; `suffixes` are the files to take from folders.
+    tokenizer: `bytes`, `HFTokenizer`, `GPT2BPETokenizer` or `SPMTokenizer` with their `vocab_file` (and `merge_file`),
+        or `bpe`, trained here on the training documents with `vocab_size` tokens.
+    split: shares of documents for train, valid and test (a split with share 0 is not written), or None for one dataset
+        of everything. A lone text file is cut at line ends.
+    workers: processes; None takes as many as cores and text are worth. The corpus is the same for any number.
+    overwrite: replace a corpus that was made differently.
+
+    Raises UserError for sources, tokenizers and choices that are wrong, RunError if the disk is full or the folder
+    cannot be written. In either case nothing is left behind, and a corpus that was there stays.
+    """
+    output = Path(output)
+    report = progress or (lambda stage, done, total: None)
+    shares = None if split is None else check_shares(split)
+    opened = _open_or_none(tokenizer, vocab_file, merge_file, vocab_size)
+    if workers is not None and workers < 1:
+        raise UserError(f"workers: {workers} is too few; at least 1")
+    files = scan(sources, packages=packages, suffixes=suffixes)
+    made_from = {
+        "format": _FORMAT,
+        "files": _digest([[file.name, file.size, file.modified] for file in files]),
+        "tokenizer": opened.name if opened else f"{TRAINED}, {vocab_size} tokens",
+        "split": list(shares) if shares else None,
+        "seed": seed,
+        "jsonl_key": jsonl_key,
+    }
+    if (found := _already_there(output, made_from, overwrite)) is not None:
+        return found
+
+    assigned, parts = _assign(files, shares, seed, report)
+    with _building(output) as folder:
+        notes = []
+        if opened is None:
+            assert vocab_size is not None
+            opened = _train(folder, files, parts, assigned, vocab_size, jsonl_key, report)
+            if opened.vocab_size < vocab_size:
+                notes.append(f"the text gave {opened.vocab_size} tokens of the {vocab_size} asked for")
+        else:
+            opened.copy_files(folder)
+        counted, skipped = _write(folder, opened, files, parts, assigned, shares, workers, jsonl_key, report)
+        if skipped:
+            few = ", ".join(skipped[:5])
+            notes.append(f"{len(skipped)} Python files left out, as Python cannot decode them: {few}")
+        described = {
+            "farfield": _version(),
+            "sources": list(sources),
+            "made_from": made_from,
+            "tokenizer": {
+                "type": opened.type,
+                "name": opened.name,
+                "vocab_size": opened.vocab_size,
+                "eod": opened.eod,
+                "files": list(opened.files),
+                "checksum": opened.checksum,
+            },
+            "splits": {name: vars(size) for name, size in counted.items()},
+            "notes": notes,
+        }
+        (folder / CORPUS_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    return read_corpus(output)
+
+
+def read_corpus(folder: str | Path) -> Corpus:
+    """The description of a corpus folder. UserError if it is none, RunError if its description is damaged."""
+    folder = Path(folder)
+    described = read_description(folder)
+    try:
+        return Corpus(
+            folder=folder,
+            tokenizer=described["tokenizer"]["name"],
+            vocab_size=described["tokenizer"]["vocab_size"],
+            eod=described["tokenizer"]["eod"],
+            splits={name: SplitCounts(**size) for name, size in described["splits"].items()},
+            sources=described["sources"],
+            notes=described["notes"],
+        )
+    except (KeyError, TypeError) as error:
+        path = folder / CORPUS_FILE
+        raise RunError(f"{path}: not a corpus description ({error!r}); prepare the corpus again") from None
+
+
+def _open_or_none(
+    type: str, vocab_file: str | Path | None, merge_file: str | Path | None, vocab_size: int | None
+) -> Tokenizer | None:
+    """The tokenizer asked for; None if it is to be trained."""
+    if type == TRAINED:
+        for key, value in (("vocab_file", vocab_file), ("merge_file", merge_file)):
+            if value is not None:
+                raise UserError(f"{key}: {value}: tokenizer {TRAINED} is trained here and takes no file")
+        if vocab_size is None:
+            raise UserError(f"vocab_size: tokenizer {TRAINED} needs it: how many tokens to train")
+        if vocab_size < 257:
+            raise UserError(f"vocab_size: {vocab_size} is too small; 256 byte values and <|endoftext|> make 257")
+        return None
+    if type not in TOKENIZERS:
+        choices = (*TOKENIZERS, TRAINED)
+        raise UserError(f"tokenizer: {type!r} is unknown{nearest(type, choices)}; choose from {', '.join(choices)}")
+    if vocab_size is not None:
+        raise UserError(f"vocab_size: only tokenizer {TRAINED} takes one; {type} has its own")
+    return open_tokenizer(type, vocab_file, merge_file)
+
+
+def _already_there(output: Path, made_from: dict[str, Any], overwrite: bool) -> Corpus | None:
+    """The corpus at `output` if it is the one asked for, and whole; None if there is nothing in the way.
+
+    Raises UserError if there is something that must not be replaced.
+    """
+    if output.is_dir() and not any(output.iterdir()):
+        return None
+    if not output.exists():
+        return None
+    if not (output / CORPUS_FILE).is_file():
+        raise UserError(f"{output}: exists and is not a corpus folder; choose another output")
+    foreign = sorted({path.name for path in output.iterdir()} - _FILES)
+    if foreign and overwrite:
+        raise UserError(f"{output}: has files that are not a corpus's ({', '.join(foreign[:5])}); move them away first")
+    try:
+        described = read_description(output)
+        corpus = read_corpus(output)
+        for split in corpus.splits:
+            open_indexed(corpus.prefix(split))
+    except FarfieldError as damage:
+        if not overwrite:
+            raise UserError(f"{output}: holds a damaged corpus ({damage}); --overwrite makes it anew") from None
+        return None
+    before = described["made_from"]
+    other = {key: before.get(key) for key in made_from if before.get(key) != made_from[key]}
+    if not other:
+        return Corpus(**{**vars(corpus), "reused": True})
+    if overwrite:
+        return None
+    if set(other) == {"files"}:
+        raise UserError(f"{output}: holds a corpus of the same sources before they changed; --overwrite replaces it")
+    differences = "; ".join(f"{key} {value}, not {made_from[key]}" for key, value in other.items() if key != "files")
+    raise UserError(f"{output}: holds a corpus made differently ({differences}); --overwrite replaces it")
+
+
+def _assign(
+    files: list[SourceFile], shares: tuple[float, ...] | None, seed: int, report: Progress
+) -> tuple[np.ndarray | None, list[bytes]]:
+    """The split of each document (None: all in one), or, for a lone text file, its three parts."""
+    if shares is None:
+        return None, []
+    if len(files) == 1 and files[0].format == "text":
+        return np.arange(3, dtype=np.uint8), cut(files[0], shares)
+    total = sum(file.size for file in files)
+
+    def names() -> Iterator[str]:
+        done = 0
+        for file in files:
+            yield from document_names(file)
+            done += file.size
+            report("listing", done, total)
+
+    return assign(names(), shares, seed), []
+
+
+def _documents(
+    files: list[SourceFile], parts: list[bytes], assigned: np.ndarray | None
+) -> Iterator[tuple[RawDocument, int]]:
+    """All documents with the number of their split."""
+    if parts:
+        for split, content in enumerate(parts):
+            name, where = f"{files[0].name}:{SPLITS[split]}", f"{files[0].path} ({SPLITS[split]} part)"
+            yield RawDocument(name, where, "text", content, len(content)), split
+        return
+    every = (document for file in files for document in raw_documents(file))
+    try:
+        yield from zip(every, repeat(0) if assigned is None else assigned.tolist(), strict=assigned is not None)
+    except ValueError as error:
+        if "zip()" not in str(error):
+            raise
+        raise RunError("a source changed while it was read; prepare the corpus again") from None
+
+
+def _train(
+    folder: Path,
+    files: list[SourceFile],
+    parts: list[bytes],
+    assigned: np.ndarray | None,
+    vocab_size: int,
+    jsonl_key: str,
+    report: Progress,
+) -> Tokenizer:
+    """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen."""
+    total = sum(file.size for file in files)
+
+    def texts() -> Iterator[str]:
+        done = 0
+        for document, split in _documents(files, parts, assigned):
+            done += document.size
+            if split == 0 and (text := decode(document, jsonl_key)):
+                yield text
+            report("training the tokenizer", done, total)
+
+    train_bpe(texts(), vocab_size, folder / "tokenizer.json")
+    return open_tokenizer("HFTokenizer", folder / "tokenizer.json")
+
+
+def _write(
+    folder: Path,
+    tokenizer: Tokenizer,
+    files: list[SourceFile],
+    parts: list[bytes],
+    assigned: np.ndarray | None,
+    shares: tuple[float, ...] | None,
+    workers: int | None,
+    jsonl_key: str,
+    report: Progress,
+) -> tuple[dict[str, SplitCounts], list[str]]:
+    """Tokenize everything into the datasets of a folder. Returns the sizes and the Python files left out."""
+    total = sum(file.size for file in files)
+    if workers is None:
+        worth = total // _BYTES_PER_WORKER.get(tokenizer.type, _BYTES_PER_WORKER_DEFAULT)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = max(1, min(cores, worth))
+
+    from megatron.data.megatron_core import DType, IndexedDatasetBuilder  # takes seconds: after all that can be wrong
+
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    names = {0: WHOLE} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
+    counted = {name: SplitCounts(0, 0, 0) for name in names.values()}
+    skipped: list[str] = []
+    done = 0
+    builders = {i: IndexedDatasetBuilder(str(folder / f"{basename(name)}.bin"), dtype) for i, name in names.items()}
+    try:
+        work: Iterator[Chunk] = chunks(_documents(files, parts, assigned))
+        with contextlib.closing(encode_all(Encoder(tokenizer, dtype, jsonl_key), work, workers)) as results:
+            for result in results:
+                for i, encoded in result.by_split.items():
+                    _add(builders[i], encoded)
+                    before = counted[names[i]]
+                    counted[names[i]] = SplitCounts(
+                        before.documents + len(encoded.lengths),
+                        before.tokens + len(encoded.tokens),
+                        before.bytes + encoded.bytes,
+                    )
+                skipped += result.skipped
+                done += result.size
+                report("tokenizing", done, total)
+        for i, name in names.items():
+            builders[i].finalize(str(folder / f"{basename(name)}.idx"))
+    finally:
+        for builder in builders.values():
+            with contextlib.suppress(OSError):  # on a full disk closing fails like writing did
+                builder.data_file.close()
+    _no_empty_split(counted, files)
+    return counted, skipped
+
+
+def _add(builder: Any, encoded: Encoded) -> None:
+    start = 0
+    for length in encoded.lengths:
+        pieces = [LONGEST_SEQUENCE] * (length // LONGEST_SEQUENCE)
+        if rest := length % LONGEST_SEQUENCE:
+            pieces.append(rest)
+        builder.add_document(encoded.tokens[start : start + length], pieces)
+        start += length
+
+
+def _no_empty_split(counted: dict[str, SplitCounts], files: list[SourceFile]) -> None:
+    documents = sum(size.documents for size in counted.values())
+    if documents == 0:
+        raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it")
+    for name, size in counted.items():
+        if size.documents == 0:
+            raise UserError(f"split: no text is left for {name}: only {documents} documents are not empty")
+
+
+@contextlib.contextmanager
+def _building(output: Path) -> Iterator[Path]:
+    """A temporary folder beside `output` that takes its place if all goes well, and goes away if not."""
+    folder: Path | None = None
+    real = output.resolve()  # a link to another disk stays one
+    try:
+        real.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{real.name}.", suffix=".tmp", dir=real.parent))
+        folder.chmod(0o777 & ~_umask())  # mkdtemp's own is for its owner alone
+        yield folder
+        _replace(folder, real)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "the disk is full" if full else error.strerror or str(error)
+        raise RunError(f"{output}: cannot be written: {reason}; nothing was kept of it") from None
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(folder: Path, output: Path) -> None:
+    if not output.exists():
+        folder.rename(output)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent)) / "corpus"
+    output.rename(old)
+    try:
+        folder.rename(output)
+    except OSError:
+        old.rename(output)
+        raise
+    finally:
+        shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _version() -> str:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]

@@ -1,0 +1,125 @@
+"""The work of one process while a corpus is prepared: chunks of raw documents in, token arrays out.
+
+This module is imported by every worker, so it stays light: no torch, no megatron-core.
+"""
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+import numpy as np
+
+from megatron.data.sources import RawDocument, decode
+from megatron.data.tokenizers import Tokenizer, open_tokenizer
+from megatron.errors import RunError
+
+CHUNK_BYTES = 1 << 20
+CHUNK_DOCUMENTS = 1024
+
+
+@dataclass
+class Chunk:
+    """Consecutive documents and the split of each."""
+
+    documents: list[RawDocument] = field(default_factory=list)
+    splits: list[int] = field(default_factory=list)
+    size: int = 0  # bytes of the sources that it stands for
+
+
+@dataclass
+class Encoded:
+    """What one split got from a chunk. Documents without text are left out."""
+
+    tokens: np.ndarray  # [sum of lengths], end-of-document included
+    lengths: list[int]
+    bytes: int  # UTF-8
+
+
+@dataclass
+class EncodedChunk:
+    by_split: dict[int, Encoded]
+    skipped: list[str]  # Python files that Python cannot decode
+    size: int
+
+
+def chunks(documents: Iterable[tuple[RawDocument, int]]) -> Iterator[Chunk]:
+    """Group (document, split) pairs; where groups end has no influence on the corpus."""
+    chunk = Chunk()
+    for document, split in documents:
+        chunk.documents.append(document)
+        chunk.splits.append(split)
+        chunk.size += document.size
+        if chunk.size >= CHUNK_BYTES or len(chunk.documents) >= CHUNK_DOCUMENTS:
+            yield chunk
+            chunk = Chunk()
+    if chunk.documents:
+        yield chunk
+
+
+class Encoder:
+    """Decodes and tokenizes chunks."""
+
+    def __init__(self, tokenizer: Tokenizer, dtype: type[np.integer], jsonl_key: str) -> None:
+        self.tokenizer, self.dtype, self.jsonl_key = tokenizer, np.dtype(dtype), jsonl_key
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        texts: dict[int, list[str]] = {}
+        skipped = []
+        for document, split in zip(chunk.documents, chunk.splits, strict=True):
+            text = decode(document, self.jsonl_key)
+            if text is None:
+                skipped.append(document.name)
+            elif text:
+                texts.setdefault(split, []).append(text)
+        return EncodedChunk({split: self._encode(texts[split]) for split in texts}, skipped, chunk.size)
+
+    def _encode(self, texts: list[str]) -> Encoded:
+        encoded = self.tokenizer.encode_batch(texts)
+        lengths = [len(ids) + 1 for ids in encoded]
+        tokens = np.full(sum(lengths), self.tokenizer.eod, dtype=self.dtype)
+        start = 0
+        for ids, length in zip(encoded, lengths, strict=True):
+            tokens[start : start + length - 1] = ids
+            start += length
+        return Encoded(tokens, lengths, sum(len(text.encode("utf-8")) for text in texts))
+
+
+def encode_all(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Generator[EncodedChunk, None, None]:
+    """Encode chunks with some processes; the results come in the order of the chunks, whatever their number."""
+    if workers == 1:
+        yield from map(encoder, chunks)
+        return
+    tokenizer = encoder.tokenizer
+    recipe = (tokenizer.type, [str(path) for path in tokenizer.files.values()], encoder.dtype.str, encoder.jsonl_key)
+    # spawn, not fork: the parent may have threads (a progress display, torch's, a tokenizer's)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start, initargs=recipe)
+    pending: deque[Future[EncodedChunk]] = deque()
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(_work, chunk))
+            if len(pending) > 4 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise RunError("a process that tokenizes ended by itself (out of memory?); try fewer --workers") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_encoder: Encoder | None = None  # of this worker process
+
+
+def _start(type: str, files: list[str], dtype: str, jsonl_key: str) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _encoder = Encoder(open_tokenizer(type, *files), np.dtype(dtype).type, jsonl_key)
+
+
+def _work(chunk: Chunk) -> EncodedChunk:
+    assert _encoder is not None
+    return _encoder(chunk)

@@ -1,0 +1,101 @@
+"""Reading an indexed dataset (.bin and .idx), after checking that it is whole.
+
+The format is Megatron's, shared with GPT-NeoX. `.bin` holds the tokens and nothing else. `.idx` holds, little endian:
+
+| bytes | content |
+|---|---|
+| 9 | `MMIDIDX\\0\\0` |
+| 8 | version, 1 |
+| 1 | type of the tokens: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16 (6 and 7 are floating point) |
+| 8 | S, number of sequences |
+| 8 | D, number of document boundaries: documents + 1 |
+| 4 S | length of each sequence in tokens, int32 |
+| 8 S | its first byte in .bin, int64 |
+| 8 D | sequence at which each document begins, int64; the last is S |
+
+megatron-core reads such files too, and training does so through it; but it trusts them: a file cut short gives an
+assertion or a crash much later. Everything therefore goes through `open_indexed` first.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.errors import RunError, UserError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A dataset whose files fit together. The tokens are memory-mapped."""
+
+    prefix: Path
+    tokens: np.ndarray  # all of .bin
+    lengths: np.ndarray  # int32 [sequences], in tokens
+    starts: np.ndarray  # int64 [sequences], in tokens
+    documents: np.ndarray  # int64 [documents + 1], in sequences
+
+    def stream(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """The tokens of sequences first … last − 1 in order; a view of the file where they lie one after the other."""
+        starts, lengths = self.starts[first:last], self.lengths[first:last]
+        if len(starts) == 0:
+            return self.tokens[:0]
+        ends = starts + lengths
+        if np.array_equal(starts[1:], ends[:-1]):
+            return self.tokens[starts[0] : ends[-1]]
+        return np.concatenate([self.tokens[start:end] for start, end in zip(starts, ends, strict=True)])
+
+    def largest_token(self, look_at: int = 1 << 24) -> int:
+        """The largest token id; in a dataset of more than `look_at` tokens, that of blocks spread evenly over it."""
+        blocks, size = 256, len(self.tokens)
+        if size <= look_at:
+            return int(self.tokens.max()) if size else -1
+        length = look_at // blocks
+        begins = np.linspace(0, size - length, blocks).astype(np.int64)
+        return max(int(self.tokens[begin : begin + length].max()) for begin in begins)
+
+
+def open_indexed(prefix: str | Path) -> Indexed:
+    """Open a dataset. UserError if a file is missing or of another format, RunError if one is cut short."""
+    bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for file in (bin_file, idx_file):
+        if not file.is_file():
+            raise UserError(f"{file}: no such file (a dataset is a .bin and an .idx)")
+    try:
+        size = idx_file.stat().st_size
+        with open(idx_file, "rb") as stream:
+            header = stream.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            raise RunError(f"{idx_file}: truncated: {size} bytes are less than its header")
+        magic, version, code, sequences, boundaries = _HEADER.unpack(header)
+        if magic != _MAGIC or version != 1:
+            raise UserError(f"{idx_file}: not an index of Megatron's mmap format, version 1")
+        if code not in _TYPES:
+            raise UserError(f"{idx_file}: token type {code} is not an integer type ({', '.join(map(str, _TYPES))})")
+        expected = _HEADER.size + 12 * sequences + 8 * boundaries
+        if size != expected:
+            how = "truncated" if size < expected else "damaged"
+            raise RunError(f"{idx_file}: {how}: {size} bytes, but its header announces {expected}; prepare it again")
+        index = np.memmap(idx_file, mode="r")
+        at = _HEADER.size
+        lengths = index[at : at + 4 * sequences].view("<i4")
+        at += 4 * sequences
+        starts = index[at : at + 8 * sequences].view("<i8")
+        at += 8 * sequences
+        documents = index[at : at + 8 * boundaries].view("<i8")
+        dtype = np.dtype(_TYPES[code]).newbyteorder("<")
+        needed = int((starts + lengths.astype(np.int64) * dtype.itemsize).max(initial=0))
+        size = bin_file.stat().st_size
+        if size < needed:
+            raise RunError(f"{bin_file}: truncated: {size} bytes, but {idx_file.name} needs {needed}; prepare it again")
+        if size != needed or boundaries == 0 or documents[-1] != sequences or (lengths < 0).any() or (starts < 0).any():
+            raise RunError(f"{bin_file}, {idx_file.name}: do not belong together or are damaged; prepare them again")
+        tokens = np.memmap(bin_file, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
+    except OSError as error:
+        raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
+    return Indexed(Path(prefix), tokens, lengths, starts // dtype.itemsize, documents)

@@ -1,0 +1,88 @@
+"""Where datasets lie, and which corpus.json describes them.
+
+A dataset is named by its prefix, as in Megatron and GPT-NeoX: `corpora/python/train_text_document` stands for that
+path with `.bin` (the tokens) and with `.idx` (where documents begin). If it was made by `./deepy.py prepare`, the
+folder's `corpus.json` says by which tokenizer.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.data.options import DataOptions
+from megatron.errors import RunError, UserError
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+WHOLE = "all"  # the one split of a corpus that is not divided
+
+CORPUS_FILE = "corpus.json"
+
+
+def basename(split: str) -> str:
+    """The file name, without ending, of a split of a corpus: `train_text_document`, or `text_document` for all."""
+    return "text_document" if split == WHOLE else f"{split}_text_document"
+
+
+def split_prefixes(data: DataOptions, split: Split) -> list[tuple[str, Path]]:
+    """The datasets of a split as (configuration key, prefix). Empty if the configuration names none.
+
+    A prefix may be written with `.bin` or `.idx`. UserError if `data_path` stands beside the lists of datasets, if a
+    dataset's files are missing, or if a folder is named instead of a dataset in it.
+    """
+    key = f"{split}_data_paths"
+    named: list[str] = getattr(data, key)
+    if data.data_path is not None:
+        listed = [f"{name}_data_paths" for name in SPLITS if getattr(data, f"{name}_data_paths")]
+        if listed:
+            raise UserError(f"data_path: cannot stand beside {', '.join(listed)}; use one or the other")
+        return [("data_path", _prefix("data_path", data.data_path))]
+    return [(key, _prefix(key, name)) for name in named]
+
+
+def all_prefixes(data: DataOptions) -> list[Path]:
+    """The prefixes of all splits, each once. UserError if the configuration names no dataset."""
+    prefixes = list(dict.fromkeys(prefix for split in SPLITS for _, prefix in split_prefixes(data, split)))
+    if not prefixes:
+        lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
+        raise UserError(f"data_path: no data are named; give data_path, or {lists}")
+    return prefixes
+
+
+def description_of(prefix: Path) -> dict[str, Any] | None:
+    """The corpus.json that describes a dataset; None if it was not made by `prepare`."""
+    if not (prefix.parent / CORPUS_FILE).is_file():
+        return None
+    described = read_description(prefix.parent)
+    return described if prefix.name in {basename(split) for split in described["splits"]} else None
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The content of a corpus folder's corpus.json. UserError if there is none, RunError if it is damaged."""
+    path = Path(folder) / CORPUS_FILE
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"tokenizer", "splits", "made_from"} - set(described)
+        if missing:
+            raise ValueError(f"{', '.join(sorted(missing))} missing")
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path}: no such file; `./deepy.py prepare` makes a corpus folder, which has one") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{path}: not a corpus description ({error}); prepare the corpus again") from None
+    return described
+
+
+def _prefix(key: str, name: str) -> Path:
+    prefix = Path(name.removesuffix(".bin").removesuffix(".idx"))
+    bin_file, idx_file = (Path(f"{prefix}{ending}") for ending in (".bin", ".idx"))
+    if bin_file.is_file() and idx_file.is_file():
+        return prefix
+    if prefix.is_dir():
+        inside = sorted(str(path.with_suffix("")) for path in prefix.glob("*.idx"))
+        raise UserError(f"{key}: {prefix} is a folder; name a dataset in it: {', '.join(inside) or 'it holds none'}")
+    if bin_file.is_file() or idx_file.is_file():
+        missing, there = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
+        raise UserError(f"{key}: {missing} is missing (there is a {there.name})")
+    inside = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.idx"))
+    hint = f"; datasets there: {', '.join(inside[:6])}" if inside else " (`./deepy.py prepare` makes datasets)"
+    raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}")

@@ -1,0 +1,212 @@
+"""Training samples in an order that only ever grows.
+
+megatron-core's GPTDataset cuts the concatenated documents of one or more shuffled epochs into samples and shuffles
+those. Its order depends on the number of samples asked for, so a run that is extended from 1,000 to 2,000 steps would
+read everything in another order, and what it had read already again. Here the order of a dataset is a chain of
+GPTDatasets instead:
+
+    link 0: built for the number of samples the run began with, shuffled with the run's seed
+    link k: built for as many samples as links 0 … k−1 have together, shuffled with a seed made from (seed, k)
+
+A link is used to its end, that is for whole epochs, before the next begins. So the order is a function of the seed
+and the first count alone, however often and however far a run is extended, and the number of links grows only with
+the logarithm of its length. A blend of datasets is megatron-core's BlendedDataset over such chains; its interleaving
+is greedy, hence the same for the first n samples whatever the total.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.data.indexed import Indexed
+from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
+from megatron.data.megatron_core import Split as CoreSplit
+from megatron.data.paths import Split
+from megatron.errors import RunError
+
+if TYPE_CHECKING:
+    from megatron.data.datasets import Part, Vocabulary
+
+Sample = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _TokenizerFacts:
+    """What GPTDatasetConfig wants to know of a tokenizer. No `pad`: no sample is ever padded."""
+
+    vocab_size: int
+    eod: int
+    unique_identifiers: dict[str, Any]  # part of the name of megatron-core's files; `_key` has taken care of that
+
+
+class ChainedSamples(torch.utils.data.Dataset):
+    """The samples of one dataset, see the module. `unique_identifiers` and `index_split` are for BlendedDataset."""
+
+    def __init__(self, prefix: Path, links: Sequence[GPTDataset], vocab_size: int) -> None:
+        self.prefix, self.links, self.vocab_size = prefix, list(links), vocab_size
+        self.ends = np.cumsum([len(link) for link in links]).tolist()
+        self.index_split = links[0].index_split
+        self.unique_identifiers = {"links": [link.unique_identifiers for link in links]}
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        index = int(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        link = bisect_right(self.ends, index)
+        sample = self.links[link][index - (self.ends[link - 1] if link else 0)]
+        tokens, labels = sample["tokens"], sample["labels"]
+        # Only part of a large dataset was looked at before; here every token passes.
+        largest = max(int(tokens.max()), int(labels.max()))
+        if largest >= self.vocab_size or int(tokens.min()) < 0:
+            wrong = largest if largest >= self.vocab_size else int(tokens.min())
+            raise RunError(f"{self.prefix}: sample {index} has token {wrong}; the vocabulary has {self.vocab_size}")
+        # megatron-core hands out its one cached mask: a copy, so that whoever writes into a sample harms nobody
+        return {"tokens": tokens, "labels": labels, "loss_mask": sample["loss_mask"].clone()}
+
+
+class Samples(torch.utils.data.Dataset):
+    """The first `total` samples of a chain or a blend of chains, as dictionaries of three tensors."""
+
+    def __init__(self, source: ChainedSamples | BlendedDataset, total: int) -> None:
+        self.source, self.total = source, total
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.total:
+            raise IndexError(f"sample {index} of {self.total}")
+        sample = self.source[index]
+        return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
+
+
+def build_samples(
+    parts: "Sequence[Part]",
+    *,
+    split: Split,
+    seq_length: int,
+    ordered: int,
+    total: int,
+    seed: int,
+    cache: Path | None,
+    vocabulary: "Vocabulary",
+    eod_mask_loss: bool,
+) -> Samples:
+    """`total` samples of a split, in the order that a run of `ordered` samples began with."""
+    weights = np.array([part.weight for part in parts]) / sum(part.weight for part in parts)
+    chains = []
+    for part, weight in zip(parts, weights, strict=True):
+        # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
+        share = (lambda n: n) if len(parts) == 1 else (lambda n, weight=weight: int(weight * n) + 2)
+        build = _LinkBuilder(part, split, seq_length, cache, vocabulary, eod_mask_loss)
+        links = [build(share(ordered), seed)]
+        while (length := sum(len(link) for link in links)) < share(total):
+            mixed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
+            links.append(build(length, int(mixed)))
+        chains.append(ChainedSamples(part.dataset.prefix, links, vocabulary.size))
+    if len(chains) == 1:
+        return Samples(chains[0], total)
+    config = build.config(seed, None)  # without a cache: the interleaving is computed in less time than it is read
+    return Samples(BlendedDataset(chains, weights.tolist(), total, config), total)
+
+
+class _LinkBuilder:
+    """Builds GPTDatasets of one part. All ranks must make the same calls."""
+
+    def __init__(
+        self,
+        part: "Part",
+        split: Split,
+        seq_length: int,
+        cache: Path | None,
+        vocabulary: "Vocabulary",
+        eod_mask_loss: bool,
+    ) -> None:
+        self.part, self.split, self.seq_length, self.cache = part, CoreSplit[split], seq_length, cache
+        self.eod_mask_loss = eod_mask_loss
+        self.tokenizer = _TokenizerFacts(vocabulary.size, vocabulary.eod, {})
+        self.prefix = str(part.dataset.prefix.resolve())  # however it is written, the index is the same
+        self.dataset = IndexedDataset(self.prefix)
+
+    def config(self, seed: int, folder: Path | None) -> GPTDatasetConfig:
+        blends: list[Any] = [None, None, None]
+        blends[self.split.value] = ([self.prefix], None)
+        return GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=self.seq_length,
+            blend_per_split=blends,
+            path_to_cache=None if folder is None else str(folder),
+            tokenizer=self.tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=self.eod_mask_loss,
+            create_attention_mask=False,
+        )
+
+    def __call__(self, samples: int, seed: int) -> GPTDataset:
+        """At least `samples` samples. The index comes from the cache, or is built there by rank 0."""
+        if self.cache is None:
+            with tempfile.TemporaryDirectory(prefix="farfield-samples-") as passing:
+                return self._make(samples, seed, Path(passing))  # mapped files outlive their names
+        folder = self.cache / self._key(samples, seed)
+        problem = [self._fill(folder, samples, seed) if _rank() == 0 else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise RunError(problem[0])
+        try:
+            return self._make(samples, seed, folder)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{folder}: a damaged sample index ({error}); delete the folder") from None
+
+    def _make(self, samples: int, seed: int, folder: Path) -> GPTDataset:
+        indices = np.arange(self.part.first, self.part.last, dtype=np.int32)
+        return GPTDataset(self.dataset, self.prefix, indices, samples, self.split, self.config(seed, folder))
+
+    def _fill(self, folder: Path, samples: int, seed: int) -> str | None:
+        """Build the index under a temporary name and rename it. Returns what went wrong."""
+        if folder.is_dir():
+            return None
+        building = None
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+            building.chmod(0o755)  # mkdtemp's own would keep the ranks of other users out
+            self._make(samples, seed, building)
+            building.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # else another run was faster
+                return f"{self.cache}: the sample index cannot be written: {error.strerror or error}"
+        finally:
+            if building is not None:
+                shutil.rmtree(building, ignore_errors=True)
+        return None
+
+    def _key(self, samples: int, seed: int) -> str:
+        """Everything that the index depends on. A dataset is recognised by its place, its size and its time."""
+        part = self.part
+        facts = [self.prefix, _stat(part.dataset), part.first, part.last]
+        facts += [self.split.name, self.seq_length, samples, seed, self.eod_mask_loss]
+        return f"{self.split.name}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+
+
+def _stat(dataset: Indexed) -> list[int]:
+    stat = Path(f"{dataset.prefix}.idx").stat()
+    return [stat.st_size, stat.st_mtime_ns, len(dataset.tokens)]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

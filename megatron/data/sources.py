@@ -1,0 +1,309 @@
+"""Where text comes from: files, folders, JSON lines, and the Python interpreter's own library.
+
+A source is written as one word on the command line:
+
+- `python`: the interpreter's standard library without its tests, about 12.6 MB of real Python that every machine
+  has; with `packages`, also all installed packages. (A folder of that name is `./python`.)
+- a `.txt` file: one document;
+- a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file: one document per line, an object's `text`;
+- a folder: every file below it that has one of the suffixes, hidden ones excepted, in a fixed order.
+
+Reading happens in two places. `scan` and `raw_documents` run in the parent process and touch only names, sizes and
+undecoded bytes; `decode` turns one raw document into text and runs in the workers. So decompression is sequential,
+as the formats demand, while decoding and tokenizing use all cores.
+"""
+
+import gzip
+import io
+import json
+import os
+import sysconfig
+import tokenize
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from megatron.errors import UserError
+
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (".txt", *JSON_LINES)
+BLOCK = 1 << 20  # bytes read at a time
+
+Format = Literal["text", "json", "python"]
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source. `name` is independent of where the source lies on this machine: splits depend on it."""
+
+    path: Path
+    name: str
+    format: Format
+    size: int  # bytes on disk
+    modified: int  # nanoseconds
+
+
+@dataclass(frozen=True)
+class RawDocument:
+    """One document before decoding: bytes, or the path of a file that is read where it is decoded."""
+
+    name: str
+    where: str  # file, or file:line, for messages
+    format: Format
+    content: bytes | Path
+    size: int  # bytes of the source that it stands for, for progress
+
+
+def scan(sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[str] | None = None) -> list[SourceFile]:
+    """All files of the sources, in a fixed order. UserError if a source is missing, unreadable, or has no such file."""
+    if not sources:
+        raise UserError("sources: none given; name files, folders or `python`")
+    suffixes = _suffixes(suffixes)
+    files: list[SourceFile] = []
+    for source in sources:
+        if source == "python":
+            files += _python_library(packages)
+        elif (path := Path(source)).is_dir():
+            files += _folder(path, suffixes)
+        elif path.is_file():
+            if not path.name.endswith(suffixes):
+                raise UserError(
+                    f"{path}: its suffix is none of {', '.join(suffixes)}; --suffixes {path.suffix or 'SUFFIX'} reads "
+                    "such files as text"
+                )
+            files.append(_file(path, path.name))
+        else:
+            raise UserError(f"{path}: no such file or folder (a source is a file, a folder or `python`)")
+    if packages and "python" not in sources:
+        raise UserError("packages: only the source `python` has packages")
+    seen: set[Path] = set()
+    for file in files:
+        real = file.path.resolve()
+        if real in seen:
+            raise UserError(f"{file.path}: given twice by {', '.join(sources)}")
+        seen.add(real)
+    return files
+
+
+def document_names(file: SourceFile) -> Iterator[str]:
+    """The names of a file's documents, in order, without reading more than needed to number them."""
+    if file.format != "json":
+        yield file.name
+    else:
+        for number, (line, _) in enumerate(_lines(file.path), start=1):
+            if line.strip():
+                yield f"{file.name}:{number}"
+
+
+def raw_documents(file: SourceFile) -> Iterator[RawDocument]:
+    """A file's documents, undecoded, in the order of `document_names`; their sizes add up to the file's."""
+    if file.format != "json":
+        yield RawDocument(file.name, str(file.path), file.format, file.path, file.size)
+        return
+    before = 0
+    for number, (line, position) in enumerate(_lines(file.path), start=1):
+        if line.strip():
+            name, where = f"{file.name}:{number}", f"{file.path}:{number}"
+            yield RawDocument(name, where, "json", line, position - before)
+            before = position
+
+
+def decode(document: RawDocument, jsonl_key: str = "text") -> str | None:
+    """The text of a document; None for a Python file that Python itself cannot decode.
+
+    Raises UserError, naming file and line or byte, for bytes that are not UTF-8, a line that is not a JSON object with
+    a text under `jsonl_key`, and text that cannot be written as UTF-8 (a lone surrogate).
+    """
+    content = document.content
+    if isinstance(content, Path):
+        try:
+            content = content.read_bytes()
+        except OSError as error:
+            raise UserError(f"{document.where}: cannot be read: {error.strerror}") from None
+    if document.format == "python":
+        return _decode_python(content)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        place = document.where if document.format == "json" else f"{document.where}:{line}"
+        raise UserError(
+            f"{place}: not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason})"
+        ) from None
+    return text if document.format == "text" else _json_text(text, document.where, jsonl_key)
+
+
+def cut(file: SourceFile, shares: Sequence[float]) -> list[bytes]:
+    """A lone text file cut into consecutive parts of about the given shares (they add up to 1), at line ends."""
+    try:
+        content = file.path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file.path}: cannot be read: {error.strerror}") from None
+    edges, reached = [0], 0.0
+    for i, share in enumerate(shares):
+        reached += share
+        end = content.find(b"\n", max(edges[-1], int(reached * len(content)) - 1)) + 1
+        if share == 0:
+            end = edges[-1]
+        elif end == 0 or not any(shares[i + 1 :]):
+            end = len(content)
+        edges.append(end)
+    return [content[start:end] for start, end in pairwise(edges)]
+
+
+def _suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
+    if suffixes is None:
+        return SUFFIXES
+    if not suffixes:
+        raise UserError("suffixes: none given")
+    for suffix in suffixes:
+        if not suffix.startswith(".") or len(suffix) < 2:
+            raise UserError(f"suffixes: {suffix!r} does not start with a dot, as .txt does")
+    return tuple(suffixes)
+
+
+def _file(path: Path, name: str, format: Format | None = None) -> SourceFile:
+    try:
+        stat = path.stat()
+        if not os.access(path, os.R_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if format is None:
+        format = "json" if name.endswith(JSON_LINES) else "text"
+    return SourceFile(path, name, format, stat.st_size, stat.st_mtime_ns)
+
+
+def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Files below a folder, each folder's sorted by name; hidden ones, `skip` and links to folders are left out."""
+
+    def unreadable(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith(".") and (path := Path(root, name)).is_file():
+                yield path
+
+
+def _folder(folder: Path, suffixes: tuple[str, ...]) -> list[SourceFile]:
+    base = folder.resolve().name
+    files = [
+        _file(path, f"{base}/{path.relative_to(folder).as_posix()}")
+        for path in _walk(folder)
+        if path.name.endswith(suffixes)
+    ]
+    if not files:
+        raise UserError(f"{folder}: no file in this folder ends in {', '.join(suffixes)}")
+    return files
+
+
+_NOT_SOURCE = frozenset({"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages"})
+
+
+def _python_library(packages: bool) -> list[SourceFile]:
+    paths = sysconfig.get_paths()
+    library = Path(paths["stdlib"])
+    files = _python_files(library, "python")
+    if not files:
+        raise UserError(f"python: {library} has no Python source; this interpreter's library is not installed as files")
+    if packages:
+        for folder in sorted({Path(paths["purelib"]).resolve(), Path(paths["platlib"]).resolve()}):
+            if folder.is_dir():
+                files += _python_files(folder, "site-packages")
+    return files
+
+
+def _python_files(folder: Path, base: str) -> list[SourceFile]:
+    return [
+        _file(path, f"{base}/{path.relative_to(folder).as_posix()}", "python")
+        for path in _walk(folder, _NOT_SOURCE)
+        if path.suffix == ".py"
+    ]
+
+
+def _decode_python(content: bytes) -> str | None:
+    """Python source in the encoding it declares (PEP 263)."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        return content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError):
+        return None
+
+
+def _json_text(line: str, where: str, key: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON: {error}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not JSON that can be read: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: a JSON {type(value).__name__}, not an object with the key {key!r}")
+    if key not in value:
+        raise UserError(f"{where}: no key {key!r}; it has {', '.join(map(repr, value)) or 'no keys'} (--jsonl-key)")
+    text = value[key]
+    if not isinstance(text, str):
+        raise UserError(f"{where}: {key!r} is a {type(text).__name__}, not text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {key!r} is not Unicode: lone surrogate at character {error.start}") from None
+    return text
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Lines of a plain or compressed file, with the position reached in the file on disk (bytes)."""
+    rest: list[bytes] = []
+    position = 0
+    for block, position in _blocks(path):
+        first, *others = block.split(b"\n")
+        rest.append(first)
+        if others:
+            yield b"".join(rest), position
+            for line in others[:-1]:
+                yield line, position
+            rest = [others[-1]]
+    if last := b"".join(rest):
+        yield last, position
+
+
+def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Decompressed content block by block. UserError if it is damaged or cut short."""
+    try:
+        with open(path, "rb") as file:
+            if path.name.endswith(".gz"):
+                with gzip.open(file) as unzipped:
+                    while block := unzipped.read(BLOCK):
+                        yield block, file.tell()
+            elif path.name.endswith(".zst"):
+                yield from _zstandard_blocks(file, path)
+            else:
+                while block := file.read(BLOCK):
+                    yield block, file.tell()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: broken gzip file: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _zstandard_blocks(file: io.BufferedReader, path: Path) -> Iterator[tuple[bytes, int]]:
+    # The library's stream reader takes a cut file for a finished one; the object knows where a frame ends.
+    import zstandard
+
+    decompressor, frame = zstandard.ZstdDecompressor(), None
+    try:
+        while block := file.read(BLOCK // 8):
+            while block:
+                frame = frame or decompressor.decompressobj()
+                if output := frame.decompress(block):
+                    yield output, file.tell()
+                block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    except zstandard.ZstdError as error:
+        raise UserError(f"{path}: broken zstandard file: {error}") from None
+    if frame is not None:
+        raise UserError(f"{path}: broken zstandard file: it ends in the middle of a frame")

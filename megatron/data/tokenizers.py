@@ -1,0 +1,268 @@
+"""Tokenizers: text to integers and back, and the one integer that ends a document.
+
+Four kinds, under GPT-NeoX's names where it has one:
+
+| type | files | what it is |
+|---|---|---|
+| `bytes` | none | the 256 values of a UTF-8 byte, and end-of-document: 257 tokens, no training, no unknown text |
+| `HFTokenizer` | `tokenizer.json` | any of Hugging Face's library (GPT-NeoX-20B's, Pythia's, one by `train_bpe`) |
+| `GPT2BPETokenizer` | `vocab.json`, `merges.txt` | GPT-2's byte-level BPE |
+| `SPMTokenizer` | `tokenizer.model` | SentencePiece |
+
+A corpus folder holds a copy of its tokenizer's files, with a checksum, so that it can be moved and read anywhere.
+A tokenizer's `name` contains that checksum: two corpora fit together exactly if their tokenizers' names are equal.
+"""
+
+import hashlib
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import tokenizers as hf
+
+from megatron.data.options import DataOptions
+from megatron.data.paths import all_prefixes, description_of, read_description
+from megatron.errors import RunError, UserError
+
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
+"""Names under which tokenizers know the end of a document, the most usual first."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back. Every id is in [0, vocab_size); `eod` is the id written after each document."""
+
+    type: ClassVar[str]
+    vocab_size: int
+    eod: int
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self.files = files
+        self.checksum = _checksum(self.type, files)
+
+    @property
+    def name(self) -> str:
+        """The identity: type and checksum of the files, wherever they lie."""
+        return f"{self.type}-{self.checksum[:12]}" if self.files else self.type
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with nothing added at its ends."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; end-of-document is rendered as the tokenizer writes it (nothing for `bytes`)."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """One integer array per text; faster than `encode` where the library works on many texts at once."""
+        return [np.asarray(self.encode(text), dtype=np.int64) for text in texts]
+
+    def copy_files(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder, under the names that `open_tokenizer` reads."""
+        for name, path in self.files.items():
+            shutil.copyfile(path, folder / name)
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes. Bytes that are not UTF-8, as a model may write, decode to U+FFFD."""
+
+    type = "bytes"
+    vocab_size = 257
+    eod = 256
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`. Special tokens that stand in the text become their ids, as in GPT-NeoX."""
+
+    type = "HFTokenizer"
+
+    def __init__(self, vocab_file: Path) -> None:
+        super().__init__({"tokenizer.json": vocab_file})
+        try:
+            self._tokenizer = hf.Tokenizer.from_file(str(vocab_file))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"{vocab_file}: not a tokenizer.json of Hugging Face's: {_line(error)}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        self.eod = _end_of_document(ids, vocab_file)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. Text is text: no special token is parsed in it."""
+
+    type = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        super().__init__({"vocab.json": vocab_file, "merges.txt": merge_file})
+        try:
+            ids, merges = hf.models.BPE.read_file(str(vocab_file), str(merge_file))
+            self._tokenizer = hf.Tokenizer(hf.models.BPE(ids, merges))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"{vocab_file}, {merge_file}: not GPT-2 vocab and merges: {_line(error)}") from None
+        self._tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = hf.decoders.ByteLevel()
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        self.eod = _end_of_document(ids, vocab_file)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model`. Its own normalisation applies, so decoding may differ from the text in white space."""
+
+    type = "SPMTokenizer"
+
+    def __init__(self, vocab_file: Path) -> None:
+        import sentencepiece
+
+        super().__init__({"tokenizer.model": vocab_file})
+        try:
+            self._tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
+        except Exception as error:  # RuntimeError or OSError, by what is wrong with the file
+            raise UserError(f"{vocab_file}: not a SentencePiece model: {_line(error)}") from None
+        self.vocab_size = self._tokenizer.get_piece_size()
+        pieces = {self._tokenizer.id_to_piece(i): i for i in range(self.vocab_size)}
+        eos = self._tokenizer.eos_id()
+        self.eod = eos if eos >= 0 else _end_of_document(pieces, vocab_file)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, out_type=int)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids])
+
+
+TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
+    kind.type: kind for kind in (ByteTokenizer, HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
+}
+
+
+def open_tokenizer(type: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a type, from its files. UserError names the file or choice that is wrong, missing or unused."""
+    if type not in TOKENIZERS:
+        choices = ", ".join(TOKENIZERS)
+        raise UserError(f"tokenizer: {type!r} is unknown{nearest(type, TOKENIZERS)}; choose from {choices}")
+    needs = {
+        "HFTokenizer": ("tokenizer.json", None),
+        "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
+        "SPMTokenizer": (".model", None),
+    }.get(type, (None, None))
+    files = []
+    for key, given, needed in zip(("vocab_file", "merge_file"), (vocab_file, merge_file), needs, strict=True):
+        if needed is None and given is not None:
+            raise UserError(f"{key}: {given}: tokenizer {type} has no such file")
+        if needed is not None:
+            if given is None:
+                raise UserError(f"{key}: tokenizer {type} needs its {needed} file")
+            path = Path(given)
+            if not path.is_file():
+                problem = "is a folder" if path.is_dir() else "no such file"
+                raise UserError(f"{key}: {path}: {problem}; tokenizer {type} needs its {needed} file")
+            files.append(path)
+    return TOKENIZERS[type](*files)
+
+
+def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
+    """The tokenizer of a corpus folder, or of a configuration's data: read from the corpus.json beside the first
+    dataset, or from `tokenizer_type` and its files where the data have none.
+
+    Raises UserError if there is no tokenizer to be found, RunError if its files changed since the corpus was made.
+    """
+    if isinstance(source, DataOptions):
+        described = [prefix.parent for prefix in all_prefixes(source) if description_of(prefix) is not None]
+        if described:
+            return load_tokenizer(described[0])
+        if source.tokenizer_type is None:
+            raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
+        return open_tokenizer(source.tokenizer_type, source.vocab_file, source.merge_file)
+    folder = Path(source)
+    described = read_description(folder)["tokenizer"]
+    tokenizer = open_tokenizer(described["type"], *(folder / name for name in described["files"]))
+    if tokenizer.checksum != described["checksum"]:
+        files = ", ".join(described["files"])
+        raise RunError(f"{folder}: {files} changed since the corpus was made; restore it or prepare the corpus again")
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE on texts and write its tokenizer.json. The same texts give the same file.
+
+    Byte level: all 256 byte values are tokens, so every text can be written and decodes to itself. `vocab_size` counts
+    them and <|endoftext|>; a small text may yield fewer tokens.
+    """
+    least = 257
+    if vocab_size < least:
+        raise UserError(f"vocab_size: {vocab_size} is too small; the 256 byte values and <|endoftext|> make {least}")
+    tokenizer = hf.Tokenizer(hf.models.BPE())
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT[0]],
+        initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
+
+
+def nearest(value: str, choices: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for a typo, or nothing: to be put into an error line."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    match = get_close_matches(value.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[match[0]]!r}?)" if match else ""
+
+
+def _end_of_document(ids: dict[str, int], path: Path) -> int:
+    for name in END_OF_DOCUMENT:
+        if name in ids:
+            return ids[name]
+    raise UserError(f"{path}: no token ends a document; looked for {', '.join(END_OF_DOCUMENT)}")
+
+
+def _checksum(type: str, files: dict[str, Path]) -> str:
+    digest = hashlib.sha256(type.encode())
+    for name, path in files.items():
+        try:
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

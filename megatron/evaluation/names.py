@@ -1,0 +1,61 @@
+"""What a method is called in tables: its position encoding, with whatever differs from the defaults.
+
+    rotary                              an encoding, nothing else
+    cdape+kerple_log                    a processor on an encoding
+    cdape(kernel_size=5)+kerple_log     options that are not the default's
+    kerple_log(per_layer)               parameters of its own in every layer
+
+Runs that differ in more than the seed but would share a name get their run folder added, so that no table ever
+averages two different things.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.schema import Config
+from megatron.model.options import PositionOptions
+from megatron.position.registry import encoding_class, processor_class
+
+INCIDENTAL = {
+    *("save", "load", "finetune", "checkpoint_factor", "keep_last_n_checkpoints", "data_cache", "num_workers"),
+    *("log_interval", "tensorboard_dir", "use_tensorboard", "eval_interval", "eval_iters", "max_bad_steps"),
+    *("use_wandb", "wandb_mode", "wandb_project", "wandb_group", "wandb_team", "peak_tflops"),
+    *("num_gpus", "device", "master_port", "distributed_backend", "attention_backend", "attention_chunk_rows"),
+    *("checkpoint_activations", "checkpoint_num_layers", "zero_optimization", "deterministic"),
+}
+"""Keys that say where, how fast and how loudly a run was trained, and nothing about what was trained."""
+
+
+def method_name(position: PositionOptions) -> str:
+    """The name of a position configuration, as above."""
+    options = _differing(position.pos_emb_options, encoding_class(position.pos_emb).options())
+    if position.pos_emb_per_layer:
+        options.append("per_layer")
+    name = _called(position.pos_emb, options)
+    if position.score_processor == "none":
+        return name
+    options = _differing(position.score_processor_options, processor_class(position.score_processor).options())
+    return f"{_called(position.score_processor, options)}+{name}"
+
+
+def distinct_names(configs: Sequence[Config], runs: Sequence[str]) -> list[str]:
+    """A name per run: equal for runs that differ in their seed alone, different for all others."""
+    names = [method_name(config.position) for config in configs]
+    same_but_seed = {*INCIDENTAL, "seed"}
+    trained = [{key: value for key, value in config.flat().items() if key not in same_but_seed} for config in configs]
+    result = []
+    for index, name in enumerate(names):
+        same = [other for other in range(len(names)) if names[other] == name]
+        seeds = [configs[other].training.seed for other in same]
+        alike = all(trained[other] == trained[index] for other in same) and len(set(seeds)) == len(seeds)
+        result.append(name if alike else f"{name} [{runs[index]}]")
+    return result
+
+
+def _differing(given: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> list[str]:
+    return [f"{key}={value}" for key, value in sorted(given.items()) if key not in known or known[key].default != value]
+
+
+def _called(name: str, options: Sequence[str]) -> str:
+    return f"{name}({', '.join(options)})" if options else name

@@ -1,0 +1,257 @@
+"""Scores a model: the negative log-likelihood of every target of a plan, and the perplexity that it amounts to.
+
+    nll = −1/N Σ log p(target | context)          perplexity = exp(nll)
+
+Only the scored positions go through the output layer, so a long context costs what its attention costs and not
+`length × vocabulary` logits. Windows are batched up to a number of tokens; the long ones rely on the model's chunked
+attention for memory linear in length. Losses are summed in float64.
+
+B windows of a batch, T window length.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron.errors import RunError
+from megatron.evaluation.names import method_name
+from megatron.evaluation.protocols import Plan, make_plan
+from megatron.evaluation.records import Record
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
+    from megatron.data.datasets import Vocabulary
+    from megatron.model.gpt import GPT
+
+Progress = Callable[[int, float, float], None]
+"""Called after every batch with the window length, the work done and the whole work (both in FLOPs)."""
+
+BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+"""Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
+
+
+class Summary(NamedTuple):
+    """The mean over all scored targets."""
+
+    nll: float  # nats per token
+    stderr: float | None  # of nll over blocks; None for one block
+    tokens: int  # targets counted
+
+
+def default_lengths(train_length: int) -> list[int]:
+    """1×, 2×, 4×, 8×, 16× and 32× the training length."""
+    return [train_length * multiple for multiple in (1, 2, 4, 8, 16, 32)]
+
+
+def default_targets(train_length: int, lengths: Sequence[int], protocol: str) -> int:
+    """Targets per window of `last`: the training length, or the shortest length if that is shorter."""
+    return min(train_length, min(lengths, default=train_length)) if protocol == "last" else 1
+
+
+def forward_flops(model: "GPT", plan: Plan) -> dict[int, float]:
+    """FLOPs of scoring each length, a third of forward and backward: they set the pace of the progress bar."""
+    return {length: model.flops_per_token(length) / 3 * length * plan.windows(length) for length in plan.lengths}
+
+
+@torch.inference_mode()
+def window_losses(
+    model: nn.Module,
+    stream: np.ndarray,
+    starts: np.ndarray,
+    length: int,
+    scored: int,
+    *,
+    batch_tokens: int | None = None,
+    after_batch: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Negative log-likelihood, in nats, of the last targets of each window.
+
+    Args:
+        model: called as `model(tokens [B, T], labels=[B, T], last=scored)`, returns losses [B, scored].
+        stream: token ids [N], of any integer type; may be memory-mapped.
+        starts: first input token of each window, int64 [windows].
+        length: T.
+        scored: targets at the end of each window.
+        batch_tokens: input tokens per forward pass; at least one window is always taken.
+        after_batch: called with the number of windows of each finished batch.
+
+    Returns:
+        float64 [windows, scored].
+
+    Raises:
+        RunError: the device's memory is too small for a single window.
+    """
+    device = next(model.parameters()).device
+    size = max(1, (batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])) // length)
+    losses = np.empty((len(starts), scored), dtype=np.float64)
+    done = 0
+    while done < len(starts):
+        chosen = starts[done : done + size]
+        # Input and labels are the same T + 1 tokens, shifted by one.
+        window = torch.from_numpy(stream[chosen[:, None] + np.arange(length + 1)].astype(np.int64)).to(device)
+        try:
+            batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), last=scored)
+            losses[done : done + len(chosen)] = batch.double().cpu().numpy()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            if size == 1:
+                raise RunError(
+                    f"length {length:,}: one window does not fit the memory of {device}; use shorter lengths or "
+                    "attention_backend=chunked with fewer attention_chunk_rows"
+                ) from None
+            size = (len(chosen) + 1) // 2
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            continue
+        done += len(chosen)
+        if after_batch is not None:
+            after_batch(len(chosen))
+    return losses
+
+
+def summarize(losses: np.ndarray, counted: np.ndarray | None = None) -> Summary:
+    """Mean and standard error of losses [blocks, targets].
+
+    The standard error treats blocks as the independent samples: neighbouring tokens share their context and their
+    subject, blocks far apart do not. With unequal counts per block it is that of a ratio estimate.
+
+    Args:
+        losses: float64 [blocks, targets].
+        counted: bool [blocks, targets], False for targets to leave out; all count if None.
+    """
+    counted = np.ones(losses.shape, dtype=bool) if counted is None else counted
+    sums, counts = np.where(counted, losses, 0.0).sum(axis=1), counted.sum(axis=1)
+    tokens, blocks = int(counts.sum()), len(losses)
+    nll = float(sums.sum() / tokens)
+    if blocks < 2:
+        return Summary(nll, None, tokens)
+    residuals = sums - nll * counts
+    return Summary(nll, math.sqrt(blocks / (blocks - 1) * float((residuals**2).sum())) / tokens, tokens)
+
+
+def evaluate(
+    loaded: "LoadedModel",
+    stream: np.ndarray,
+    lengths: Sequence[int],
+    protocol: str = "last",
+    targets: int | None = None,
+    windows: int | None = None,
+    progress: Progress | None = None,
+    *,
+    vocabulary: "Vocabulary | None" = None,
+    batch_tokens: int | None = None,
+) -> list[Record]:
+    """Perplexity of a model at each length, every length scored on the same target tokens.
+
+    Args:
+        loaded: a trained model and its configuration.
+        stream: token ids [N] of held-out text.
+        lengths: window lengths in tokens, shorter, equal or longer than in training.
+        protocol: `last` or `nonoverlapping`, see `megatron.evaluation.protocols`.
+        targets: scored tokens per window of `last`; the training length if None.
+        windows: windows per length, see `make_plan`.
+        progress: called after every batch.
+        vocabulary: of the stream. The token that follows its end-of-document is left out if the run was trained so
+            (eod_mask_loss); if tokens are bytes, bits_per_byte is reported, over all targets but end-of-document.
+        batch_tokens: input tokens per forward pass.
+
+    Returns:
+        One record per length, in ascending order, without the fields that say where model and text come from.
+
+    Raises:
+        UserError: the plan cannot be made (see `make_plan`).
+        RunError: a loss is not finite, or the memory is too small.
+    """
+    config, model = loaded.config, loaded.model
+    train_length = config.model.seq_length
+    plan = make_plan(
+        len(stream),
+        lengths,
+        protocol,
+        targets=default_targets(train_length, lengths, protocol) if targets is None else targets,
+        windows=windows,
+    )
+    name = method_name(config.position)
+    parameter = next(model.parameters())
+    positions = plan.target_positions(plan.lengths[0])
+    labels = np.asarray(stream[positions])
+    counted = np.ones(labels.shape, dtype=bool)
+    if config.data.eod_mask_loss and vocabulary is not None:
+        counted = np.asarray(stream[positions - 1]) != vocabulary.eod
+        if not counted.any():
+            raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
+    bytes_scored = 0
+    if vocabulary is not None and vocabulary.name == "bytes":
+        bytes_scored = int((counted & (labels != vocabulary.eod)).sum())
+    digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + counted.tobytes()).hexdigest()[:16]
+    work = forward_flops(model, plan)
+    total, done = sum(work.values()), 0.0
+
+    records = []
+    for length in plan.lengths:
+        finished = 0
+
+        def after_batch(count: int, length: int = length, before: float = done) -> None:
+            nonlocal finished
+            finished += count
+            if progress is not None:
+                progress(length, before + work[length] * finished / plan.windows(length), total)
+
+        begun = time.perf_counter()
+        losses = window_losses(
+            model,
+            stream,
+            plan.starts[length],
+            length,
+            plan.scored[length],
+            batch_tokens=batch_tokens,
+            after_batch=after_batch,
+        ).reshape(plan.blocks, plan.targets)
+        seconds = time.perf_counter() - begun
+        done += work[length]
+        summary = summarize(losses, counted)
+        # exp overflows at 709; such a model predicts nothing, and a table could not hold it.
+        if not math.isfinite(summary.nll) or summary.nll > 700:
+            raise RunError(f"{name}: the loss at length {length:,} is {summary.nll}, no perplexity to report")
+        records.append(
+            Record(
+                method=name,
+                train_length=train_length,
+                length=length,
+                protocol=plan.protocol,
+                perplexity=math.exp(summary.nll),
+                tokens=summary.tokens,
+                seed=config.training.seed,
+                nll=summary.nll,
+                stderr=summary.stderr,
+                bits_per_byte=summary.nll * summary.tokens / math.log(2) / bytes_scored if bytes_scored else None,
+                targets=plan.scored[length],
+                windows=plan.windows(length),
+                blocks=plan.blocks,
+                target_digest=digest,
+                position=name,
+                parameters=model.num_parameters(),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                device=_device_name(parameter.device),
+                seconds=round(seconds, 3),
+                date=datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+        )
+    return records
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    # On CPU the allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

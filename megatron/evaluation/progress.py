@@ -1,0 +1,161 @@
+"""One progress display over a list of jobs, with an estimate of the time left for all of them.
+
+The estimate works job by job: what is left of a job divided by its speed. The speed is the job's own once it has begun,
+else that of finished jobs of its kind, else that of any. Work can be in any unit that is alike within a kind (FLOPs
+here), so an estimate is bad only where speeds differ within a kind, and corrects itself when that job runs.
+
+On a terminal this is one moving bar. In a pipe or a log file it is a plain line at the beginning of each job and one
+now and then, since a bar's control characters would fill the file.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+
+@dataclass
+class Job:
+    """A piece of work and how far it is."""
+
+    name: str
+    kind: str
+    work: float
+    done: float = 0.0
+    seconds: float = 0.0  # spent so far
+    first: tuple[float, float] | None = None  # done and seconds when the first work was seen
+
+    def advance(self, done: float, seconds: float) -> None:
+        """So much is done after so many seconds."""
+        self.done, self.seconds = done, seconds
+        if self.first is None and done > 0:
+            self.first = (done, seconds)
+
+    @property
+    def speed(self) -> float | None:
+        """Work per second since the first work was seen, as starting up is over by then; None before there is one."""
+        done, seconds = self.first or (0.0, 0.0)
+        if self.done > done and self.seconds > seconds:
+            return (self.done - done) / (self.seconds - seconds)
+        return self.done / self.seconds if self.done > 0 and self.seconds > 0 else None
+
+
+def seconds_left(jobs: Sequence[Job]) -> float | None:
+    """Estimate for all that is left, or None before any speed is known."""
+
+    def average(of: Sequence[Job]) -> float | None:
+        done, seconds = sum(job.done for job in of), sum(job.seconds for job in of)
+        return done / seconds if done > 0 and seconds > 0 else None
+
+    left = 0.0
+    overall = average(jobs)
+    for job in jobs:
+        speed = job.speed or average([other for other in jobs if other.kind == job.kind]) or overall
+        if job.done >= job.work:
+            continue
+        if speed is None:
+            return None
+        left += (job.work - job.done) / speed
+    return left
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3 min 05 s, 2 h 04 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Meter:
+    """Shows the progress of jobs that run one after the other.
+
+    Args:
+        console: where to show it; None shows nothing.
+        jobs: all jobs, in order.
+        clock: seconds; for tests.
+        interval: seconds between plain lines.
+    """
+
+    def __init__(
+        self,
+        console: Console | None,
+        jobs: Sequence[Job],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        interval: float = 15.0,
+    ) -> None:
+        self.console, self.jobs = console, list(jobs)
+        self._clock, self._interval = clock, interval
+        self._current: Job | None = None
+        self._since = self._spoke = clock()
+        self._bar: Progress | None = None
+        if console is not None and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TextColumn("[cyan]{task.fields[left]}"),
+                console=console,
+                expand=True,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=1.0, left="")
+
+    def __enter__(self) -> "Meter":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, job: Job, detail: str = "") -> None:
+        """Turn to a job. Time from here on counts for its speed."""
+        self._current, self._since = job, self._clock() - job.seconds
+        self._show(detail, speak=True)
+
+    def update(self, done: float, detail: str = "") -> None:
+        """So much of the current job's work is done."""
+        assert self._current is not None
+        self._current.advance(done, self._clock() - self._since)
+        self._show(detail, speak=False)
+
+    def finish(self) -> None:
+        """The current job is done."""
+        assert self._current is not None
+        self.update(self._current.work)
+
+    def skip(self, job: Job) -> None:
+        """A job turned out to be done already: it takes no time and says nothing about speed."""
+        job.work = job.done = 0.0
+
+    def say(self, line: str) -> None:
+        """Print a line without disturbing the bar."""
+        if self.console is not None:
+            self.console.print(escape(line), highlight=False, soft_wrap=True)
+
+    def _show(self, detail: str, *, speak: bool) -> None:
+        job = self._current
+        if job is None or self.console is None:
+            return
+        left = seconds_left(self.jobs)
+        about = "estimating the time left" if left is None else f"about {duration(left)} left"
+        text = f"{job.name}: {detail}" if detail else job.name
+        if self._bar is not None:
+            spent = sum(each.seconds for each in self.jobs)
+            fraction = 0.0 if left is None or spent + left == 0 else spent / (spent + left)
+            self._bar.update(self._task, description=escape(text), completed=fraction, left=about)
+        elif speak or self._clock() - self._spoke >= self._interval:
+            self._spoke = self._clock()
+            self.console.print(escape(f"{text} ({about})"), highlight=False, soft_wrap=True)

@@ -1,0 +1,137 @@
+"""The one currency of results: a record says what one model scored at one length, and how that was measured.
+
+`results.json` is a list of records. Whatever shows results (tables, plots, reports, a notebook of yours) reads records
+and nothing else, so a file made by hand or by another codebase works as well as one made here: only `method`,
+`train_length`, `length`, `protocol`, `perplexity`, `tokens` and `seed` are required.
+
+    mean negative log-likelihood   nll = −1/N Σ log p(target | its context)      nats per token
+    perplexity                     exp(nll)
+    standard error                 of nll, over the windows (which are independent pieces of text; tokens are not)
+    interval of the perplexity     exp(nll ± 1.96 · stderr)
+"""
+
+import csv
+import difflib
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.errors import UserError
+from megatron.evaluation.files import write_text
+
+
+class Record(BaseModel):
+    """What one model scored at one length. Frozen; unknown fields, NaN and infinities are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    method: str = Field(min_length=1, description="name of the row: position encoding or sweep variant")
+    train_length: int = Field(ge=1, description="tokens per training sequence")
+    length: int = Field(ge=1, description="tokens the model is given at once, the scored ones included")
+    protocol: str = Field(min_length=1, description="how tokens were chosen and scored: last or nonoverlapping")
+    perplexity: float = Field(gt=0, description="exp(nll)")
+    tokens: int = Field(ge=1, description="tokens scored, each counted once")
+    seed: int = Field(ge=0, description="seed of the training run")
+
+    nll: float | None = Field(default=None, description="mean negative log-likelihood, nats per token")
+    stderr: float | None = Field(default=None, ge=0, description="standard error of nll over windows")
+    bits_per_byte: float | None = Field(
+        default=None, ge=0, description="for the bytes tokenizer: bits per byte of text"
+    )
+    targets: int | None = Field(default=None, ge=1, description="tokens scored at the end of each window")
+    windows: int | None = Field(default=None, ge=1, description="windows the model was given")
+    blocks: int | None = Field(default=None, ge=1, description="independent pieces of text that stderr was taken over")
+    target_digest: str | None = Field(
+        default=None, description="hash of the scored tokens: equal digests, equal targets"
+    )
+    dataset: str | None = Field(default=None, description="where the scored tokens come from")
+    tokenizer: str | None = Field(default=None, description="name of the tokenizer")
+    position: str | None = Field(default=None, description="position encoding and processor with their options")
+    parameters: int | None = Field(default=None, ge=0, description="parameters of the model")
+    run: str | None = Field(default=None, description="run folder or checkpoint")
+    step: int | None = Field(default=None, ge=0, description="optimizer steps trained")
+    train_tokens: int | None = Field(default=None, ge=0, description="tokens trained on")
+    backend: str | None = Field(default=None, description="attention backend used for scoring")
+    dtype: str | None = Field(default=None, description="compute type used for scoring")
+    device: str | None = Field(default=None, description="device used for scoring")
+    machine: str | None = Field(default=None, description="operating system, processor, threads")
+    software: str | None = Field(default=None, description="versions")
+    seconds: float | None = Field(default=None, ge=0, description="seconds of scoring")
+    date: str | None = Field(default=None, description="when, ISO 8601, UTC")
+
+    @property
+    def multiple(self) -> float:
+        """Length in training lengths."""
+        return self.length / self.train_length
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% interval of the perplexity over windows, or None where no standard error is known."""
+        if self.stderr is None:
+            return None
+        nll = math.log(self.perplexity) if self.nll is None else self.nll
+        return math.exp(nll - 1.96 * self.stderr), math.exp(nll + 1.96 * self.stderr)
+
+
+def write(path: str | Path, records: Sequence[Record]) -> Path:
+    """Write records as a JSON list, one object per record, without the fields that are unknown."""
+    rows = [json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False) for record in records]
+    return write_text(path, "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n")
+
+
+def read(path: str | Path) -> list[Record]:
+    """Read a JSON list of records.
+
+    Raises:
+        UserError: no such file, no JSON, or a record that is not one; the line names the record and the field.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error})") from error
+    if not isinstance(content, list):
+        raise UserError(f"{path}: should be a list of records, is {_kind(content)}")
+    return [_record(path, number, item) for number, item in enumerate(content, start=1)]
+
+
+def write_csv(path: str | Path, records: Sequence[Record]) -> Path:
+    """Write records as CSV: one column per field of `Record`, empty where unknown."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(Record.model_fields), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(record.model_dump() for record in records)
+    return write_text(path, text.getvalue())
+
+
+def _record(path: Path, number: int, item: Any) -> Record:
+    if not isinstance(item, dict):
+        raise UserError(f"{path}: record {number} should be an object, is {_kind(item)}")
+    try:
+        return Record.model_validate(item)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(field, Record.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(Record.model_fields)}"
+            raise UserError(f"{path}: record {number} has an unknown field {field}{hint}") from error
+        if first["type"] == "missing":
+            raise UserError(f"{path}: record {number} lacks {field}") from error
+        raise UserError(f"{path}: record {number}: {field} = {item.get(field)!r}: {first['msg'].lower()}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a truth value"}
+    return names.get(type(value), "a number")

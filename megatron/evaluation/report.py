@@ -1,0 +1,207 @@
+"""One self-contained `report.html`: plot, tables, what was measured, on which models, with which configurations.
+
+It needs no network, no script and no file beside it: the plot is embedded as base64. Every number comes from the
+records; every text that is not ours is escaped. Configurations are optional because records do not hold them.
+"""
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+from megatron.errors import UserError
+from megatron.evaluation.files import write_text
+from megatron.evaluation.plots import png
+from megatron.evaluation.records import Record
+from megatron.evaluation.tables import Layout, html_table, layouts, multiple, number
+
+_PROTOCOLS = {
+    "last": (
+        "Only the last $targets tokens of each window are scored. Windows of all lengths end at the same "
+        "${windows}places of the text, so every length predicts the same $tokens tokens and differs in the context "
+        "before them alone."
+    ),
+    "nonoverlapping": (
+        "One span of the text is cut into windows that do not overlap, and every token is scored. The span is a "
+        "multiple of every length, so every length predicts the same $tokens tokens; early ones in a window have "
+        "little context."
+    ),
+}
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
+  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+img { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: 0.8rem 0; font-variant-numeric: tabular-nums; }
+caption { caption-side: bottom; text-align: left; color: #555; font-size: 0.9rem; padding-top: 0.4rem; }
+th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; font-weight: normal; }
+thead th { border-bottom: 2px solid #888; vertical-align: bottom; } th[scope=row], th:first-child { text-align: left; }
+th small { display: block; color: #555; } td.best { font-weight: bold; } td.text { text-align: left; }
+code, pre { font: 0.88em/1.4 ui-monospace, monospace; } pre { background: #f6f6f6; padding: 0.8rem; overflow-x: auto; }
+dt { color: #555; } dd { margin: 0 0 0.4rem 1.2rem; } footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<p>$summary</p>
+<p><img alt="Perplexity over length, one curve per method" src="data:image/png;base64,$plot"></p>
+$tables
+<h2>What was measured</h2>
+$measured
+<h2>Models</h2>
+<div class="wide">$models</div>
+<h2>Machine and software</h2>
+<dl>$machine</dl>
+$configurations
+<footer>Perplexity is exp of the mean negative log-likelihood per token, in nats. Lower is better.</footer>
+</body>
+</html>
+""")
+
+
+def write(
+    path: str | Path,
+    records: Sequence[Record],
+    *,
+    title: str = "Length extrapolation",
+    configurations: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the report.
+
+    Args:
+        path: the HTML file.
+        records: what to show.
+        title: heading of the page.
+        configurations: name → text of a configuration file, shown folded at the end.
+
+    Raises:
+        UserError: there are no records.
+    """
+    return write_text(path, render(records, title=title, configurations=configurations))
+
+
+def render(
+    records: Sequence[Record],
+    *,
+    title: str = "Length extrapolation",
+    configurations: Mapping[str, str] | None = None,
+) -> str:
+    """The report as a string of HTML; arguments as for `write`."""
+    if not records:
+        raise UserError("no records to report")
+    groups = layouts(records)
+    return _PAGE.substitute(
+        title=html.escape(title),
+        summary=" ".join(html.escape(_summary(layout)) for layout in groups),
+        plot=base64.b64encode(png(records)).decode("ascii"),
+        tables="\n".join(f'<div class="wide">{html_table(layout)}</div>' for layout in groups),
+        measured="\n".join(f"<p>{_measured(layout)}</p>" for layout in groups),
+        models=_models(records),
+        machine=_facts(records),
+        configurations=_configurations(configurations or {}),
+    )
+
+
+def _summary(layout: Layout) -> str:
+    """The result in words: the ranking at the largest length, and how far each is from its own start."""
+    first, last = layout.lengths[0], layout.lengths[-1]
+    ends = sorted(
+        (layout.cells[method, last].mean, method) for method in layout.methods if (method, last) in layout.cells
+    )
+    parts = []
+    for mean, method in ends:
+        start = layout.cells.get((method, first))
+        change = "" if start is None or first == last else f" ({mean / start.mean - 1:+.0%} from {first:,} tokens)"
+        parts.append(f"{method} {number(mean)}{change}")
+    return (
+        f"Trained at {layout.train_length:,} tokens; perplexity at {last:,} tokens "
+        f"({multiple(last / layout.train_length)}, protocol {layout.protocol}): {', '.join(parts)}."
+    )
+
+
+def _measured(layout: Layout) -> str:
+    record = layout.records[0]
+    facts = {
+        "targets": "few" if record.targets is None else f"{record.targets:,}",
+        "windows": "" if record.windows is None else f"{record.windows:,} ",
+        "tokens": f"{record.tokens:,}",
+    }
+    explained = Template(_PROTOCOLS.get(layout.protocol, "")).safe_substitute(facts)
+    text = f"Protocol {layout.protocol}. {explained}"
+    if record.dataset:
+        text += f" Text: {record.dataset}"
+        text += f" (tokenizer {record.tokenizer})." if record.tokenizer else "."
+    if record.bits_per_byte is not None:
+        text += " One token is one byte."
+    if layout.repeats > 1:
+        text += f" Cells are means over {layout.repeats} seeds with their standard deviation; bands span the seeds."
+    elif any(entry.stderr is not None for entry in layout.records):
+        text += (
+            " Bands are 95% intervals of the mean over windows of text; all methods and lengths share the text, so "
+            "differences between them are known better than the bands suggest."
+        )
+    return html.escape(text)
+
+
+def _models(records: Sequence[Record]) -> str:
+    """One row per trained model."""
+    heads = ("method", "position encoding", "parameters", "seed", "steps", "tokens trained on", "scoring", "run")
+    rows: dict[tuple[str, int, str | None], str] = {}
+    for record in records:
+        identity = (record.method, record.seed, record.run)
+        if identity in rows:
+            continue
+        same = [entry for entry in records if (entry.method, entry.seed, entry.run) == identity]
+        seconds = sum(entry.seconds or 0.0 for entry in same)
+        took = f"{seconds:,.1f} s" if seconds else None
+        scoring = ", ".join(part for part in (record.backend, record.dtype, took) if part)
+        values = (
+            *(record.position or "–", _known(record.parameters), str(record.seed), _known(record.step)),
+            *(_known(record.train_tokens), scoring or "–", record.run or "–"),
+        )
+        cells = "".join(f'<td class="text">{html.escape(value)}</td>' for value in values)
+        rows[identity] = f'<tr><th scope="row">{html.escape(record.method)}</th>{cells}</tr>'
+    head = "".join(f'<th scope="col" style="text-align: left">{name}</th>' for name in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows.values())}</tbody></table>"
+
+
+def _facts(records: Sequence[Record]) -> str:
+    """Machine, device, software and dates, each named once."""
+    columns = {
+        "machine": [record.machine for record in records],
+        "scored on": [record.device for record in records],
+        "software": [record.software for record in records],
+        "scored at (UTC)": [record.date for record in records],
+    }
+    items = []
+    for name, values in columns.items():
+        distinct = sorted({value for value in values if value})
+        if name == "scored at (UTC)" and len(distinct) > 2:
+            distinct = [f"{distinct[0]} to {distinct[-1]}"]
+        text = "; ".join(distinct) if distinct else "not recorded"
+        items.append(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>")
+    return "".join(items)
+
+
+def _configurations(configurations: Mapping[str, str]) -> str:
+    if not configurations:
+        return ""
+    parts = [
+        f"<details><summary><code>{html.escape(name)}</code></summary><pre>{html.escape(text)}</pre></details>"
+        for name, text in configurations.items()
+    ]
+    return "<h2>Configurations</h2>\n" + "\n".join(parts)
+
+
+def _known(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"

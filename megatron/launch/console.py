@@ -1,0 +1,121 @@
+"""One clean console, and a log file for everything else.
+
+DeepSpeed, megatron-core and the C++ below them write to file descriptors 1 and 2 whenever they like. While a run is
+under way both point to its log.txt; the console that the user sees writes to a copy of the real standard output. What
+is printed there goes to the log as well, so that the log tells the whole story.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.control import Control
+
+from megatron.errors import FarfieldError, RunError
+
+WIDTH = 120  # of lines that no terminal shows: files, pipes
+
+
+class UnexpectedError(RunError):
+    """An exception that nobody foresaw; the log holds its traceback."""
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}" if text else type(error).__name__
+
+
+class RunConsole(Console):
+    """A rich console that also writes what is printed (not live progress) to the log, as plain text."""
+
+    def __init__(self, *, log: Console, **options: Any) -> None:
+        super().__init__(**options)
+        self._log = log
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options)
+        if not any(isinstance(thing, Control) for thing in objects):  # a live display moves the cursor this way
+            self._log.print(*objects, **options)
+
+    def set_live(self, live: Any) -> bool:
+        # A live display would show on the console what others print beside it; that belongs in the log alone.
+        live._redirect_stdout = live._redirect_stderr = False
+        return super().set_live(live)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+@contextmanager
+def temporary_log() -> Iterator[Path]:
+    """A log file that goes away, unless something unexpected happened whose traceback is in it."""
+    descriptor, name = tempfile.mkstemp(prefix="farfield-", suffix=".log")
+    os.close(descriptor)
+    log = Path(name)
+    try:
+        yield log
+    except UnexpectedError:
+        raise
+    except BaseException:
+        log.unlink(missing_ok=True)
+        raise
+    log.unlink(missing_ok=True)
+
+
+@contextmanager
+def explained(log: Path) -> Iterator[None]:
+    """Write errors to the log (as standard error is, inside `run_console`).
+
+    Raises:
+        UnexpectedError: for what is no FarfieldError, in one line that names the log, which has the traceback.
+    """
+    try:
+        yield
+    except FarfieldError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UnexpectedError(f"{describe(error)}; the traceback is in {log}") from error
+
+
+@contextmanager
+def run_console(log: Path, *, silent: bool = False) -> Iterator[Console]:
+    """Send this process's output to `log` and yield the console for the user.
+
+    Args:
+        log: file to append to; its folder must exist.
+        silent: nothing reaches the user from this process (ranks other than 0); the log still gets all.
+    """
+    _flush()
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        for descriptor in (1, 2):
+            os.dup2(target, descriptor)
+        with (
+            open(os.dup(target), "w", buffering=1, encoding="utf-8", errors="replace") as log_file,
+            open(os.devnull if silent else os.dup(saved[0]), "w", encoding="utf-8", errors="replace") as user_file,
+            redirect_stdout(log_file),  # Python's own streams need not be descriptors 1 and 2: notebooks, pytest
+            redirect_stderr(log_file),
+        ):
+            width = shutil.get_terminal_size().columns if user_file.isatty() else WIDTH
+            plain = Console(file=log_file, width=WIDTH, color_system=None, force_terminal=False)
+            yield RunConsole(log=plain, file=user_file, width=width)
+    finally:
+        _flush()
+        for descriptor, original in zip((1, 2), saved, strict=True):
+            os.dup2(original, descriptor)
+            os.close(original)
+        os.close(target)

@@ -1,0 +1,57 @@
+"""What this machine has to compute on, found without importing torch."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def count_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that this process may use; 0 where torch was built without CUDA."""
+    if not _torch_has_cuda():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = _installed_gpus()
+    if visible is None or there == 0:
+        return there
+    # As CUDA does: entries count up to the first that is not valid, so -1 hides all that follow.
+    count = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        if not entry or entry == "-1" or (entry.isdigit() and int(entry) >= there):
+            break
+        count += 1
+    return count
+
+
+def _torch_has_cuda() -> bool:
+    """`torch.version.cuda`, read from the file instead of imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True  # an unusual build: let torch itself say no
+    found = re.search(r"^cuda\b[^=]*=\s*(.+)$", text, re.MULTILINE)
+    return found is None or found.group(1).strip() != "None"
+
+
+def _installed_gpus() -> int:
+    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    if devices:
+        return len(devices)
+    tool = shutil.which("nvidia-smi")  # where GPUs are not files: Windows' Linux
+    if tool is None:
+        return 0
+    try:
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())

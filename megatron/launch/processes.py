@@ -1,0 +1,199 @@
+"""Several processes of one run on this machine: start them, watch them, end them all when one fails.
+
+Each rank is a session of its own, so an interrupt from the keyboard reaches the launcher alone, which hands it to all
+ranks. Should the launcher be killed outright, the ranks end all the same (see `worker.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron.config.schema import Config
+from megatron.errors import FarfieldError, RunError, UserError
+from megatron.launch.console import UnexpectedError
+from megatron.launch.devices import count_cores
+from megatron.launch.worker import CONFIG_FILE, PARENT, error_file
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = "127.0.0.1"
+PATIENCE = 5.0  # seconds that ranks get to end by themselves once another has failed, and again after SIGTERM
+# -P: a folder called megatron in the user's working directory must not stand in for ours.
+WORKER = (sys.executable, "-P", "-m", "megatron.launch.worker")
+KINDS: dict[str, type[FarfieldError]] = {"user": UserError, "run": RunError, "unexpected": UnexpectedError}
+
+
+def free_port() -> int:
+    """A TCP port on which nothing listens now."""
+    with socket.socket() as listener:
+        listener.bind((ADDRESS, 0))
+        return listener.getsockname()[1]
+
+
+def rendezvous(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment in which a rank finds the others, as torch.distributed and DeepSpeed read it."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+    }
+
+
+def threads_per_process(ranks: int) -> int:
+    """Threads that leave a core to each: two ranks with all cores each ran up to 30 times slower."""
+    return max(1, count_cores() // ranks)
+
+
+def run_processes(config: Config, log: Path, ranks: int, port: int, command: Sequence[str] = WORKER) -> int:
+    """Run all ranks to their end.
+
+    A first SIGINT or SIGTERM is handed to the ranks, which end after their step and save; a second one ends them.
+
+    Args:
+        config: resolved; the ranks read it from the job's folder.
+        log: where they write what is not for the user.
+        ranks, port: how many processes, and the port on which they meet.
+        command: what each rank runs, given the job's folder, the log and its rank as arguments.
+
+    Returns:
+        0, or 128 + n if signal n ended the run early.
+
+    Raises:
+        FarfieldError: the first cause of a failure, after all ranks have ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="farfield-") as folder:
+        job = Path(folder)
+        if config.data.data_cache is None and config.checkpoint.save is None:
+            config = config.replace(data_cache=str(job / "data_cache"))  # the ranks share one sample index
+        config.save(job / CONFIG_FILE)
+        children: list[subprocess.Popen[bytes]] = []
+        with _Signals(children) as signals:
+            try:
+                children += (_start(command, job, log, rank, ranks, port) for rank in range(ranks))
+                ended = _watch(children)
+            finally:
+                stopped = _stop(children)
+        failed = {rank for rank, child in enumerate(children) if not _fine(child.returncode)} - stopped
+        if failed and not (signals.first and all(children[rank].returncode < 0 for rank in failed)):
+            raise _cause(job, log, children, failed, ended)
+        if signals.first:
+            return 128 + signals.first
+        return max(child.returncode for child in children)
+
+
+def _fine(code: int) -> bool:
+    """Did a rank do its work, or end in good order after a signal?"""
+    return code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+class _Signals:
+    """While entered, hands signals that reach the launcher to the ranks; `first` is the number of the first."""
+
+    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
+        self.first = 0
+        self._children = children
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():  # only it may install handlers
+            self._before = {number: signal.signal(number, self._hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        kind = signal.SIGKILL if self.first else signal.SIGTERM
+        self.first = self.first or number
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(kind)
+
+
+def _start(command: Sequence[str], job: Path, log: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **rendezvous(rank, ranks, port), PARENT: str(os.getpid())}
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(ranks)))
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    with open(log, "ab") as output:
+        # Rank 0 keeps the real streams: its console is the user's. It turns to the log by itself.
+        stream = None if rank == 0 else output
+        arguments = [*command, str(job), str(log), str(rank)]
+        return subprocess.Popen(
+            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+        )
+
+
+def _watch(children: list[subprocess.Popen[bytes]]) -> dict[int, float]:
+    """Wait until all have ended or one has failed and the others had their time; when each was seen to end."""
+    ended: dict[int, float] = {}
+    deadline: float | None = None
+    while len(ended) < len(children):
+        for rank, child in enumerate(children):
+            if rank not in ended and child.poll() is not None:
+                ended[rank] = time.time()
+                if not _fine(child.returncode) and deadline is None:
+                    deadline = time.monotonic() + PATIENCE
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return ended
+
+
+def _stop(children: list[subprocess.Popen[bytes]]) -> set[int]:
+    """End what still runs: SIGTERM, and SIGKILL for what does not listen. Returns their ranks."""
+    running = {rank for rank, child in enumerate(children) if child.poll() is None}
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        left = [child for child in children if child.poll() is None]
+        for child in left:
+            child.send_signal(kind)
+        deadline = time.monotonic() + PATIENCE
+        for child in left:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue
+    return running
+
+
+def _cause(
+    job: Path, log: Path, children: list[subprocess.Popen[bytes]], failed: set[int], ended: dict[int, float]
+) -> FarfieldError:
+    """The error to report: what somebody wrote a message for, before a signal, before what nobody foresaw.
+
+    When one rank goes, the others fail in their next collective; those failures say nothing.
+    """
+    found: list[tuple[int, float, FarfieldError]] = []
+    for rank in sorted(failed):
+        file = error_file(job, rank)
+        if file.is_file():
+            report = json.loads(file.read_text(encoding="utf-8"))
+            priority = {"user": 0, "run": 0, "unexpected": 2}[report["kind"]]
+            found.append((priority, report["time"], KINDS[report["kind"]](report["message"])))
+        else:
+            death = _death(rank, children[rank].returncode, log)
+            found.append((1, ended.get(rank, time.time()), RunError(death)))
+    return min(found, key=lambda item: item[:2])[2]
+
+
+def _death(rank: int, code: int, log: Path) -> str:
+    if code >= 0:
+        return f"the process of rank {rank} ended with exit code {code}; see {log}"
+    name = signal.Signals(-code).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"the process of rank {rank} was ended by {name}{hint}; see {log}"

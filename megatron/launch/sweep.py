@@ -1,0 +1,418 @@
+"""`./deepy.py sweep FILE`: prepare a corpus, train every variant with every seed, evaluate all alike, report.
+
+    OUTPUT/results.json, results.csv, results.png, report.html     rewritten after every run that was evaluated
+    OUTPUT/log.txt                                                 what libraries had to say
+    OUTPUT/VARIANT/seed_1234.yml                                   the run's whole configuration: `train` takes it too
+    OUTPUT/VARIANT/seed_1234.txt                                   what its training printed
+    OUTPUT/VARIANT/seed_1234/                                      the run: checkpoints, metrics, its own results
+
+Every training is `./deepy.py train` in a process of its own, so no run inherits another's state, and any of them can be
+repeated by hand. A sweep that is stopped, by a person or an error, is carried on by the same command: finished
+runs are taken as they are, an interrupted one resumes at its last checkpoint. A run folder whose configuration is
+not the one asked for is never overwritten and never reused; the sweep refuses to start.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from megatron.checkpoint import folder as checkpoints
+from megatron.checkpoint.progress import Progress
+from megatron.config.load import find, merge, split_override
+from megatron.config.schema import Config, Path_
+from megatron.config.settings import show
+from megatron.config.yaml_files import Document, read_yaml
+from megatron.errors import FarfieldError, RunError, UserError
+from megatron.evaluation.files import write_text
+from megatron.evaluation.progress import Job, Meter, duration
+from megatron.launch.console import explained, run_console
+from megatron.launch.local import terminable
+from megatron.launch.sweep_options import MINE, CorpusOptions, EvaluateOptions, SweepOptions, check
+
+if TYPE_CHECKING:
+    from megatron.evaluation.records import Record
+
+# What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
+
+DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
+class Member:
+    """One run of the sweep."""
+
+    variant: str
+    seed: int
+    config: Config
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    def beside(self, ending: str) -> Path:
+        """A file beside the run's folder, with its name."""
+        return self.folder.with_name(self.folder.name + ending)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, read and checked."""
+
+    options: SweepOptions
+    members: tuple[Member, ...]
+    notes: tuple[str, ...]
+    texts: dict[str, str]  # the files it was read from, for the report
+
+
+def run(
+    files: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    search: Sequence[str | Path] | None = None,
+) -> "list[Record]":
+    """Run a sweep to its end, from wherever an earlier attempt left it.
+
+    Args:
+        files: configuration files, merged left to right; one of them has a `sweep:` mapping.
+        overrides: `key=value` for all variants, or `sweep.key=value`.
+        console: where progress and table go. If None, the terminal; what libraries print then goes to OUTPUT/log.txt.
+        search: folders to look file names up in, as for `megatron.config.load.load`.
+
+    Returns:
+        The records of all runs.
+
+    Raises:
+        UserError: the files, a run folder that holds another run, or what training or evaluation refuse.
+        RunError: a training or an evaluation failed; what is finished stays and is used next time.
+    """
+    sweep = read(files, overrides, search)
+    output = Path(sweep.options.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"sweep.output: {output} cannot be made: {error.strerror}") from error
+    with terminable(), _console(console, output / "log.txt") as shown:
+        for note in sweep.notes:
+            shown.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+        return _run(sweep, output, shown)
+
+
+def read(
+    files: Sequence[str | Path], overrides: Sequence[str] = (), search: Sequence[str | Path] | None = None
+) -> Sweep:
+    """Read and check a sweep without running anything; torch is not imported. Arguments and errors as for `run`."""
+    documents = [read_yaml(find(name, search)) for name in files]
+    ours = [document for document in documents if "sweep" in document.values]
+    if len(ours) != 1:
+        names = ", ".join(document.source for document in ours or documents)
+        raise UserError(f"{names}: {'more than one has' if ours else 'there is no'} sweep: mapping; a sweep needs one")
+    document = ours[0]
+    values = document.values["sweep"]
+    if not isinstance(values, dict):
+        raise UserError(f"{document.where(('sweep',))}: sweep is {show(values)}; it must be a mapping of keys")
+
+    own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
+    common = [text for text in overrides if text not in own]
+    settings = json.loads(json.dumps(values))
+    for text in own:
+        _override(settings, text)
+    for name in (split_override(text)[0].replace("-", "_") for text in common):
+        if name in MINE:
+            raise UserError(f"command line: {name} is set by the sweep: use sweep.{MINE[name]}=…")
+    options = check(settings, lambda path: document.where(path) if path in document.lines else document.source)
+    shared = [_part(each, ()) for each in documents]
+    for each in shared:
+        for name in each.values:
+            if (instead := MINE.get(name.replace("-", "_"))) is not None:
+                raise UserError(f"{each.where((name,))}: {name} is set by the sweep: use sweep.{instead}")
+
+    members, notes = [], []
+    for variant in options.variants:
+        own_keys = _part(document, ("sweep", "variants", variant), options.variants[variant])
+        loaded = merge([*shared, own_keys], common)
+        # That a variant replaces a shared key is what it is for.
+        meant = tuple(f"({own_keys.source}:{line})" for line in own_keys.lines.values())
+        notes += [note for note in loaded.notes if not note.endswith(meant)]
+        for seed in options.seeds:
+            folder = Path(options.output) / variant / f"seed_{seed}"
+            members.append(Member(variant, seed, loaded.config.replace(seed=seed, save=str(folder)), folder))
+    lengths = {member.config.model.seq_length for member in members}
+    if len(lengths) > 1:
+        raise UserError(f"seq_length: all variants of a sweep need the same training length, not {sorted(lengths)}")
+    texts = {each.source: Path(each.source).read_text(encoding="utf-8") for each in documents}
+    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
+
+
+def _run(sweep: Sweep, output: Path, console: Console) -> "list[Record]":
+    begun = time.monotonic()
+    finished = {member: _finished_steps(member) for member in sweep.members}  # refuses foreign run folders first of all
+    if sweep.options.corpus is not None:
+        _prepare(sweep.options.corpus, console)
+    lengths = _lengths(sweep)
+    jobs = _jobs(sweep, lengths)
+
+    found: list[Record] = []
+    with Meter(console, [job for pair in jobs.values() for job in pair]) as meter:
+        for member in sweep.members:
+            training, evaluation = jobs[member]
+            try:
+                _train(member, finished[member], training, meter)
+                found += _evaluate(member, sweep.options.evaluate, lengths, evaluation, meter)
+            except FarfieldError as error:
+                kept = f" ({len(found)} results are kept in {output})" if found else ""
+                again = f"{member.name}: {error}{kept}; the same command carries on from here"
+                raise (UserError if isinstance(error, UserError) else RunError)(again) from error
+            _write(output, found, sweep)
+    from megatron.evaluation import tables
+
+    tables.show(console, found)
+    files = ", ".join(str(output / name) for name in ("report.html", "results.json", "results.csv", "results.png"))
+    console.print(f"{files} ({duration(time.monotonic() - begun)})", markup=False, highlight=False, soft_wrap=True)
+    return found
+
+
+def _prepare(corpus: CorpusOptions, console: Console) -> None:
+    from megatron.data.corpus import prepare
+
+    job = Job(f"corpus {corpus.folder}", "prepare", 1.0)
+    with Meter(console, [job]) as meter:
+        meter.begin(job)
+        made = prepare(
+            corpus.sources, corpus.folder, tokenizer=corpus.tokenizer, vocab_file=corpus.vocab_file,
+            merge_file=corpus.merge_file, vocab_size=corpus.vocab_size, split=corpus.split, seed=corpus.seed,
+            workers=corpus.workers, progress=lambda stage, done, total: meter.update(done / max(total, 1), stage),
+        )  # fmt: skip
+    for note in made.notes:
+        meter.say(note)
+    sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in made.splits.items())
+    meter.say(f"corpus {made.folder} {'is there' if made.reused else 'prepared'}: {sizes}")
+
+
+def _lengths(sweep: Sweep) -> list[int]:
+    from megatron.evaluation.run import parse_lengths
+
+    chosen = sweep.options.evaluate
+    train_length = sweep.members[0].config.model.seq_length
+    if chosen.multiples is not None:
+        return parse_lengths(",".join(f"{multiple}x" for multiple in chosen.multiples), [train_length])
+    return parse_lengths(chosen.lengths, [train_length])
+
+
+def _jobs(sweep: Sweep, lengths: list[int]) -> dict[Member, tuple[Job, Job]]:
+    """A training and an evaluation job for each member, in FLOPs; refuses what cannot be evaluated later."""
+    from megatron.evaluation.run import plan_for
+
+    jobs, chosen = {}, sweep.options.evaluate
+    for member in sweep.members:
+        config = member.config
+        scoring = plan_for(
+            config, lengths, chosen.protocol, windows=chosen.windows, targets=chosen.targets, data=chosen.data,
+            backend=chosen.backend, name=member.name,
+        )  # fmt: skip
+        training, sequence = config.training, config.model.seq_length
+        batch = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
+        tokens = (training.train_batch_size or batch * (config.launch.num_gpus or 1)) * sequence * training.train_iters
+        work = scoring.model.flops_per_token(sequence) * tokens
+        jobs[member] = (
+            Job(f"train {member.name}", "train", work),
+            Job(f"evaluate {member.name}", "evaluate", scoring.flops),
+        )
+    return jobs
+
+
+def _finished_steps(member: Member) -> int:
+    """Steps of the member's last checkpoint, 0 if there is none.
+
+    Raises:
+        UserError: its folder holds a run with another configuration.
+    """
+    from megatron.evaluation.names import INCIDENTAL
+
+    checkpoint = checkpoints.latest(member.folder)
+    if checkpoint is None:
+        return 0
+    found = Config.read(checkpoint / checkpoints.CONFIG).flat()
+    wanted = member.config.flat()
+    # None in the wanted configuration is settled when a run begins.
+    others = [k for k, v in wanted.items() if k not in INCIDENTAL and v is not None and found.get(k) != v]
+    if others:
+        changes = ", ".join(f"{k} {show(found.get(k))} there, {show(wanted[k])} here" for k in others[:4])
+        raise UserError(
+            f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
+            "another sweep.output"
+        )
+    return Progress.read(checkpoint).step
+
+
+def _train(member: Member, done: int, job: Job, meter: Meter) -> None:
+    """Train a member to its end, or find it trained."""
+    steps = member.config.training.train_iters
+    if done >= steps:
+        meter.skip(job)
+        meter.say(f"{member.name}: trained already, {done} steps in {member.folder}")
+        return
+    if done:
+        meter.say(f"{member.name}: resumes after step {done} of {steps}")
+    job.work *= 1 - done / steps
+    # With `load` naming its own folder a run resumes.
+    config = member.config.replace(load=str(member.folder)) if done else member.config
+    config.save(member.beside(".yml"))
+    metrics = member.folder / "metrics.jsonl"
+    meter.begin(job, f"step {done} of {steps}")
+    with open(member.beside(".txt"), "w", encoding="utf-8") as printed:
+        begun = time.time()
+        child = subprocess.Popen(
+            [sys.executable, str(DEEPY), "train", str(member.beside(".yml"))],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while child.poll() is None:
+                step = _last_step(metrics, begun)
+                share = 0.0 if step is None else max(0, step - done) / (steps - done)
+                meter.update(share * job.work, f"step {done if step is None else step} of {steps}")
+                time.sleep(POLL_SECONDS)
+        finally:
+            _end(child)
+    if child.returncode != 0:
+        raise _failure(child.returncode, member.beside(".txt"))
+    if _finished_steps(member) < steps:
+        raise RunError(f"training ended early without an error; its output is in {member.beside('.txt')}")
+    meter.finish()
+
+
+def _evaluate(member: Member, chosen: EvaluateOptions, lengths: list[int], job: Job, meter: Meter) -> "list[Record]":
+    """Evaluate a trained member, or find it evaluated in the same way."""
+    from megatron.evaluation.records import read as read_records
+    from megatron.evaluation.run import evaluate_runs
+
+    checkpoint = checkpoints.resolve(member.folder)
+    weights = (checkpoint / checkpoints.WEIGHTS).stat()
+    how = {
+        "evaluate": chosen.model_dump(),
+        "lengths": lengths,
+        "method": member.variant,
+        "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
+    }
+    results, receipt = member.folder / "results.json", member.folder / "evaluated.json"
+    known = _receipt(receipt)
+    if known.get("how") == how and results.is_file() and known.get("sha256") == _sha256(results):
+        meter.skip(job)
+        meter.say(f"{member.name}: evaluated already")
+        return read_records(results)
+
+    meter.begin(job, "loading")
+    found = evaluate_runs(
+        [member.folder], lengths, chosen.protocol, chosen.windows, chosen.targets, data=chosen.data,
+        output=member.folder, device=member.config.launch.device, precision=chosen.precision, backend=chosen.backend,
+        names=[member.variant], progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
+    )  # fmt: skip
+    meter.finish()
+    write_text(receipt, json.dumps({"how": how, "sha256": _sha256(results)}, indent=1) + "\n")
+    return found
+
+
+def _write(output: Path, found: "Sequence[Record]", sweep: Sweep) -> None:
+    from megatron.evaluation import report
+    from megatron.evaluation.run import write_results
+
+    write_results(output, found)
+    texts = dict(sweep.texts)
+    for member in sweep.members:
+        if any(record.method == member.variant and record.seed == member.seed for record in found):
+            texts[str(member.beside(".yml"))] = member.config.text()
+    missing = len(sweep.members) - len({(record.method, record.seed) for record in found})
+    title = f"Length extrapolation: {output.name}" + (f" ({missing} runs to come)" if missing else "")
+    report.write(output / "report.html", found, title=title, configurations=texts)
+
+
+def _last_step(metrics: Path, since: float) -> int | None:
+    """The newest step in a run's metrics.jsonl, if that was written since a point in time."""
+    try:
+        if metrics.stat().st_mtime < since:
+            return None
+        with open(metrics, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - (1 << 14)))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last line end is still being written
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a training that still runs when the sweep is leaving."""
+    if child.poll() is not None:
+        return
+    child.terminate()
+    try:
+        child.wait(20)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _failure(code: int, printed: Path) -> FarfieldError:
+    """A failed training's own error line, with its kind."""
+    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    message = "; ".join(errors) if errors else f"training ended with exit code {code}; its output is in {printed}"
+    return UserError(message) if code == UserError.exit_code and errors else RunError(message)
+
+
+def _part(document: Document, path: Path_, values: dict[str, Any] | None = None) -> Document:
+    """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
+    if not path:
+        kept = {name: value for name, value in document.values.items() if name != "sweep"}
+        return replace(document, values=kept, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
+    lines = {p[len(path) :]: n for p, n in document.lines.items() if p[: len(path)] == path and len(p) > len(path)}
+    return Document(document.source, values or {}, lines)
+
+
+def _override(settings: dict[str, Any], text: str) -> None:
+    """Put `sweep.a.b=value` into the mapping."""
+    name, value = split_override(text)
+    *outer, last = name.split(".")[1:]
+    inside = settings
+    for part in outer:
+        if not isinstance(inside.setdefault(part, {}), dict):
+            raise UserError(f"command line: {name}: sweep.{part} is {show(inside[part])}, not a mapping")
+        inside = inside[part]
+    inside[last] = value
+
+
+def _receipt(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def _console(given: Console | None, log: Path) -> Iterator[Console]:
+    if given is not None:
+        yield given
+        return
+    with run_console(log) as console, explained(log):
+        yield console

@@ -1,0 +1,68 @@
+"""One process of a training run.
+
+`run` is called directly where one process is enough. Otherwise `processes.py` starts `python -m megatron.launch.worker
+JOB LOG RANK` for each rank, with the rendezvous in the environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT) and the resolved configuration in the job's folder. A failure is left there as a small JSON file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron.config.schema import Config
+from megatron.errors import FarfieldError, UserError
+from megatron.launch.console import UnexpectedError, explained, run_console
+
+CONFIG_FILE = "config.yml"
+PARENT = "FARFIELD_PARENT"
+
+
+def run(config: Config, log: Path, rank: int) -> int:
+    """Train as one rank; every rank writes to the same log. Returns 0, or 128 + n if signal n ended the run early.
+
+    Raises:
+        FarfieldError: as the training raised it; anything else becomes an UnexpectedError that names the log.
+    """
+    with run_console(log, silent=rank > 0) as console, explained(log):
+        from megatron.training.loop import train  # imports torch, deepspeed, megatron-core: their noise is logged
+
+        return train(config, console if rank == 0 else None).exit_code
+
+
+def error_file(job: Path, rank: int) -> Path:
+    """Where a rank leaves its error for the launcher."""
+    return job / f"error_{rank}.json"
+
+
+def _die_with_parent() -> None:
+    """Linux: be terminated when the launcher is gone, however it went."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.environ.get(PARENT) != str(os.getppid()):  # it was gone before the call
+        sys.exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    """`JOB LOG RANK`: the body of a started process."""
+    _die_with_parent()
+    job, log, rank = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
+    try:
+        return run(Config.read(job / CONFIG_FILE), log, rank)
+    except FarfieldError as error:
+        kind = "user" if isinstance(error, UserError) else "unexpected" if isinstance(error, UnexpectedError) else "run"
+        report = {"kind": kind, "message": str(error), "time": time.time()}
+        temporary = job / f".error_{rank}"
+        temporary.write_text(json.dumps(report), encoding="utf-8")
+        temporary.rename(error_file(job, rank))
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

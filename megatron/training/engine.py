@@ -1,0 +1,170 @@
+"""The DeepSpeed engine of a run, and the few things DeepSpeed leaves to its caller.
+
+The engine averages gradients over the ranks, shards by ZeRO's stage, keeps float32 masters, scales the loss in float16,
+clips, and steps. `Engine` adds what differs between its optimizers, so that the loop sees one behaviour:
+
+* a step whose gradients are not finite changes no weight, in every precision (DeepSpeed's float32 optimizer without
+  ZeRO has no such check, so its clipping is done here);
+* the gradient norm of every step, without the loss scale;
+* the loss is divided by the tokens of the whole step, over ranks and micro-steps, so that any split of the same global
+  batch gives the same gradient, also where a mask leaves different numbers of tokens.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.schema import Config
+from megatron.model.parameters import parameter_groups
+from megatron.training.optimizer import BoundedAdamW, build_optimizer
+from megatron.training.processes import Processes
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision(config: Config) -> str:
+    """fp32, bf16 or fp16: the type that the model computes in."""
+    training = config.training
+    return training.precision or ("bf16" if training.bf16.enabled else "fp16" if training.fp16.enabled else "fp32")
+
+
+class Engine:
+    """One process's share of training: forward, backward, step. Wraps DeepSpeed's engine (`.deepspeed`)."""
+
+    def __init__(self, config: Config, model: nn.Module, processes: Processes) -> None:
+        import deepspeed  # after `processes.start` has chosen the accelerator
+
+        # Without this, DeepSpeed compiles a shared-memory collective at its first start: 30 s, and it needs a compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.precision = precision(config)
+        self.stage = config.training.zero_optimization.stage
+        self.clip = config.optimizer.gradient_clipping
+        self.processes = processes
+        # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
+        self.bare = self.precision == "fp32" and self.stage == 0
+        self.groups = parameter_groups(model, config.optimizer.weight_decay)
+        self.base: BoundedAdamW = build_optimizer(self.groups, config.optimizer)
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.base.param_groups]
+        parameters = sum(p.numel() for p in model.parameters())
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=self.base,
+            config=deepspeed_config(config, processes, parameters, clip=0.0 if self.bare else self.clip),
+            dist_init_required=False,
+        )
+        self.base.forget_steps()
+        if self.stage == 0 and processes.world == 1:
+            self.deepspeed.enable_backward_allreduce = (
+                False  # else it copies all gradients to reduce them over one rank
+            )
+        self.grad_norm: Tensor | float = 0.0
+        """The global gradient norm of the last step, before clipping; infinite if the step was skipped."""
+        self.skipped = False
+        """Did the last step leave the weights as they were, because its gradients were not finite?"""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, its parameters possibly sharded."""
+        return self.deepspeed.module
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss in float16; 1 otherwise."""
+        return float(self.deepspeed.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+
+    def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token, float32 [B, T], for `tokens` and `labels` int64 [B, T]."""
+        return self.deepspeed(tokens, labels=labels)
+
+    def backward(self, loss: Tensor, tokens: int) -> None:
+        """Add the gradient of one micro-batch.
+
+        Args:
+            loss: sum of the counted tokens' losses of this micro-batch, a scalar.
+            tokens: counted tokens of the whole step, over all ranks and micro-steps.
+        """
+        # DeepSpeed takes the mean over ranks and, unless told not to, divides by the number of micro-steps.
+        self.deepspeed.backward(loss * (self.processes.world / tokens), scale_wrt_gas=False)
+
+    def step(self, lr: float) -> None:
+        """End a micro-step; at the last one of a step, clip and step with learning rate `lr`."""
+        last = self.deepspeed.is_gradient_accumulation_boundary()
+        if not last:
+            self.deepspeed.step()
+            return
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = lr
+        if self.bare:
+            self._bare_step()
+            return
+        scale = self.loss_scale
+        self.deepspeed.step()
+        self.skipped = not self.deepspeed.was_step_applied()
+        norm = self.deepspeed.get_global_grad_norm()
+        if self.stage == 0:  # this one still contains the loss scale
+            norm = norm / scale
+        self.grad_norm = math.inf if self.skipped else norm
+
+    def _bare_step(self) -> None:
+        parameters = [p for group in self.base.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.skipped = not bool(torch.isfinite(norm))
+        self.grad_norm = math.inf if self.skipped else norm
+        if self.skipped:
+            # Without gradients AdamW touches neither weights nor moments, and DeepSpeed still counts the step.
+            for parameter in parameters:
+                parameter.grad = None
+            self.deepspeed.skipped_steps += 1
+        elif self.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+        self.deepspeed.step()
+
+    def restore_options(self) -> None:
+        """Put this configuration's weight decay, betas, epsilon and bounds back after a checkpoint brought its own."""
+        for group, options in zip(self.deepspeed.optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+    def close(self) -> None:
+        """Release DeepSpeed's hooks and buffers."""
+        self.deepspeed.destroy()
+
+
+def deepspeed_config(config: Config, processes: Processes, parameters: int, clip: float) -> dict[str, Any]:
+    """DeepSpeed's configuration of a run.
+
+    Args:
+        config: the run's.
+        processes: gives the number of ranks.
+        parameters: of the model; no bucket needs to be larger.
+        clip: largest gradient norm; 0 turns DeepSpeed's clipping off.
+    """
+    training = config.training
+    zero = training.zero_optimization.model_dump()
+    for name in ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"):
+        zero[name] = max(1, min(zero[name], parameters))  # buckets are allocated whole
+    micro, steps = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
+    result: dict[str, Any] = {
+        "train_batch_size": micro * steps * processes.world,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # Nothing of DeepSpeed's own reporting: each of these costs time in every step.
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
+    }
+    kind = precision(config)
+    if kind == "bf16":
+        result["bf16"] = {"enabled": True}
+        if steps > 1 and zero["stage"] > 0:
+            result["data_types"] = {"grad_accum_dtype": "fp32"}  # bfloat16 would lose the small ones in the sum
+    if kind == "fp16":
+        fp16 = training.fp16
+        result["fp16"] = {**fp16.model_dump(), "enabled": True}
+    return result

@@ -1,0 +1,275 @@
+"""The training loop: steps, reports, validations, checkpoints, and every way in which a run ends.
+
+    ready = prepare(config)           build everything, resume if there is something to resume from (setup.py)
+    for each step:                    gradient accumulation, then one optimizer step (engine.py)
+        every log_interval            a record to console, metrics.jsonl, TensorBoard, wandb
+        every eval_interval           the loss on held-out sequences (validate.py)
+        every checkpoint_factor       a checkpoint (megatron.checkpoint.save)
+
+A run ends after train_iters steps; after a signal, with a checkpoint of the last whole step; or with an error when the
+loss stays non-finite, its last good checkpoint untouched.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.save import save_checkpoint
+from megatron.config.schema import Config
+from megatron.errors import RunError
+from megatron.training.console import ConsoleReporter
+from megatron.training.engine import precision
+from megatron.training.hardware import peak_memory
+from megatron.training.metrics import EvaluationRecord, Interval, TrainRecord, perplexity
+from megatron.training.reporters import report
+from megatron.training.setup import Run, prepare
+from megatron.training.signals import StopRequest
+from megatron.training.validate import validate
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    loss: float | None
+    """Mean training loss of the last interval that was reported."""
+    valid_loss: float | None
+    test_loss: float | None
+    checkpoint: Path | None
+    """The last checkpoint; None if nothing is saved."""
+    seconds: float
+    """From the call to the end."""
+    signal: int | None = None
+    """The signal that ended the run early."""
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + n if signal n ended the run before its last step, as shells have it (143 for SIGTERM)."""
+        return 0 if self.signal is None else 128 + self.signal
+
+
+def train(config: Config, console: Console | None = None) -> TrainResult:
+    """Train a model. Every process of the run calls this with the same configuration.
+
+    Args:
+        config: the run's configuration.
+        console: where the first process reports; None for silence.
+
+    Returns:
+        How the run ended: at its last step, or at a signal (`exit_code`).
+
+    Raises:
+        UserError: what the user wrote cannot be done.
+        RunError: the loss stayed non-finite, a disk is full, a file is damaged: says which checkpoint is the last good.
+    """
+    begun = time.perf_counter()
+    reporter = ConsoleReporter(console, config.training.train_iters)
+    run = prepare(config, reporter)
+    try:
+        return Loop(run, begun).until_the_end()
+    finally:
+        run.close()
+
+
+class Loop:
+    """The state of a run between two steps."""
+
+    def __init__(self, run: Run, begun: float) -> None:
+        self.run, self.begun = run, begun
+        progress = run.start.progress
+        self.step, self.samples, self.tokens = progress.step, progress.consumed_samples, progress.consumed_tokens
+        self.bad_steps = 0
+        self.interval = Interval(run.processes.device)
+        self.loss: float | None = None
+        self.valid: EvaluationRecord | None = None
+        self.checkpoint: Path | None = run.start.checkpoint if not run.start.weights_only else None
+
+    def until_the_end(self) -> TrainResult:
+        """All steps that are left, then the last checkpoint and the test."""
+        run, train_iters = self.run, self.run.config.training.train_iters
+        if self.step >= train_iters:
+            run.console.say(f"nothing to do: step {self.step} of {train_iters} is reached; raise train_iters")
+        run.engine.model.train()
+        run.console.begin(self.step)
+        begun = run.start.progress
+        # One rank carries what an earlier session left of the interval: shares are added over ranks.
+        self.interval.clear(begun.interval_loss if run.processes.first else 0.0, begun.interval_steps)
+        number, test = None, None
+        with StopRequest() as stop:
+            stopped = self._steps(stop)
+            self._save()
+            if stopped:
+                number = round(run.processes.largest(stop.signal or 0))  # it may have reached another process only
+                saved = f"saved {self.checkpoint}" if self.checkpoint is not None else "nothing is saved"
+                run.console.say(f"stopped by signal {number} at step {self.step} of {train_iters}; {saved}")
+            else:
+                test = self._test()
+        return TrainResult(
+            step=self.step,
+            loss=self.loss,
+            valid_loss=self.valid.loss if self.valid else None,
+            test_loss=test.loss if test else None,
+            checkpoint=self.checkpoint,
+            seconds=time.perf_counter() - self.begun,
+            signal=number,
+        )
+
+    def _steps(self, stop: StopRequest) -> bool:
+        """Train to the last step; True if the run was asked to stop before it."""
+        config = self.run.config
+        training = config.training
+        while self.step < training.train_iters:
+            if self.take_step(stop):
+                return True
+            last = self.step == training.train_iters
+            if last or self._due(config.logging.log_interval):
+                self._report()
+            if training.eval_interval and (last or self._due(training.eval_interval)):
+                self._validate()
+            if self._due(config.checkpoint.checkpoint_factor):
+                self._save()
+        return False
+
+    def _due(self, every: int | None) -> bool:
+        return bool(every) and self.step % every == 0  # type: ignore[operator]
+
+    def take_step(self, stop: StopRequest) -> bool:
+        """One optimizer step; True instead if the run was asked to stop."""
+        run, device, engine = self.run, self.run.processes.device, self.run.engine
+        micro_steps = run.config.training.gradient_accumulation_steps
+        if run.processes.world == 1 and stop.signal is not None:
+            return True
+        micro = [next(run.batches) for _ in range(micro_steps)]
+        here = sum(int(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro)
+        tokens, stops = run.processes.total(here, int(stop.signal is not None))
+        if stops:
+            return True
+        tokens = max(tokens, 1)  # a mask may leave nothing of a batch
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        lr = run.schedule(self.step)
+        for batch in micro:
+            inputs, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
+            part = (engine.losses(inputs, labels) * mask).sum()
+            engine.backward(part, tokens)
+            loss += part.detach()
+            engine.step(lr)
+        loss /= tokens
+        self.step += 1
+        self.samples += run.config.training.train_batch_size or 0
+        self.tokens += tokens
+        self.interval.add(loss, tokens, engine.grad_norm, engine.skipped)
+        self._watch(loss)
+        run.console.step(self.step)
+        return False
+
+    def _watch(self, share: Tensor) -> None:
+        """Stop when too many steps in a row were bad. `share` is this rank's part of the step's loss.
+
+        A skipped step is bad, unless float16's loss scale was too large, which is normal and cures itself.
+        """
+        engine, limit = self.run.engine, self.run.config.training.max_bad_steps
+        if not engine.skipped:
+            self.bad_steps = 0
+            return
+        loss = self.run.processes.mean(float(share))[0] * self.run.processes.world
+        fp16 = self.run.config.training.fp16
+        scalable = engine.precision == "fp16" and fp16.loss_scale == 0 and engine.loss_scale > fp16.min_loss_scale
+        if scalable and math.isfinite(loss):
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        what = "its gradients are not finite" if math.isfinite(loss) else f"its loss is {loss}"
+        if self.bad_steps < limit:
+            self.run.console.say(f"step {self.step} skipped: {what} ({self.bad_steps} in a row, stop at {limit})")
+            return
+        last = f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "no checkpoint was saved"
+        raise RunError(f"step {self.step}: {what}, for {self.bad_steps} steps in a row (max_bad_steps); {last}")
+
+    def _report(self) -> None:
+        run, interval = self.run, self.interval
+        share, norm, seconds = interval.read()
+        world = run.processes.world
+        loss = None if share is None else run.processes.mean(share)[0] * world
+        self.loss = loss if loss is not None else self.loss
+        memory = run.processes.largest(peak_memory(run.processes.device))
+        speed = interval.tokens / seconds
+        tflops = speed * run.flops_per_token / world / 1e12
+        record = TrainRecord(
+            step=self.step,
+            loss=loss,
+            perplexity=None if loss is None else perplexity(loss),
+            learning_rate=run.schedule(self.step - 1),
+            grad_norm=norm,
+            tokens_per_second=speed,
+            ms_per_step=1e3 * seconds / interval.steps,
+            tflops=tflops,
+            mfu=None if run.peak is None else tflops / run.peak,
+            loss_scale=run.engine.loss_scale,
+            skipped_steps=run.engine.deepspeed.skipped_steps,
+            memory_gib=memory,
+            tokens=self.tokens,
+            seconds_left=seconds / interval.steps * (run.config.training.train_iters - self.step),
+        )
+        run.console.train(record)
+        report(run.reporters, record)
+        interval.clear()
+
+    def _validate(self) -> None:
+        run = self.run
+        if run.datasets.valid is None:
+            return
+        self.interval.pause()
+        self.valid = validate(run.engine, run.datasets.valid, run.config, run.processes, step=self.step, split="valid")
+        run.console.evaluation(self.valid)
+        report(run.reporters, self.valid)
+        self.interval.resume()
+
+    def _test(self) -> EvaluationRecord | None:
+        run = self.run
+        if run.datasets.test is None:
+            return None
+        record = validate(run.engine, run.datasets.test, run.config, run.processes, step=self.step, split="test")
+        run.console.evaluation(record)
+        report(run.reporters, record)
+        return record
+
+    def _save(self) -> None:
+        run, options = self.run, self.run.config.checkpoint
+        if (
+            options.save is None
+            or self.step == 0
+            or (self.checkpoint is not None and folder.step_of(self.checkpoint) == self.step)
+        ):
+            return
+        self.interval.pause()
+        training = run.config.training
+        progress = Progress(
+            step=self.step,
+            train_samples=run.train_samples,
+            consumed_samples=self.samples,
+            consumed_tokens=self.tokens,
+            interval_loss=run.processes.mean(self.interval.loss_sum())[0] * run.processes.world,
+            interval_steps=self.interval.counted,
+            vocabulary={"size": run.vocabulary.size, "name": run.vocabulary.name},
+            world=run.processes.world,
+            zero_stage=training.zero_optimization.stage,
+            precision=precision(run.config),
+        )
+        self.checkpoint = save_checkpoint(
+            options.save,
+            run.engine.deepspeed,
+            run.config,
+            progress,
+            rank=run.processes.rank,
+            agree=run.processes.agree,
+            keep=options.keep_last_n_checkpoints,
+        )
+        self.interval.resume()

@@ -1,0 +1,60 @@
+"""AdamW that keeps bounded parameters inside their bounds: projected AdamW.
+
+The kernels of KERPLE are only defined for parameters in an interval (r1 > 0, 0 < exponent ≤ 2). Clamping the model's
+own parameters after a step, as published code does, has no effect in half precision or under ZeRO: the optimizer works
+on float32 master copies and overwrites the model's from them. The base optimizer is what holds the masters under every
+ZeRO stage and precision (as flat partitions, one per parameter group), so the projection belongs here:
+
+    θ ← clip(AdamW(θ), low, high)        for each group that has the keys `low` and `high`
+
+`megatron.model.parameters.parameter_groups` makes one group per pair of bounds. A parameter at its bound can leave it:
+its gradient is cut only where a step would go further out (`megatron.position.parameters`).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.training.options import OptimizerOptions
+
+
+class BoundedAdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov & Hutter 2019) whose groups may have inclusive bounds `low` and `high`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One AdamW step, then the projection onto each group's bounds."""
+        loss = super().step(closure)
+        self.project()
+        return loss
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Move every bounded parameter to the nearest value inside its bounds."""
+        for group in self.param_groups:
+            low, high = group.get("low", -math.inf), group.get("high", math.inf)
+            if math.isinf(low) and math.isinf(high):
+                continue
+            for parameter in group["params"]:
+                parameter.clamp_(low, high)
+
+    def forget_steps(self) -> None:
+        """Set every parameter's step count back to 0.
+
+        DeepSpeed makes some optimizers take a step with zero gradients to allocate their states (the half-precision
+        ones without ZeRO). The moments stay zero, but Adam's bias correction would begin at step 2.
+        """
+        for state in self.state.values():
+            state["step"].zero_()
+
+
+def build_optimizer(groups: list[dict[str, Any]], options: OptimizerOptions) -> BoundedAdamW:
+    """The optimizer over parameter groups (with `weight_decay`, and `low` and `high` where there are bounds).
+
+    Its learning rate is 0 until the loop sets the schedule's, so that no step can happen at a wrong one.
+    """
+    params = options.optimizer.params
+    # The fused kernel (CPU and CUDA) makes one pass over each tensor instead of ten.
+    return BoundedAdamW(groups, lr=0.0, betas=(params.betas[0], params.betas[1]), eps=params.eps, fused=True)

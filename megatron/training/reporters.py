@@ -1,0 +1,191 @@
+"""Where records go besides the console: metrics.jsonl, TensorBoard, Weights & Biases.
+
+A resumed run continues its files: what they hold beyond the step it resumes from belongs to a future that did not
+happen, and is taken out, so no step occurs twice.
+"""
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.config.schema import Config
+from megatron.errors import RunError, UserError
+from megatron.training.metrics import EvaluationRecord, TrainRecord
+
+METRICS = "metrics.jsonl"
+
+
+class Reporter(Protocol):
+    """Takes records as they come."""
+
+    def train(self, record: TrainRecord) -> None: ...
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+    def close(self) -> None: ...
+
+
+def build_reporters(config: Config, first_step: int) -> list[Reporter]:
+    """The reporters that a configuration asks for. For the first process only.
+
+    Args:
+        config: the run's; without `save` there is no folder to write to, except one that is named.
+        first_step: the step the run starts from, 0 or a checkpoint's.
+
+    Raises:
+        UserError: a package that was asked for is not installed.
+        RunError: a file cannot be written.
+    """
+    options, run = config.logging, config.checkpoint.save
+    reporters: list[Reporter] = []
+    if run is not None:
+        reporters.append(JsonLines(Path(run) / METRICS, first_step))
+    events = options.tensorboard_dir or (os.path.join(run, "tensorboard") if run is not None else None)
+    if options.use_tensorboard and events is not None:
+        reporters.append(TensorBoard(events, first_step))
+    if options.use_wandb:
+        reporters.append(WeightsAndBiases(config))
+    return reporters
+
+
+class JsonLines:
+    """One JSON object per record and line; numbers that JSON does not know (infinity, NaN) are null."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _records_until(path, first_step)
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            os.replace(temporary, path)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+    def train(self, record: TrainRecord) -> None:
+        self._write(record.as_dict())
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write(record.as_dict())
+
+    def _write(self, values: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        try:
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror or error})") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _records_until(path: Path, step: int) -> list[str]:
+    """The lines of an earlier session up to a step; half a line at the end, left by a crash, is dropped."""
+    kept: list[str] = []
+    if not path.is_file() or step == 0:
+        return kept
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            known = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if known <= step:
+            kept.append(line + "\n")
+    return kept
+
+
+class TensorBoard:
+    """Scalars named train/loss, valid/perplexity and so on, over steps."""
+
+    def __init__(self, folder: str, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(
+                "use_tensorboard: tensorboard is not installed; pip install tensorboard, or set it false"
+            ) from None
+        try:
+            # purge_step hides what an earlier session wrote beyond the step it is resumed from.
+            self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
+        except OSError as error:
+            raise RunError(f"{folder}: cannot be written ({error.strerror or error})") from None
+
+    def train(self, record: TrainRecord) -> None:
+        self._scalars("train", record.as_dict())
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._scalars(record.split, record.as_dict())
+
+    def _scalars(self, group: str, values: dict[str, Any]) -> None:
+        step = values["step"]
+        for name, value in values.items():
+            if name not in ("step", "kind") and value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Reports to Weights & Biases; offline (files only) unless `wandb_mode` is online."""
+
+    def __init__(self, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("use_wandb: wandb is not installed; pip install wandb, or set it false") from None
+        options, run = config.logging, config.checkpoint.save
+        folder = Path(run) if run is not None else Path.cwd()
+        try:
+            self._run = wandb.init(
+                project=options.wandb_project,
+                group=options.wandb_group,
+                entity=options.wandb_team,
+                mode=options.wandb_mode,
+                name=folder.name if run is not None else None,
+                id=_wandb_id(folder) if run is not None else None,
+                resume="allow",
+                dir=folder,
+                config=config.flat(),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except Exception as error:  # wandb.errors.Error and what the network adds
+            raise RunError(f"use_wandb: {str(error).splitlines()[0]}") from None
+
+    def train(self, record: TrainRecord) -> None:
+        self._log("train", record.as_dict())
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._log(record.split, record.as_dict())
+
+    def _log(self, group: str, values: dict[str, Any]) -> None:
+        step = values["step"]
+        known = {f"{group}/{k}": v for k, v in values.items() if k not in ("step", "kind") and v is not None}
+        self._run.log(known, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_id(run: Path) -> str:
+    """The id of a run, kept in its folder so that a resumed run continues the same curves."""
+    path = run / "wandb" / "id.txt"
+    if path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = secrets.token_hex(4)
+    path.write_text(fresh + "\n", encoding="utf-8")
+    return fresh
+
+
+def report(reporters: Sequence[Reporter], record: TrainRecord | EvaluationRecord) -> None:
+    """Hand a record to every reporter."""
+    for reporter in reporters:
+        if isinstance(record, TrainRecord):
+            reporter.train(record)
+        else:
+            reporter.evaluation(record)

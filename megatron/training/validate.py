@@ -1,0 +1,53 @@
+"""The loss on held-out sequences, during training and at its end.
+
+Each validation scores the same sequences, the first `eval_iters · train_batch_size` of the split's order, however they
+are divided among processes, so that its curve moves only because the model does. It leaves no trace: random states
+are put back, and nothing of the optimizer is touched.
+"""
+
+import time
+from itertools import islice
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron.checkpoint import random_states
+from megatron.config.schema import Config
+from megatron.data.batches import batches
+from megatron.training.engine import Engine
+from megatron.training.metrics import EvaluationRecord, perplexity
+from megatron.training.processes import Processes
+
+
+@torch.no_grad()
+def validate(
+    engine: Engine, dataset: Dataset, config: Config, processes: Processes, *, step: int, split: str
+) -> EvaluationRecord:
+    """Mean loss per counted token of `eval_iters` global batches. All processes must call this."""
+    training = config.training
+    begun = time.perf_counter()
+    states = random_states.capture()
+    engine.model.eval()
+    losses = torch.zeros((), dtype=torch.float64, device=processes.device)
+    counted = torch.zeros((), dtype=torch.float64, device=processes.device)
+    order = batches(
+        dataset, micro_batch=training.train_micro_batch_size_per_gpu, rank=processes.rank, world=processes.world
+    )
+    for batch in islice(order, training.eval_iters * training.gradient_accumulation_steps):
+        tokens, labels, mask = (
+            batch[name].to(processes.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
+        )
+        losses += (engine.losses(tokens, labels) * mask).sum(dtype=torch.float64)
+        counted += mask.sum(dtype=torch.float64)
+    engine.model.train()
+    random_states.restore(states)
+    share_of_loss, share_of_tokens = processes.mean(float(losses), float(counted))
+    loss = share_of_loss / max(share_of_tokens, 1.0 / processes.world)
+    return EvaluationRecord(
+        step=step,
+        split=split,
+        loss=loss,
+        perplexity=perplexity(loss),
+        tokens=round(share_of_tokens * processes.world),
+        seconds=time.perf_counter() - begun,
+    )

@@ -1,0 +1,93 @@
+"""The model that a checkpoint gives back is the one that was trained, and nothing but plain files is read."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import records, tiny_config, write_corpora
+
+from megatron.checkpoint.load_model import load_model
+from megatron.data.batches import batches
+from megatron.data.datasets import build_datasets
+from megatron.errors import RunError, UserError
+from megatron.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [
+        (0, {"no_weight_tying": True, "pos_emb": "sinusoidal"}),
+        (1, {"score_processor": "cdape", "pos_emb": "t5", "norm": "rmsnorm"}),
+        (3, {"score_processor": "dape", "pos_emb_per_layer": True}),
+    ],
+)
+def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: int, keys: dict[str, object]) -> None:
+    """The validation loss of the last step, computed again from the files alone."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = tiny_config(corpus, tmp_path, eval_interval=4, zero_optimization=zero, **keys)
+    train(config)
+    run = tmp_path / "checkpoints" / "step_0000004"
+    shutil.rmtree(run / "deepspeed")
+    shutil.rmtree(run / "random_states")
+    loaded = load_model(tmp_path)
+    assert not loaded.model.training
+    assert loaded.progress["step"] == 4
+    assert loaded.config.architecture() == config.architecture()
+    assert loaded.checkpoint == run
+
+    held_out = build_datasets(
+        config.data, seq_length=16, train_samples=0, valid_samples=8, test_samples=0, seed=1234, cache=None
+    ).valid
+    total, count = 0.0, 0
+    for batch, _ in zip(batches(held_out, micro_batch=4, rank=0, world=1), range(2), strict=False):
+        with torch.no_grad():
+            loss = loaded.model(batch["tokens"], labels=batch["labels"])
+        total, count = total + float(loss.double().sum()), count + loss.numel()
+    assert total / count == pytest.approx(records(tmp_path, "valid")[4]["loss"], rel=1e-6)
+
+
+def test_types_and_devices(corpus: Path, tmp_path: Path) -> None:
+    train(tiny_config(corpus, tmp_path, train_iters=1))
+    exact, half = load_model(tmp_path), load_model(str(tmp_path), dtype=torch.bfloat16, backend="eager")
+    for one, two in zip(exact.model.parameters(), half.model.parameters(), strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one.bfloat16(), two)
+    state = torch.get_rng_state()
+    load_model(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
+    train(tiny_config(corpus, tmp_path / "run", train_iters=1))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_0000001"
+    weights, config, progress = (checkpoint / name for name in ("model.safetensors", "config.yml", "progress.json"))
+
+    def broken(file: Path, content: bytes | None, match: str, error: type[Exception] = RunError) -> None:
+        before = file.read_bytes()
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(error, match=match) as caught:
+            load_model(checkpoint)
+        assert "\n" not in str(caught.value)
+        file.write_bytes(before)
+
+    broken(weights, None, "model.safetensors: cannot be read")
+    broken(weights, weights.read_bytes()[:1000], "model.safetensors: cannot be read")
+    broken(config, None, "config.yml: is missing")
+    wider = config.read_text().replace("hidden_size: 32", "hidden_size: 64").encode()
+    broken(config, wider, r"is \[.*32.*\], the model's \[.*64")
+    more = config.read_text().replace("num_layers: 2", "num_layers: 3").encode()
+    broken(config, more, r"lacks decoder\.layers\.2.* missing, 0 unknown")
+    fewer = config.read_text().replace("num_layers: 2", "num_layers: 1").encode()
+    broken(config, fewer, r"has decoder\.layers\.1.*, which the model lacks")
+    broken(progress, b"{", "progress.json: not the progress of a checkpoint")
+    without = json.loads(progress.read_text()) | {"vocabulary": None}
+    broken(progress, json.dumps(without).encode(), "says nothing of the vocabulary")
+    broken(progress, None, "step_0000001", UserError)
+    load_model(checkpoint)

@@ -1,0 +1,278 @@
+"""A run stopped and resumed is the run that was not stopped; what would make it another one is refused."""
+
+import gc
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.load_model import load_model
+from megatron.errors import RunError, UserError
+from megatron.training.loop import train
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints at 2 and 4."""
+    run = tmp_path_factory.mktemp("run") / "trained"
+    train(tiny_config(corpus, run, checkpoint_factor=2))
+    return run
+
+
+@pytest.fixture
+def little_garbage() -> Iterator[None]:
+    """DeepSpeed's bfloat16 optimizer collects garbage ten times, and would visit all that the tests have made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def copied(run: Path, to: Path) -> Path:
+    return Path(shutil.copytree(run, to))
+
+
+@pytest.mark.usefixtures("little_garbage")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(
+    corpus: Path, tmp_path: Path, stage: int, precision: str
+) -> None:
+    """Bit for bit: dropout, validation, accumulation and a processor included; the final weights too."""
+    keys = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "precision": precision,
+        "score_processor": "dape", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "lr_decay_iters": 6, "eval_interval": 2, **DROPOUT,
+    }  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny_config(corpus, whole, train_iters=6, checkpoint_factor=2, **keys))
+    train(tiny_config(corpus, parts, train_iters=3, **keys))
+    train(tiny_config(corpus, parts, train_iters=6, load=str(parts), **keys))
+    assert losses(parts) == losses(whole)
+    assert records(parts, "valid")[6] == {
+        **records(whole, "valid")[6],
+        "seconds": records(parts, "valid")[6]["seconds"],
+    }
+    one, two = (load_model(run).model.state_dict() for run in (whole, parts))
+    assert all(torch.equal(one[name], two[name]) for name in one if isinstance(one[name], torch.Tensor))
+
+
+def test_reports_between_checkpoints_are_those_of_an_unbroken_run(corpus: Path, tmp_path: Path) -> None:
+    """An interval that a stop cuts in two is reported whole, and steps beyond the checkpoint are taken back."""
+    keys = {"train_iters": 12, "log_interval": 5, "checkpoint_factor": 7}
+    train(tiny_config(corpus, tmp_path / "whole", **keys))
+    train(tiny_config(corpus, tmp_path / "run", **keys))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / folder.name(12))  # as if it had crashed between 10 and 12
+    folder.point_to(checkpoints / folder.name(7))
+    train(tiny_config(corpus, tmp_path / "run", **keys, load=str(tmp_path / "run")))
+    assert list(records(tmp_path / "run")) == [5, 10, 12]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert [r["tokens"] for r in records(tmp_path / "run").values()] == [5 * 64, 10 * 64, 12 * 64]
+
+
+def test_extending_a_run_keeps_the_order_of_its_data(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than one epoch, so that another train_iters would reshuffle; the tokens read are compared."""
+    from megatron.training.engine import Engine
+
+    seen: list[torch.Tensor] = []
+    usual = Engine.losses
+    monkeypatch.setattr(
+        Engine, "losses", lambda self, tokens, labels: (seen.append(tokens.clone()), usual(self, tokens, labels))[1]
+    )
+
+    def read(**keys: object) -> torch.Tensor:
+        seen.clear()
+        train(tiny_config(corpus, log_interval=100, lr_decay_iters=200, **keys))
+        return torch.cat(seen)
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    first = read(train_iters=80, save=str(one))
+    shutil.copytree(one, two)
+    rest = read(train_iters=130, save=str(one), load=str(one))
+    for iters in (100, 130):  # in two goes
+        more = read(train_iters=iters, save=str(two), load=str(two))
+        rest = rest[len(more) :] if torch.equal(rest[: len(more)], more) else pytest.fail("another order")
+    assert len(rest) == 0
+    assert json.loads((folder.resolve(two) / "progress.json").read_text())["train_samples"] == 320
+    again = read(train_iters=130, save=str(tmp_path / "fresh"))
+    assert len(first) == 320
+    assert not torch.equal(again[:320], first)  # a run planned for 130 steps has another order: the test can fail
+
+
+def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    run = copied(trained, tmp_path / "run")
+    stream = io.StringIO()
+    optimizer = {"params": {"lr": 1e-2, "betas": [0.5, 0.6]}}
+    keys = {"train_iters": 6, "lr_decay_iters": 4, "min_lr": 1e-3}
+    train(tiny_config(corpus, run, load=str(run), optimizer=optimizer, **keys), Console(file=stream, width=200))
+    assert "optimizer: " in stream.getvalue()
+    other = copied(trained, tmp_path / "other")
+    train(tiny_config(corpus, other, load=str(other), **keys))
+    assert losses(run)[:5] == losses(other)[:5]
+    assert losses(run)[5] != losses(other)[5]  # the first step that new betas could change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "old"),
+    [
+        ("pos_emb", "alibi", "'kerple_log'"),
+        ("hidden_size", 64, "32"),
+        ("score_processor", "dape", "'none'"),
+        ("pos_emb_per_layer", True, "False"),
+        ("seq_length", 8, "16"),
+        ("activation", "relu", "'gelu'"),
+    ],
+)
+def test_a_changed_model_is_refused_naming_the_field(
+    trained: Path, corpus: Path, tmp_path: Path, key: str, value: object, old: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{key}: this run has {value!r}, but .* was trained with {old}"):
+        train(tiny_config(corpus, tmp_path / "new", load=str(trained), **{key: value}))
+
+
+def test_other_data_are_refused_if_their_tokenizer_is_another(trained: Path, tmp_path: Path) -> None:
+    other = write_corpora(tmp_path / "other")
+    description = json.loads((other / "corpus.json").read_text())
+    description["tokenizer"]["vocab_size"] = 63
+    (other / "corpus.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=r"tiny \(63 tokens\), but .* on tiny \(61 tokens\)"):
+        train(tiny_config(other, tmp_path / "new", load=str(trained)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"precision": "bf16"}, "precision: .* written with fp32, this run has bf16"),
+        ({"zero_optimization": {"stage": 2}}, r"zero_optimization.stage: .* written with 0, this run has 2"),
+    ],
+)
+def test_states_that_cannot_be_divided_anew_are_refused(
+    trained: Path, corpus: Path, tmp_path: Path, keys: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tiny_config(corpus, tmp_path / "new", load=str(trained), train_iters=6, **keys))
+
+
+def test_zero_1_and_2_share_their_files(corpus: Path, tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(tiny_config(corpus, whole, zero_optimization={"stage": 1}))
+    train(tiny_config(corpus, run, zero_optimization={"stage": 1}, train_iters=2, lr_decay_iters=4))
+    train(tiny_config(corpus, run, zero_optimization={"stage": 2}, load=str(run)))
+    assert losses(run) == losses(whole)
+
+
+def test_where_a_run_starts_is_never_a_guess(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"save: {trained} holds checkpoints already .*add load={trained}"):
+        train(tiny_config(corpus, trained))
+    with pytest.raises(UserError, match=r"load: .*nowhere: no such folder"):
+        train(tiny_config(corpus, tmp_path / "new", load=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"load: .*empty: no checkpoint in it"):
+        train(tiny_config(corpus, tmp_path / "new", load=str(tmp_path / "empty")))
+    old = trained / "checkpoints" / folder.name(2)
+    with pytest.raises(UserError, match=r"save: .* checkpoints up to step_0000004, but this run would go on from"):
+        train(tiny_config(corpus, trained, load=str(old), train_iters=6))
+    with pytest.raises(UserError, match=r"this run would start at step 0"):
+        train(tiny_config(corpus, trained, load=str(trained), finetune=True))
+
+    stream = io.StringIO()
+    fresh = tmp_path / "fresh"
+    result = train(tiny_config(corpus, fresh, load=str(fresh), train_iters=2), Console(file=stream, width=200))
+    assert f"load: {fresh} has no checkpoint yet; starting at step 0" in stream.getvalue()
+    assert result.step == 2
+
+
+def test_another_folder_takes_over_from_an_older_checkpoint(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    old = trained / "checkpoints" / folder.name(2)
+    train(tiny_config(corpus, tmp_path / "branch", load=str(old)))
+    assert losses(tmp_path / "branch") == losses(trained)[2:]
+    assert steps(tmp_path / "branch") == [4]
+    assert steps(trained) == [2, 4]
+
+
+def steps(run: Path) -> list[int | None]:
+    return [folder.step_of(path) for path in folder.checkpoints(run)]
+
+
+def test_a_finished_run_has_nothing_to_do(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    run = copied(trained, tmp_path / "run")
+    stream = io.StringIO()
+    result = train(tiny_config(corpus, run, load=str(run)), Console(file=stream, width=200))
+    assert "nothing to do: step 4 of 4 is reached; raise train_iters" in stream.getvalue()
+    assert (result.step, result.checkpoint) == (4, run / "checkpoints" / folder.name(4))
+    assert losses(run) == losses(trained)
+
+
+DAMAGE = {
+    "states cut short": lambda c: next((c / "deepspeed").glob("*model_states.pt")).write_bytes(b"PK\x03\x04"),
+    "no states": lambda c: shutil.rmtree(c / "deepspeed"),
+    "states of another step": lambda c: (c / "progress.json").write_text(
+        (c / "progress.json").read_text().replace('"step": 4', '"step": 3')
+    ),
+    "no configuration": lambda c: (c / "config.yml").unlink(),
+    "no progress": lambda c: (c / "progress.json").write_text("[]"),
+    "random states cut short": lambda c: (c / "random_states" / "rank_00000.pt").write_bytes(b"no"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_a_failed_load_never_starts_over(trained: Path, corpus: Path, tmp_path: Path, damage: str) -> None:
+    run = copied(trained, tmp_path / "run")
+    checkpoint = run / "checkpoints" / folder.name(4)
+    DAMAGE[damage](checkpoint)
+    before = (run / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match="step_0000004") as caught:
+        train(tiny_config(corpus, run, load=str(run), train_iters=6))
+    assert "\n" not in str(caught.value)
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_pickle_that_would_run_code_is_not_opened(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return open, (str(tmp_path / "trapped"), "w")
+
+    run = copied(trained, tmp_path / "run")
+    states = next((run / "checkpoints" / folder.name(4) / "deepspeed").glob("*model_states.pt"))
+    torch.save({**torch.load(states, weights_only=True), "trap": Trap()}, states)
+    with pytest.raises(RunError, match="cannot be loaded"):
+        train(tiny_config(corpus, run, load=str(run), train_iters=6))
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    other = write_corpus(tmp_path / "text" / "other", seed=9)
+    shutil.copy(corpus / "corpus.json", tmp_path / "text" / "corpus.json")
+    keys = {"train_data_paths": [str(other)], "tokenizer_type": None}
+    description = json.loads((corpus / "corpus.json").read_text())
+    (tmp_path / "text" / "corpus.json").write_text(json.dumps(description))
+    shutil.copy(f"{other}.bin", tmp_path / "text" / "train_text_document.bin")
+    shutil.copy(f"{other}.idx", tmp_path / "text" / "train_text_document.idx")
+    keys = {"train_data_paths": [str(tmp_path / "text" / "train_text_document")], "seq_length": 32}
+    tuned = tmp_path / "tuned"
+    result = train(tiny_config(corpus, tuned, load=str(trained), finetune=True, train_iters=1, log_interval=1, **keys))
+    assert result.step == 1
+    assert json.loads((folder.resolve(tuned) / "progress.json").read_text())["consumed_samples"] == 4
+    scratch = train(tiny_config(corpus, tmp_path / "scratch", train_iters=1, **keys))
+    assert result.loss is not None
+    assert scratch.loss is not None
+    assert result.loss < scratch.loss - 0.02
+    with pytest.raises(UserError, match="hidden_size"):
+        train(tiny_config(corpus, tmp_path / "no", load=str(trained), finetune=True, hidden_size=64))

@@ -1,0 +1,123 @@
+"""A save is whole or was not: full disks, weights that are not finite, old checkpoints that stay or go."""
+
+import errno
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import losses, tiny_config, write_corpora
+
+from megatron.checkpoint import random_states, save
+from megatron.checkpoint.progress import Progress
+from megatron.config.schema import Config
+from megatron.errors import RunError
+from megatron.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(corpus, tmp_path, zero_optimization={"stage": 2}, precision="bf16", bf16={"enabled": True})
+    result = train(config)
+    assert result.checkpoint is not None
+    assert sorted(path.name for path in result.checkpoint.iterdir()) == [
+        "config.yml", "deepspeed", "model.safetensors", "progress.json", "random_states"
+    ]  # fmt: skip
+    assert Config.read(result.checkpoint / "config.yml").flat() == config.flat()
+    progress = json.loads((result.checkpoint / "progress.json").read_text())
+    assert progress["step"] == 4
+    assert progress["train_samples"] == progress["consumed_samples"] == 16
+    assert progress["consumed_tokens"] == 256
+    assert progress["vocabulary"] == {"size": 61, "name": "tiny"}
+    weights = load_file(result.checkpoint / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+    matrix = weights["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert not torch.equal(matrix, matrix.bfloat16().float())  # masters, not copies
+    assert sum(name.startswith("embedding") or name.startswith("output") for name in weights) == 1  # tied: once
+
+
+def test_only_the_last_n_are_kept(corpus: Path, tmp_path: Path) -> None:
+    train(tiny_config(corpus, tmp_path, train_iters=7, checkpoint_factor=2, keep_last_n_checkpoints=2))
+    assert names(tmp_path) == ["latest", "step_0000006", "step_0000007"]
+    train(tiny_config(corpus, tmp_path, train_iters=8, load=str(tmp_path)))
+    assert names(tmp_path) == ["latest", "step_0000006", "step_0000007", "step_0000008"]
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    if where == "weights":
+        monkeypatch.setattr(save, "write_weights", refuse)
+    elif where == "random states":
+        monkeypatch.setattr(random_states, "write", refuse)
+    elif where == "deepspeed":
+        monkeypatch.setattr(torch, "save", refuse)
+    else:
+        monkeypatch.setattr(Progress, "write", refuse)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("where", ["deepspeed", "weights", "random states", "progress"])
+def test_a_full_disk_leaves_the_last_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, stage: int
+) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    train(tiny_config(corpus, tmp_path, train_iters=2, lr_decay_iters=4, **zero))
+    with monkeypatch.context() as patched:
+        fail_in(patched, where)
+        with pytest.raises(
+            RunError, match=r"step_0000004: not saved: .*No space left on device; .* is .*step_0000002"
+        ) as e:
+            train(tiny_config(corpus, tmp_path, load=str(tmp_path), **zero))
+    assert "\n" not in str(e.value)
+    assert names(tmp_path) == ["latest", "step_0000002"]
+    train(tiny_config(corpus, tmp_path, load=str(tmp_path), **zero))  # it is whole
+    assert names(tmp_path) == ["latest", "step_0000002", "step_0000004"]
+    assert len(losses(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("kilobytes", [20, 100])
+def test_a_disk_that_really_refuses(corpus: Path, tmp_path: Path, kilobytes: int) -> None:
+    """A limit on file sizes fails as a full disk does: in the middle of DeepSpeed's file, or of model.safetensors."""
+    train(tiny_config(corpus, tmp_path, train_iters=2))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1000, hard))
+    try:
+        with pytest.raises(RunError, match=r"step_0000004: not saved: .*File too large.*; .* is .*step_0000002"):
+            train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["latest", "step_0000002"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = save.full_weights
+
+    def broken(engine: Any, *, keep: bool) -> dict[str, torch.Tensor] | None:
+        weights = usual(engine, keep=keep)
+        assert weights is not None
+        weights["decoder.final_layernorm.weight"][3] = float("nan")
+        return weights
+
+    train(tiny_config(corpus, tmp_path, train_iters=2))
+    monkeypatch.setattr(save, "full_weights", broken)
+    with pytest.raises(
+        RunError, match=r"step_0000004: not saved: decoder.final_layernorm.weight is not finite; .*0000002"
+    ):
+        train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
+    assert names(tmp_path) == ["latest", "step_0000002"]

@@ -1,0 +1,122 @@
+"""Checks across sections, and the batch arithmetic."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.load import load
+from megatron.config.ranks import known_ranks, with_batch
+from megatron.errors import UserError
+
+SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
+
+
+def problem(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load([], [*SMALL, *overrides])
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hidden_size=25"], "hidden_size 25 is not divisible by num_attention_heads 3"),
+        (["gpt_j_tied=true"], "needs gpt_j_residual"),
+        (["checkpoint_num_layers=3"], "checkpoint_num_layers 3 is more than num_layers 2"),
+        (["pos_emb=rotory"], "pos_emb rotory is not available; did you mean rotary?"),
+        (["score_processor=cdap"], "did you mean cdape?"),
+        (["pos_emb=alibi", "pos_emb_options.slope=1"], "pos_emb alibi has no option 'slope'; it takes no options"),
+        (["pos_emb=t5", "pos_emb_options.buckets=1"], "did you mean num_buckets?"),
+        (["score_processor=dape", "score_processor_options.kernel_size=3"], "dape has no option 'kernel_size'"),
+        (["score_processor_options.width=3"], "score_processor none has no option 'width'"),
+        (["score_processor=cdape", "score_processor_options.kernel_size=4"], "kernel_size is 4; it must be odd"),
+        (["score_processor=cdape", "score_processor_options.kernel_size=-1"], "it must be odd"),
+        (["pos_emb=learned", "max_position_embeddings=16"], "seq_length 17 is longer than the learned table"),
+        (["min_lr=1e-3", "lr=1e-4"], "min_lr 0.001 is greater than optimizer.params.lr 0.0001"),
+        (["optimizer.params.betas=[0.9, 1.0]"], "each must be in [0, 1)"),
+        (["precision=fp16", "device=cpu"], "fp16 needs a GPU"),
+        (["data_path=a", "train_data_paths=[b]"], "train_data_paths and data_path exclude each other"),
+        (["data_path=a", "test_data_paths=[b]"], "test_data_paths and data_path exclude each other"),
+        (["train_data_paths=[a, b, a]"], "names a more than once"),
+        (["train_data_paths=[a, b]", "train_data_weights=[1]"], "1 values for 2 paths"),
+        (["valid_data_paths=[a, b]", "valid_data_weights=[1, -1]"], "must not be negative"),
+        (["valid_data_paths=[a]", "valid_data_weights=[0]"], "nor all zero"),
+        (["split='969,x'"], "split is '969,x'"),
+        (["split='0,1,1'"], "split is '0,1,1'"),
+        (["split='1,2,3,4'"], "split is"),
+        (["split='nan,1'"], "split is"),
+        (["tokenizer_type=GPT2BPETokenizer", "vocab_file=v"], "needs merge_file"),
+        (["tokenizer_type=HFTokenizer"], "needs vocab_file"),
+        (["vocab_file=v"], "vocab_file is given without tokenizer_type"),
+        (["finetune=true"], "finetune: true needs load"),
+        (["train_batch_size=10", "train_micro_batch_size_per_gpu=4"], "train_batch_size 10 is not divisible by"),
+        (
+            ["train_batch_size=12", "train_micro_batch_size_per_gpu=4", "num_gpus=2"],
+            "train_batch_size 12 is not train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 1 × 2 ranks = 8",
+        ),
+        (
+            ["train_batch_size=8", "train_micro_batch_size_per_gpu=4", "gradient_accumulation_steps=3", "device=cpu"],
+            "train_batch_size 8 is not train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 3 × 1 ranks = 12",
+        ),
+    ],
+)
+def test_refused(overrides, message):
+    line = problem(*overrides)
+    assert message in line
+    assert line.startswith("command line: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["pos_emb=rotary", "max_position_embeddings=3"],  # no table, no limit
+        ["pos_emb=learned", "max_position_embeddings=17"],
+        ["score_processor=cdape", "score_processor_options.kernel_size=1"],
+        ["split='1'"],
+        ["split='969, 30, 1'"],
+        ["precision=fp16"],  # whether there is a GPU is known when the run starts
+        ["train_data_paths=[a, b]", "train_data_weights=[1, 0]"],
+        ["distributed_backend=nccl", "device=cpu"],  # stock files say nccl; the launcher uses gloo and says so
+    ],
+)
+def test_fine(overrides):
+    load([], [*SMALL, *overrides])
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.sampled_from(["micro", "steps", "batch"]))
+def test_of_two_batch_sizes_the_third_follows(micro, steps, ranks, hidden):
+    given = {
+        "micro": f"train_micro_batch_size_per_gpu={micro}",
+        "steps": f"gradient_accumulation_steps={steps}",
+        "batch": f"train_batch_size={micro * steps * ranks}",
+    }
+    config = load([], [*SMALL, *(text for name, text in given.items() if name != hidden)]).config
+    training = with_batch(config, ranks).training
+    assert training.train_micro_batch_size_per_gpu == micro
+    assert training.gradient_accumulation_steps == steps
+    assert training.train_batch_size == micro * steps * ranks
+
+
+@given(st.integers(1, 40), st.integers(1, 4))
+def test_a_batch_alone_is_one_micro_batch_per_rank(batch, ranks):
+    config = load([], [*SMALL, f"train_batch_size={batch}"]).config
+    if batch % ranks:
+        with pytest.raises(UserError, match=f"train_batch_size {batch} is not"):
+            with_batch(config, ranks)
+        return
+    training = with_batch(config, ranks).training
+    assert (training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps) == (batch // ranks, 1)
+
+
+def test_settled_batch_is_stable_and_another_number_of_ranks_is_refused():
+    config = with_batch(load([], [*SMALL, "train_batch_size=8"]).config, 2)
+    assert with_batch(config, 2) == config
+    with pytest.raises(UserError, match="× 3 ranks = 12"):
+        with_batch(config, 3)
+
+
+def test_ranks_known_from_the_configuration_alone():
+    assert known_ranks(load([], SMALL).config) is None
+    assert known_ranks(load([], [*SMALL, "device=cpu"]).config) == 1
+    assert known_ranks(load([], [*SMALL, "device=cpu", "num_gpus=3"]).config) == 3

@@ -1,0 +1,226 @@
+"""Merging files and overrides, finding files, and what is said about mistakes."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.load import find, load
+from megatron.config.schema import keys
+from megatron.errors import UserError
+
+BASE = """\
+num_layers: 2
+hidden_size: 24
+num_attention_heads: 3
+seq_length: 17
+train_iters: 5
+optimizer:
+  type: Adam
+  params: {lr: 6e-4, betas: [0.9, 0.95]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write files by name into an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def _write(**files: str) -> None:
+        for name, text in files.items():
+            (tmp_path / f"{name}.yml").write_text(text)
+
+    _write(base=BASE)
+    return _write
+
+
+def problems(files: list[str], overrides: list[str] = ()) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(files, overrides)
+    return str(caught.value).splitlines()
+
+
+def only_problem(files: list[str], overrides: list[str] = ()) -> str:
+    (line,) = problems(files, overrides)
+    return line
+
+
+def test_later_wins_and_says_what_it_replaced(write):
+    write(over="# x\noptimizer: {params: {lr: 1e-3}}\nseed: 7\n")
+    loaded = load(["base.yml", "over"], ["seed=8", "optimizer.params.lr=0.01"])
+    params = loaded.config.optimizer.optimizer.params
+    assert (params.lr, params.betas, loaded.config.training.seed) == (0.01, [0.9, 0.95], 8)
+    assert loaded.notes == (
+        "optimizer.params.lr 0.0006 (base.yml:8) replaced by 0.001 (over.yml:2)",
+        "seed 7 (over.yml:3) replaced by 8 (command line)",
+        "optimizer.params.lr 0.001 (over.yml:2) replaced by 0.01 (command line)",
+    )
+
+
+def test_saying_the_same_again_is_not_worth_a_line(write):
+    write(over="num_layers: 2\n")
+    assert load(["base", "over"]).notes == ()
+
+
+def test_dashes_and_underscores_are_the_same(write):
+    write(dashes="num-attention-heads: 4\noptimizer: {params: {lr: 2e-3}}\n")
+    config = load(["base", "dashes"], ["hidden-size=32"]).config
+    assert (config.model.num_attention_heads, config.model.hidden_size) == (4, 32)
+    write(both="seq-length: 3\nseed: 1\nseq_length: 3\n")
+    assert only_problem(["base", "both"]) == "both.yml:3: seq_length is given twice, see both.yml:1"
+
+
+def test_a_key_in_two_ways_in_one_file(write):
+    write(both="optimizer: {params: {lr: 1e-3}}\noptimizer.params.lr: 1e-2\n")
+    assert "optimizer.params.lr is given twice" in only_problem(["base", "both"])
+    assert load(["base"], ["seed=1", "seed=2"]).config.training.seed == 2
+    assert "seed 1 replaced by 2 (command line, given twice)" in load(["base"], ["seed=1", "seed=2"]).notes
+
+
+def test_all_problems_at_once_each_with_its_place(write):
+    write(bad="num_layrs: 3\nnorm: layrnorm\ntrain_iters: 1e5\nhidden_dropout: 2\nweight_decay: true\n")
+    found = problems(["base", "bad"], ["seed=x"])
+    assert found[0] == "bad.yml:1: unknown key 'num_layrs'; did you mean num_layers?"
+    expected = [
+        r"^bad\.yml:2: norm is layrnorm; did you mean layernorm\? choose from layernorm, rmsnorm",
+        r"^bad\.yml:3: train_iters is 100000.0; it must be a whole number, written 100000$",
+        r"^bad\.yml:4: hidden_dropout is 2; it must be less than 1$",
+        r"^bad\.yml:5: weight_decay is true; it must be a number$",
+        r"^command line: seed is x; it must be a whole number$",
+    ]
+    for pattern in expected:
+        assert any(re.search(pattern, line) for line in found), (pattern, found)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hidden_dropout=.nan", "it must be a finite number"),
+        ("weight_decay=.inf", "it must be a finite number"),
+        ("seed=-1", "it must be at least 0"),
+        ("no_weight_tying=1", "it must be true or false"),
+        ("no_weight_tying=yes", "it must be true or false"),
+        ("save=3", "it must be text"),
+        ("train_data_paths=a", "it must be a list"),
+        ("train_data_weights=[a]", "item 1 of train_data_weights is a; it must be a number"),
+        ("optimizer=adam", "it must be a mapping"),
+        ("pos_emb_options=3", "it must be a mapping"),
+        ("optimizer.params.betas=[0.9]", "at least 2"),
+        ("optimizer.params.lrr=1", "did you mean optimizer.params.lr?"),
+        ("zero_optimization.stagge=1", "did you mean zero_optimization.stage?"),
+        ("zero_optimization.stage=4", "choose from 0, 1, 2, 3"),
+        ("stage=1", "did you mean zero_optimization.stage?"),
+        ("betas=[0.9, 0.9]", "did you mean optimizer.params.betas?"),
+        ("save.folder=x", "unknown key 'save.folder'"),
+        ("tensor=9", "`./deepy.py keys` lists all keys"),
+        ("num_heads=9", "did you mean num_attention_heads"),
+        ("model_parallel_size=2", "use ZeRO"),
+        ("pipe_parallel_size=2", "use ZeRO"),
+        ("optimizer_type=sgd", "use Adam or AdamW"),
+    ],
+)
+def test_wrong_values_name_key_value_and_what_is_valid(write, override, message):
+    line = only_problem(["base"], [override])
+    assert line.startswith("command line: ")
+    assert message in line, line
+
+
+@given(st.sampled_from([key.path for key in keys().values()]), st.data())
+def test_a_dropped_letter_never_loses_a_key(path, data):
+    """Misspell any key: the load fails and names the key among the nearest."""
+    name = path[-1]
+    if len(name) < 5:
+        return
+    cut = data.draw(st.integers(1, len(name) - 1))
+    wrong = ".".join((*path[:-1], name[:cut] + name[cut + 1 :]))
+    if tuple(wrong.split(".")) in keys():
+        return
+    with pytest.raises(UserError) as caught:
+        load([], [f"{wrong}=1"])
+    first = str(caught.value).splitlines()[0]
+    assert f"unknown key '{wrong}'" in first
+    assert ".".join(path) in first, first
+
+
+def test_missing_keys_are_named_with_their_meaning():
+    found = problems([], ["num_layers=2"])
+    assert "train_iters is missing (optimizer steps); give it in a file or as train_iters=…" in found
+    assert len(found) == 4
+    assert only_problem([]) == "no configuration given; name at least one file, for example model/125M"
+
+
+def test_overrides_must_be_pairs(write):
+    assert only_problem(["base"], ["seed"]) == "command line: 'seed' is not key=value"
+    assert "not a YAML value" in only_problem(["base"], ["seed=[1"])
+
+
+def test_names_are_found_without_suffix_and_in_subfolders(write, tmp_path):
+    folder = tmp_path / "configs" / "model"
+    folder.mkdir(parents=True)
+    (folder / "tiny.yml").write_text("num_layers: 9\n")
+    assert find("tiny") == Path("configs/model/tiny.yml")
+    assert find("model/tiny") == Path("configs/model/tiny.yml")
+    assert find("base") == Path("base.yml")
+    assert load(["base", "tiny.yml"]).config.model.num_layers == 9
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "base.yml").write_text(BASE + "seed: 5\n")
+    assert find("base", ["mine"]) == Path("mine/base.yml")  # the folder asked for comes first
+    assert load(["base.yml"], search=["mine"]).config.training.seed == 5
+
+
+def test_names_that_several_or_no_files_answer_to(write, tmp_path):
+    for name in ("model", "other"):
+        (tmp_path / "configs" / name).mkdir(parents=True)
+        (tmp_path / "configs" / name / "tiny.yml").write_text("{}")
+    line = only_problem(["tiny"])
+    assert "configs/model/tiny.yml, configs/other/tiny.yml" in line
+    assert "did you mean 125M" in only_problem(["125N"])
+    with pytest.raises(UserError, match="no such folder"):
+        load(["base"], search=["nowhere"])
+
+
+def test_shipped_configurations_are_found_from_anywhere(write):
+    assert find("125M.yml", ["configs"]).name == "125M.yml"
+    assert find("kerple_log").parent.name == "position"
+
+
+def test_choosing_another_encoding_drops_the_options_of_the_first(write):
+    write(
+        first="pos_emb: rotary\npos_emb_options: {base: 500}\n",
+        second="pos_emb: t5\npos_emb_options: {num_buckets: 16}\n",
+        same="pos_emb: rotary\n",
+    )
+    loaded = load(["base", "first", "second"])
+    assert loaded.config.position.pos_emb_options == {"num_buckets": 16}
+    assert "pos_emb_options.base 500 (first.yml:2) dropped: it belongs to rotary" in loaded.notes
+    assert load(["base", "first", "same"]).config.position.pos_emb_options == {"base": 500}
+    # The order of pairs on the command line does not matter.
+    late = load(["base", "first"], ["pos_emb_options.max_distance=64", "pos_emb=t5"]).config
+    assert late.position.pos_emb_options == {"max_distance": 64}
+
+
+def test_precision_has_one_truth(write):
+    write(
+        half="fp16: {enabled: true, loss_scale: 0}\n",
+        brain="bf16: {enabled: true}\n",
+        off="fp16: {enabled: false}\n",
+        both="fp16: {enabled: true}\nbf16: {enabled: true}\n",
+    )
+
+    def precision(*files: str, overrides: list[str] = ()) -> tuple[str, bool, bool]:
+        training = load(["base", *files], overrides).config.training
+        return training.precision, training.fp16.enabled, training.bf16.enabled
+
+    assert precision() == ("fp32", False, False)
+    assert precision("half") == ("fp16", True, False)
+    assert precision("half", "brain") == ("bf16", False, True)
+    assert precision("half", "off") == ("fp32", False, False)
+    assert precision("brain", "off") == ("bf16", False, True)
+    assert precision("half", overrides=["precision=fp32"]) == ("fp32", False, False)
+    assert precision(overrides=["precision=bfloat16"]) == ("bf16", False, True)
+    assert "contradicts" in only_problem(["base", "both"])
+    assert "contradicts" in only_problem(["base"], ["precision=fp16", "bf16.enabled=true"])
+    assert "choose from fp32, bf16, fp16" in only_problem(["base"], ["precision=half"])
+    assert "true or false" in only_problem(["base"], ["fp16.enabled=maybe"])

@@ -1,0 +1,220 @@
+"""Other projects' stock configurations load, mean what they meant, and say what has no effect."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import names, neox
+from megatron.config.load import Loaded, load
+from megatron.config.schema import keys
+from megatron.errors import UserError
+
+_spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))
+stock = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(stock)
+
+SMALL = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_length": 17, "train_iters": 5}
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Load mappings as JSON-like files with Python's booleans and trailing commas, merged left to right."""
+    monkeypatch.chdir(tmp_path)
+
+    def _read(*files: dict[str, Any], overrides: list[str] = ()) -> Loaded:
+        paths = []
+        for number, values in enumerate(files):
+            text = json.dumps(values, indent=2).replace("true", "True").replace("false", "False").replace("\n}", ",\n}")
+            (tmp_path / f"{number}.yml").write_text(f"# stock\n{text}\n")
+            paths.append(f"{number}.yml")
+        return load(paths, overrides)
+
+    return _read
+
+
+def test_gpt_neox_125m_with_its_local_setup(read):
+    loaded = read(stock.NEOX_125M, stock.NEOX_LOCAL_SETUP)
+    flat, notes = loaded.config.flat(), "\n".join(loaded.notes)
+    for key in (
+        "num_layers",
+        "hidden_size",
+        "pos_emb",
+        "no_weight_tying",
+        "init_method",
+        "min_lr",
+        "checkpoint_factor",
+    ):
+        assert flat[key] == stock.NEOX_125M[key]
+    assert flat["precision"] == "fp16"
+    assert flat["optimizer"] == {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.95], "eps": 1e-8}}
+    assert flat["zero_optimization"].items() >= stock.ZERO.items()
+    assert flat["tokenizer_type"] == "GPT2BPETokenizer"
+    assert flat["use_wandb"] is True
+    assert flat["save"] == flat["load"] == "checkpoints"
+    silent = {"partition_activations", "steps_per_print", "bias_gelu_fusion", "hostfile", "log_dir"}
+    assert all(key in notes for key in silent)
+
+
+def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
+    """No key of a stock file vanishes: it is a key of ours, or a note names it."""
+    for files in (
+        (stock.NEOX_125M, stock.NEOX_LOCAL_SETUP, stock.NEOX_BF16),
+        (stock.KERPLE_TRAIN, stock.KERPLE_LOCAL_SETUP, stock.KERPLE_EXPERIMENT),
+        (stock.DAPE["125M_kerple_capev2"],),
+    ):
+        notes = "\n".join(read(*files).notes)
+        for name in (name.replace("-", "_") for values in files for name in values):
+            rule = neox.RULES.get(name)
+            harmless = isinstance(rule, neox.Refused)  # a value that asks for nothing
+            assert (name,) in keys() or harmless or name in notes, name
+
+
+def test_bfloat16_overlay(read):
+    loaded = read(stock.NEOX_125M, stock.NEOX_BF16)
+    assert loaded.config.training.precision == "bf16"
+    assert any(note.startswith("precision fp16") and "replaced by bf16" in note for note in loaded.notes)
+
+
+def test_kerple_training(read):
+    config = read(stock.KERPLE_TRAIN, stock.KERPLE_LOCAL_SETUP, stock.KERPLE_EXPERIMENT).config
+    assert config.training.precision == "bf16"  # written fp16: {type: bfloat16}
+    assert (config.position.pos_emb, config.position.pos_emb_per_layer) == ("kerple_power", False)
+    assert (config.checkpoint.checkpoint_factor, config.training.seed) == (10000, 1235)
+    assert config.data.split == "949,50,1"
+    assert read(stock.KERPLE_TRAIN).config.position.pos_emb == "learned"
+
+
+@pytest.mark.parametrize("name", stock.DAPE)
+def test_dape_125m(read, name):
+    values = stock.DAPE[name]
+    encoding, processor, per_layer = neox.POSITIONS.get(values["pos-emb"], (values["pos-emb"], None, None))
+    if encoding not in names.encodings():
+        with pytest.raises(UserError, match=f"pos_emb {encoding} is not available"):
+            read(values)
+        return
+    loaded = read(values)
+    position = loaded.config.position
+    assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")
+    assert position.pos_emb_per_layer == bool(per_layer)
+    width = {"width": 32} if processor else {}
+    kernel = {"kernel_size": 3} if "capev2_kernel" in values else {}
+    assert position.score_processor_options == {**width, **kernel}
+    if not processor:
+        assert any("mlp_width has no effect: score_processor is none" in note for note in loaded.notes)
+
+
+def test_options_of_methods_reach_the_method_chosen_in_the_end(read):
+    base = {**SMALL, "pos-emb": "rotary", "rotary_pct": 0.25, "rotary_emb_base": 500, "rpe_num_buckets": 16}
+    assert read(base).config.position.pos_emb_options == {"fraction": 0.25, "base": 500}
+    t5 = read(base, {"pos_emb": "rpe"})
+    assert t5.config.position.pos_emb == "t5"
+    assert t5.config.position.pos_emb_options == {"num_buckets": 16}
+    assert any("rotary_pct has no effect: pos_emb is t5" in note for note in t5.notes)
+
+
+def test_of_our_name_and_theirs_the_later_counts(read):
+    theirs, ours = {**SMALL, "pos_emb": "rotary", "rotary_pct": 0.5}, {"pos_emb_options": {"fraction": 0.25}}
+    assert read(theirs, ours).config.position.pos_emb_options == {"fraction": 0.25}
+    later = read({**SMALL, "pos_emb": "rotary", **ours}, {"rotary_pct": 0.5})
+    assert later.config.position.pos_emb_options == {"fraction": 0.5}
+    assert any("fraction 0.25 (0.yml" in note and "replaced by 0.5 (1.yml:3)" in note for note in later.notes)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "key", "value"),
+    [
+        ({"lr": 1e-3}, "optimizer", {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8}}),
+        ({"save_interval": 7}, "checkpoint_factor", 7),
+        ({"batch_size": 7}, "train_micro_batch_size_per_gpu", 7),
+        ({"clip_grad": 0.5}, "gradient_clipping", 0.5),
+        ({"expansion_factor": 2}, "intermediate_size", 48),
+        ({"lr_decay_fraction": 0.4}, "lr_decay_iters", 2),
+        ({"data_impl": "infer"}, "data_impl", "mmap"),
+        ({"activation": "swish"}, "activation", "silu"),
+        ({"norm": "te_rmsnorm"}, "norm", "rmsnorm"),
+        ({"optimizer": {"params": {"weight_decay": 0.3}}}, "weight_decay", 0.3),
+        ({"precision": "bfloat16"}, "precision", "bf16"),
+    ],
+)
+def test_other_names(read, theirs, key, value):
+    assert read({**SMALL, **theirs}).config.flat()[key] == value
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"zero_optimization": {"cpu_offload": True}}, "offloading to CPU"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offloading to CPU"),
+        ({"attention_config": [[["local", "global"], 6]]}, "attention local is refused"),
+        ({"attention_config": "local"}, "attention local is refused"),
+        ({"sparsity_config": {"block": 16}}, "sparse attention"),
+        ({"use_mup": True}, "MuP"),
+        ({"moe_num_experts": 4}, "mixtures of experts"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "use Adam or AdamW"),
+        ({"scheduler": {"type": "WarmupLR"}}, "use lr_decay_style"),
+        ({"train_epochs": 1}, "give train_iters"),
+        ({"checkpoint_scale": "log"}, "evenly spaced"),
+        ({"deepspeed_slurm": True}, "one machine only"),
+        ({"num_nodes": 2}, "one machine only"),
+        ({"wandb_host": "https://example.org"}, "WANDB_BASE_URL"),
+        ({"tokenizer_type": "HFGPT2Tokenizer"}, "GPT2BPETokenizer"),
+        ({"lr_decay_style": "exponential"}, "cosine, linear or constant"),
+        ({"model_parallel_size": 2}, "use ZeRO"),
+        ({"use_bias_in_mlp": False}, "use_bias_in_attn_linear"),
+        ({"expansion_factor": 2, "intermediate_size": 50}, "contradicts intermediate_size"),
+        ({"expansion_factor": -2}, "positive number"),
+    ],
+)
+def test_refused_with_what_to_use_instead(read, theirs, message):
+    with pytest.raises(UserError) as caught:
+        read({**SMALL, **theirs})
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("0.yml:")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"attention_config": [[["global"], 12]]},
+        {"attention_config": [[["flash"], 12]]},
+        {"attention_config": None},
+        {"zero_optimization": {"cpu_offload": False, "offload_param": {"device": "none"}}},
+        {"use_mup": False, "moe_num_experts": 1, "sparsity_config": {}},
+        {"num_nodes": -1, "deepspeed_slurm": False, "checkpoint_scale": "linear"},
+        {"flops_profiler": {"enabled": False}},
+    ],
+)
+def test_values_that_ask_for_nothing_are_fine(read, theirs):
+    assert read({**SMALL, **theirs}).config == read(SMALL).config
+
+
+def test_hostfile_of_several_machines_is_refused(read, tmp_path):
+    (tmp_path / "hosts").write_text("# two\nnode1 slots=8\nnode2 slots=8\n")
+    with pytest.raises(UserError, match="hosts lists 2 machines"):
+        read({**SMALL, "hostfile": "hosts"})
+    (tmp_path / "hosts").write_text("node1 slots=8\n")
+    assert read({**SMALL, "hostfile": "hosts"}).config == read(SMALL).config
+
+
+def test_tables_are_consistent():
+    for name, rule in neox.RULES.items():
+        assert tuple(name.split(".")) not in keys(), f"{name} is a key of ours"
+        if isinstance(rule, neox.Renamed | neox.Share):
+            assert tuple(rule.to.split(".")) in keys(), name
+    for key in (*neox.VALUES, *neox.ADVICE):
+        assert tuple(key.split(".")) in keys(), key
+    for key, values in neox.VALUES.items():
+        choices = keys()[tuple(key.split("."))].choices
+        assert set(values.values()) <= set(choices), key
+        assert not set(values) & set(choices), key
+    counted = sum(len(rules) for rules in (neox.RENAMED, neox.OPTIONS, neox.SHARES, neox.CHECKED))
+    counted += sum(len(rule.keys) for rules in (neox.NO_EFFECT, neox.REFUSED) for rule in rules)
+    assert counted == len(neox.RULES), "a key has two rules"
+    for option in neox.OPTIONS:
+        find = names.encoding_options if option.chooser == "pos_emb" else names.processor_options
+        for method in option.methods:
+            assert option.option in find(method)

@@ -1,0 +1,110 @@
+"""The gathered configuration: one owner per key, saving and reloading, the architecture."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from megatron.config.load import load
+from megatron.config.schema import SECTIONS, Config, keys, owners
+from megatron.errors import RunError
+from megatron.options import Section
+
+SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
+
+
+def small(*overrides: str) -> Config:
+    return load([], [*SMALL, *overrides]).config
+
+
+def test_every_key_has_one_owner():
+    names = [name for section in SECTIONS.values() for name in section.model_fields]
+    assert len(names) == len(set(names)) == len(owners())
+
+
+def test_every_section_comes_from_the_options_file_of_the_part_that_uses_it():
+    for section in SECTIONS.values():
+        assert section.__module__.endswith(".options"), section
+        assert issubclass(section, Section)
+
+
+def test_every_key_is_documented_and_defaults_are_valid():
+    for key in keys().values():
+        assert len(key.doc) > 4, key.name
+    assert small().flat()["hidden_dropout"] == 0.0
+
+
+def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
+    config = small(
+        "pos_emb=rotary", "pos_emb_options={fraction: 0.5, base: 500}", "score_processor=cdape", "lr=3e-5",
+        "score_processor_options.kernel_size=5", "precision=bfloat16", "train_data_paths=[a, 'b: c']", "save=é/x",
+        "train_data_weights=[1, 0.25]", "num_gpus=2", "train_batch_size=24", "train_micro_batch_size_per_gpu=3",
+    )  # fmt: skip
+    path = tmp_path / "run" / "config.yml"
+    config.save(path)
+    assert Config.read(path) == config
+    assert load([path]).notes == ()
+    assert config.training.gradient_accumulation_steps == 4
+    assert [p.name for p in path.parent.iterdir()] == ["config.yml"]  # no temporary file stays
+    Config.read(path).save(path)  # and again over the old one
+    assert Config.read(path) == config
+
+
+def test_saving_to_a_place_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        small().save(tmp_path / "file" / "config.yml")
+
+
+def test_saved_file_is_readable_by_whom_the_umask_allows(tmp_path: Path):
+    old = os.umask(0o022)
+    try:
+        small().save(tmp_path / "config.yml")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "config.yml").stat().st_mode & 0o777 == 0o644
+
+
+def test_replace_validates():
+    config = small().replace(seed=3, num_gpus=2)
+    assert (config.training.seed, config.launch.num_gpus) == (3, 2)
+    assert config.model == small().model
+    with pytest.raises(ValidationError):
+        config.replace(seed="three")
+    with pytest.raises(KeyError):
+        config.replace(sed=3)
+
+
+def test_configuration_is_frozen():
+    with pytest.raises(ValidationError):
+        small().training.seed = 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "hidden_size=27", "num_layers=3", "norm=rmsnorm", "no_weight_tying=true", "pos_emb=rotary", "pos_emb=alibi",
+        "pos_emb_options.std=0.5", "pos_emb_per_layer=true", "score_processor=dape", "gpt_j_residual=true",
+        "make_vocab_size_divisible_by=64", "tokenizer_type=bytes", "layernorm_epsilon=1e-6", "intermediate_size=50",
+    ],
+)  # fmt: skip
+def test_architecture_changes_with_what_decides_the_function(change):
+    assert small(change).architecture() != small().architecture()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "attention_backend=eager", "attention_chunk_rows=7", "checkpoint_activations=true", "hidden_dropout=0.5",
+        "attention_dropout=0.5", "train_iters=9", "seed=1", "lr=1", "precision=bf16", "num_gpus=2", "save=x",
+        "init_method=small_init", "data_path=elsewhere",
+    ],
+)  # fmt: skip
+def test_architecture_ignores_what_does_not(change):
+    assert small(change).architecture() == small().architecture()
+
+
+def test_no_section_has_a_secret():
+    for name in owners():
+        assert not any(word in name for word in ("token", "password", "secret", "api_key")) or name == "tokenizer_type"

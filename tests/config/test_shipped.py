@@ -1,0 +1,105 @@
+"""Every shipped configuration loads, alone or on top of a model; model files have the sizes they are named for."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron.config import names
+from megatron.config.load import SHIPPED, load
+from megatron.config.schema import Config
+
+MODELS = sorted((SHIPPED / "model").glob("*.yml"))
+OVERLAYS = sorted([*(SHIPPED / "position").glob("*.yml"), *(SHIPPED / "cluster").glob("*.yml")])
+GPT2_VOCABULARY = 50257
+# With GPT-2's vocabulary padded to 50,304: 12 L h² + 13 L h + 2 h + 2·50,304·h, by hand.
+PARAMETERS = {
+    "125M": 162_322_944,
+    "162M": 162_322_944,
+    "350M": 405_334_016,
+    "1-3B": 1_414_647_808,
+    "2-7B": 2_775_208_960,
+    "6-7B": 6_856_253_440,
+}
+# layers, width, heads, length, batch, steps, learning rate, precision: as printed in the papers' tables.
+PAPERS = {
+    "125M": (12, 768, 12, 512, 256, 50_000, 6e-4, "fp16"),
+    "350M": (24, 1024, 16, 512, 256, 50_000, 3e-4, "fp16"),
+    "162M": (12, 12 * 64, 12, 512, 32, 50_000, 6e-4, "bf16"),
+    "1-3B": (24, 16 * 128, 16, 512, 32, 150_000, 2e-4, "fp16"),
+}
+
+
+def by_shapes(config: Config) -> int:
+    """Parameters of a GPT-NeoX model, weight by weight."""
+    model = config.model
+    h, ff = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
+    multiple = model.make_vocab_size_divisible_by
+    vocabulary = (GPT2_VOCABULARY + multiple - 1) // multiple * multiple
+    layer = [
+        *(h, h),  # layer norm before attention: weight, bias
+        *(3 * h * h, 3 * h),  # query, key, value
+        *(h * h, h),  # attention's output
+        *(h, h),  # layer norm before the feed-forward layer
+        *(h * ff, ff, ff * h, h),  # feed-forward
+    ]
+    return model.num_layers * sum(layer) + 2 * h + vocabulary * h * (2 if model.no_weight_tying else 1)
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_model_alone(path: Path):
+    loaded = load([path])
+    assert loaded.notes == ()
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
+def test_overlay_on_a_model(path: Path):
+    for model in ("125M", "162M"):
+        load([model, path])
+
+
+@pytest.mark.parametrize("path", sorted((SHIPPED / "position").glob("*.yml")), ids=lambda path: path.stem)
+def test_processors_compose_with_every_encoding(path: Path):
+    position = load(["125M", path]).config.position
+    if position.score_processor == "none":
+        for processor in ("dape", "cdape"):
+            both = load(["125M", path, processor]).config.position
+            assert (both.pos_emb, both.score_processor) == (position.pos_emb, processor)
+
+
+def test_every_method_has_an_overlay():
+    stems = {path.stem for path in (SHIPPED / "position").glob("*.yml")}
+    assert stems >= set(names.encodings()) | set(names.processors())
+    for name in names.encodings():
+        assert load(["125M", f"position/{name}"]).config.position.pos_emb == name
+    for name in names.processors()[1:]:
+        assert load(["125M", f"position/{name}"]).config.position.score_processor == name
+
+
+def test_names_do_not_collide_across_folders():
+    counts = Counter(path.stem for path in SHIPPED.rglob("*.y*ml"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(("name", "facts"), PAPERS.items())
+def test_papers_tables(name, facts):
+    config = load([name]).config
+    model, training = config.model, config.training
+    found = (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length)
+    found += (training.train_batch_size, training.train_iters, config.optimizer.optimizer.params.lr, training.precision)
+    assert found == facts
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts(name):
+    assert by_shapes(load([name]).config) == PARAMETERS[name]
+
+
+def test_parameter_counts_are_the_models():
+    """The formula is what is built: every model file, on torch's meta device, without memory for its weights."""
+    build = pytest.importorskip("megatron.model.build")
+    assert {path.stem for path in MODELS} == set(PARAMETERS)
+    for name in PARAMETERS:
+        config = load([name, "none"]).config
+        model = build.build_model(config.model, config.position, GPT2_VOCABULARY, device="meta")
+        assert model.num_parameters() == PARAMETERS[name], name

@@ -1,0 +1,110 @@
+"""YAML as people write it: numbers, JSON habits, and errors in one line with a place."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.yaml_files import dump, parse, parse_value, read_yaml
+from megatron.errors import UserError
+
+
+def test_json_like_with_trailing_commas_comments_and_python_booleans():
+    document = parse(
+        '# comment\n{\n  "a": True, # why\n  "b": {"c": False, "d": [1, 2,],},\n  "e": 6e-4,\n}\n', "f.yml"
+    )
+    assert document.values == {"a": True, "b": {"c": False, "d": [1, 2]}, "e": 0.0006}
+    assert document.lines == {("a",): 3, ("b",): 4, ("b", "c"): 4, ("b", "d"): 4, ("e",): 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("6e-4", 6e-4),
+        ("6E-4", 6e-4),
+        ("1e6", 1e6),
+        (".5", 0.5),
+        ("1.0e-8", 1e-8),
+        ("12", 12),
+        ("true", True),
+        ("False", False),
+        ("yes", "yes"),  # YAML 1.2 has two booleans, not ten
+        ("on", "on"),
+        ("null", None),
+        ("", None),
+        ("[0.9, 0.95]", [0.9, 0.95]),
+        ("{a: 1}", {"a": 1}),
+        ("969,30,1", "969,30,1"),
+        ("'6e-4'", "6e-4"),
+    ],
+)
+def test_values(text, value):
+    found = parse_value(text, "command line")
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_anchors_and_merge_keys_keep_the_line_of_the_anchor():
+    document = parse("base: &b\n  lr: 1\nother:\n  <<: *b\n  eps: 2\n", "f.yml")
+    assert document.values["other"] == {"lr": 1, "eps": 2}
+    assert document.lines[("other", "lr")] == 2
+    assert document.lines[("other", "eps")] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", r"^f\.yml:3: key 'a' is given twice"),
+        ("a: {b: 1, c: 2,\n  b: 3}\n", r"^f\.yml:2: key 'b' is given twice"),
+        ("a:\n\t- 1\n", r"^f\.yml:2: .*tab"),
+        ("a: [1,\nb: 2\n", r"^f\.yml:3: .*line 1"),
+        ("a: b: c\n", r"^f\.yml:1: "),
+        ("- 1\n- 2\n", r"^f\.yml: holds a list"),
+        ("word\n", r"^f\.yml: holds a single value"),
+        ("x: 1\na: !!python/object/apply:os.system [ls]\n", r"^f\.yml:2: .*tag"),
+        ("a: !mine 3\n", r"^f\.yml:1: .*'!mine'"),
+        ("a: *nowhere\n", r"^f\.yml:1: .*nowhere"),
+        ("a: 1\n---\nb: 2\n", r"^f\.yml:2: .*second document"),
+        ("x: 1\na: 2020-01-01\n", r"^f\.yml:2: a is .*quotes"),
+        ("a: 2020-99-01\n", r"^f\.yml: "),
+        ("1: 2\n", r"^f\.yml:1: key 1 is not text"),
+        ("a: !!set {x, y}\n", r"^f\.yml:1: "),
+        ("a: \x00\n", r"^f\.yml: not valid YAML"),
+        ("a: &a [*a]\n", r"^f\.yml: nested too deeply"),
+        ("a: " + "[" * 500 + "\n", r"^f\.yml"),
+    ],
+)
+def test_errors_are_one_line_with_a_place(text, message):
+    with pytest.raises(UserError) as caught:
+        parse(text, "f.yml")
+    assert "\n" not in str(caught.value)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_empty_file_is_an_empty_mapping():
+    assert parse("", "f.yml").values == {}
+    assert parse("# nothing\n", "f.yml").values == {}
+
+
+def test_not_text(tmp_path: Path):
+    path = tmp_path / "binary.yml"
+    path.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(UserError, match=r"binary\.yml: not a text file"):
+        read_yaml(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_yaml(tmp_path)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(min_size=1), plain, max_size=4))
+def test_dump_and_parse_are_inverse(values):
+    text = dump(values)
+    assert parse(text, "f.yml").values == values

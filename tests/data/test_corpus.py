@@ -1,0 +1,336 @@
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from itertools import chain
+
+import pytest
+import tokenizers as hf
+
+from megatron.data import corpus as corpus_module
+from megatron.data import sources as sources_module
+from megatron.data.corpus import prepare, read_corpus
+from megatron.data.tokenizers import load_tokenizer, open_tokenizer
+from megatron.errors import RunError, UserError
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def everything(corpus, reader):
+    """Decoded documents per split, without their end."""
+    tokenizer = load_tokenizer(corpus.folder)
+    result = {}
+    for split in corpus.splits:
+        documents = reader(corpus.prefix(split))
+        assert all(document[-1] == tokenizer.eod for document in documents)
+        result[split] = [tokenizer.decode(document[:-1]) for document in documents]
+    return result
+
+
+def check_counts(corpus, texts, reader):
+    for split, documents in texts.items():
+        size = corpus.splits[split]
+        assert size.documents == len(documents)
+        assert size.bytes == sum(len(text.encode()) for text in documents)
+        assert size.tokens == sum(map(len, reader(corpus.prefix(split))))
+
+
+@pytest.fixture
+def many(tmp_path):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {i} " + "ab\n" * (i % 17)}) + "\n" for i in range(3000)))
+    return path
+
+
+def test_a_folder_of_texts_becomes_three_datasets(texts, tmp_path, reader, expected_texts):
+    corpus = prepare([str(texts)], tmp_path / "out", split=(0.5, 0.25, 0.25))
+    found = everything(corpus, reader)
+    assert sorted(chain(*found.values())) == sorted(expected_texts)  # each once, the empty one left out
+    assert set(found) == {"train", "valid", "test"}
+    check_counts(corpus, found, reader)
+    assert (corpus.vocab_size, corpus.eod, corpus.tokenizer, corpus.reused) == (257, 256, "bytes", False)
+    assert read_corpus(tmp_path / "out") == corpus
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]  # no temporary folder stays
+    assert os.path.getsize(f"{corpus.prefix('train')}.bin") == 2 * corpus.splits["train"].tokens
+
+
+def test_megatron_core_reads_what_was_written(texts, tmp_path, reader):
+    from megatron.data.megatron_core import IndexedDataset
+
+    corpus = prepare([str(texts)], tmp_path / "out", split=None)
+    dataset = IndexedDataset(str(corpus.prefix("all")))
+    assert corpus.prefix("all").name == "text_document"
+    assert [document.tolist() for document in dataset] == reader(corpus.prefix("all"))
+    assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_workers_and_chunks_change_nothing(many, tmp_path, tokenizer, monkeypatch, reader):
+    size = 300 if tokenizer == "bpe" else None
+    one = prepare([str(many)], tmp_path / "one", tokenizer=tokenizer, vocab_size=size, workers=1)
+    monkeypatch.setattr("megatron.data.encode.CHUNK_BYTES", 5000)
+    two = prepare([str(many)], tmp_path / "two", tokenizer=tokenizer, vocab_size=size, workers=2)
+    assert contents(one.folder) == contents(two.folder)
+    assert [size.documents for size in one.splits.values()] == [2700, 150, 150]
+    expected = [json.loads(line)["text"] for line in many.read_text().splitlines()]
+    found = everything(two, reader)
+    assert sorted(chain(*found.values())) == sorted(expected)
+    positions = [expected.index(text) for text in found["valid"]]
+    assert positions == sorted(positions)  # documents stay in order inside a split
+
+
+def test_the_seed_and_the_names_decide_the_split(many, tmp_path, reader):
+    first = everything(prepare([str(many)], tmp_path / "a"), reader)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(many, elsewhere)
+    assert everything(prepare([str(elsewhere / "many.jsonl")], tmp_path / "b"), reader) == first
+    assert everything(prepare([str(many)], tmp_path / "c", seed=7), reader) != first
+
+
+def test_a_trained_tokenizer_sees_training_documents_only(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"{word} " * 50}) + "\n" for word in ["alpha", "beta", "gamma", "delta"] * 5)
+    )
+    corpus = prepare([str(path)], tmp_path / "a", tokenizer="bpe", vocab_size=270, split=(1, 0, 0))
+    vocabulary = json.loads((corpus.folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert corpus.vocab_size == len(vocabulary) == 270
+    assert list(corpus.splits) == ["train"]
+    prepare([str(path)], tmp_path / "b", tokenizer="bpe", vocab_size=270, split=(0.5, 0.25, 0.25))
+    unseen = json.loads((tmp_path / "b" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert unseen != vocabulary
+    small = prepare([str(path)], tmp_path / "c", tokenizer="bpe", vocab_size=5000, split=None)
+    assert small.vocab_size < 5000
+    assert small.notes == [f"the text gave {small.vocab_size} tokens of the 5000 asked for"]
+
+
+def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
+    words = {f"w{i}": i for i in range(70_000)} | {"x": 70_000, "</s>": 70_001, "?": 70_002}
+    path = tmp_path / "large.json"
+    hf.Tokenizer(hf.models.WordLevel(words, unk_token="?")).save(str(path))
+    corpus = prepare([str(texts / "deep")], tmp_path / "out", tokenizer="HFTokenizer", vocab_file=path, split=None)
+    assert sorted(reader(corpus.prefix("all"))) == [[70_000, 70_001], [70_002, 70_001]]
+    assert load_tokenizer(corpus.folder).vocab_size == corpus.vocab_size == 70_003
+    path.unlink()  # the folder is complete by itself
+    assert load_tokenizer(corpus.folder).encode("w17") == [17]
+
+
+def test_long_documents_become_several_sequences(texts, tmp_path, monkeypatch, reader):
+    whole = prepare([str(texts)], tmp_path / "a", split=None)
+    monkeypatch.setattr(corpus_module, "LONGEST_SEQUENCE", 7)
+    pieces = prepare([str(texts)], tmp_path / "b", split=None)
+    assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # as documents the same
+    assert (tmp_path / "a/text_document.bin").read_bytes() == (tmp_path / "b/text_document.bin").read_bytes()
+    assert os.path.getsize(tmp_path / "b/text_document.idx") > os.path.getsize(tmp_path / "a/text_document.idx")
+
+
+def test_a_lone_text_file_is_cut(tmp_path, reader):
+    path = tmp_path / "play.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(1000)))
+    corpus = prepare([str(path)], tmp_path / "out")
+    found = everything(corpus, reader)
+    assert "".join(found["train"] + found["valid"] + found["test"]) == path.read_text()
+    assert corpus.splits["train"].bytes == pytest.approx(0.9 * path.stat().st_size, abs=10)
+    assert [size.documents for size in corpus.splits.values()] == [1, 1, 1]
+    two = prepare([str(path)], tmp_path / "two", split=(0.8, 0, 0.2))
+    assert list(two.splits) == ["train", "test"]
+
+
+def test_the_same_corpus_is_found_again(texts, tmp_path):
+    arguments = {"sources": [str(texts)], "output": tmp_path / "out"}
+    first = prepare(**arguments)
+    before = contents(tmp_path / "out")
+    stages = []
+    again = prepare(**arguments, overwrite=True, progress=lambda *state: stages.append(state))
+    assert again.reused
+    assert not first.reused
+    assert stages == []
+    assert again.splits == first.splits
+    for change, message in [
+        ({"split": (0.5, 0.25, 0.25)}, r"split \[0.9, .*\], not \[0.5"),
+        ({"seed": 5}, r"seed 1234, not 5"),
+        ({"split": None}, r"split \[0.9, .*\], not None"),
+        ({"tokenizer": "bpe", "vocab_size": 300}, r"tokenizer bytes, not bpe, 300 tokens"),
+        ({"suffixes": [".png"]}, "before they changed"),
+    ]:
+        with pytest.raises(UserError, match=rf"out: holds a corpus .*{message}.*--overwrite replaces it"):
+            prepare(**arguments, **change)
+    (texts / "a.txt").write_text("changed")
+    with pytest.raises(UserError, match="the same sources before they changed; --overwrite replaces it"):
+        prepare(**arguments)
+    assert contents(tmp_path / "out") == before
+    assert not prepare(**arguments, overwrite=True).reused
+    assert contents(tmp_path / "out") != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
+
+
+def test_a_damaged_corpus_is_noticed_and_replaced_on_demand(texts, tmp_path):
+    arguments = {"sources": [str(texts)], "output": tmp_path / "out"}
+    prepare(**arguments)
+    before = contents(tmp_path / "out")
+    os.truncate(tmp_path / "out/train_text_document.bin", 11)
+    with pytest.raises(UserError, match=r"damaged corpus .*train_text_document\.bin: truncated.*--overwrite"):
+        prepare(**arguments)
+    prepare(**arguments, overwrite=True)
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "out/corpus.json").write_text("{")
+    with pytest.raises(RunError, match=r"corpus\.json: not a corpus description"):
+        read_corpus(tmp_path / "out")
+    prepare(**arguments, overwrite=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_folder_that_is_no_corpus_is_never_replaced(texts, tmp_path):
+    with pytest.raises(UserError, match="texts: exists and is not a corpus folder"):
+        prepare([str(texts / "a.txt")], texts, overwrite=True)
+    assert (texts / "b.txt").exists()
+    (tmp_path / "empty").mkdir()
+    assert prepare([str(texts)], tmp_path / "empty").splits
+    prepare([str(texts)], tmp_path / "out")
+    (tmp_path / "out" / "notes.md").write_text("mine")
+    with pytest.raises(UserError, match=r"out: has files that are not a corpus's \(notes\.md\)"):
+        prepare([str(texts)], tmp_path / "out", seed=2, overwrite=True)
+    assert (tmp_path / "out" / "notes.md").read_text() == "mine"
+
+
+def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "scratch", target_is_directory=True)
+    for seed in (1, 2):
+        prepare([str(texts)], tmp_path / "out", seed=seed, overwrite=True)
+        assert (tmp_path / "out").is_symlink()
+        assert (tmp_path / "scratch" / "corpus.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": "byte"}, r"'byte' is unknown \(did you mean 'bytes'\?\).*bpe"),
+        ({"tokenizer": "bpe"}, "vocab_size: tokenizer bpe needs it"),
+        ({"tokenizer": "bpe", "vocab_size": 20}, "vocab_size: 20 is too small"),
+        ({"tokenizer": "bpe", "vocab_size": 300, "vocab_file": "x"}, "vocab_file: x: tokenizer bpe is trained here"),
+        ({"vocab_size": 300}, "vocab_size: only tokenizer bpe takes one"),
+        ({"tokenizer": "HFTokenizer"}, r"needs its tokenizer\.json"),
+        ({"workers": 0}, "workers: 0 is too few"),
+        ({"split": (1, 2)}, "split: .* are not three shares"),
+        ({"suffixes": [".bad"]}, r"x\.bad:1: not UTF-8"),
+    ],
+)
+def test_bad_choices_leave_nothing_behind(texts, tmp_path, options, message):
+    (texts / "x.bad").write_bytes(b"\xff\xff")
+    with pytest.raises(UserError, match=message) as error:
+        prepare([str(texts)], tmp_path / "out", **({"split": None} | options))
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def test_errors_in_workers_arrive_as_they_are(many, tmp_path):
+    lines = many.read_text().splitlines()
+    lines[2000] = '{"text": 5}'
+    many.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a int, not text$"):
+        prepare([str(many)], tmp_path / "out", workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["many.jsonl"]
+
+
+def test_corpora_without_text_are_refused(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(6):
+        (folder / f"{i}.txt").write_text("")
+    with pytest.raises(UserError, match="no text in it"):
+        prepare([str(folder)], tmp_path / "out")
+    (folder / "0.txt").write_text("something")
+    with pytest.raises(UserError, match=r"split: no text is left for .*: only 1 documents are not empty"):
+        prepare([str(folder)], tmp_path / "out")
+    (tmp_path / "two.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match="2 documents cannot be divided into 3 splits"):
+        prepare([str(tmp_path / "two.jsonl")], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_behind(many, tmp_path):
+    prepare([str(many)], tmp_path / "old", split=None)
+    before = contents(tmp_path / "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # a write beyond fails, as on a full disk
+    try:
+        with pytest.raises(RunError, match="out: cannot be written: the disk is full; nothing was kept"):
+            prepare([str(many)], tmp_path / "out")
+        with pytest.raises(RunError, match="old: cannot be written"):
+            prepare([str(many)], tmp_path / "old", overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many.jsonl", "old"]
+    assert contents(tmp_path / "old") == before
+
+
+def test_an_output_that_cannot_be_made_is_named(many, tmp_path):
+    with pytest.raises(RunError, match=r"out: cannot be written: (Not a directory|File exists)"):
+        prepare([str(many)], many / "out")
+
+
+def test_progress_counts_the_bytes_of_the_sources(many, tmp_path):
+    seen: dict[str, list[tuple[int, int]]] = {}
+    prepare(
+        [str(many)],
+        tmp_path / "out",
+        tokenizer="bpe",
+        vocab_size=260,
+        progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total)),
+    )
+    assert list(seen) == ["listing", "training the tokenizer", "tokenizing"]
+    for states in seen.values():
+        assert states == sorted(states)
+        assert {total for _, total in states} == {many.stat().st_size}
+        assert states[-1][0] == many.stat().st_size
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(many, tmp_path, monkeypatch):
+    names = sources_module.document_names
+    monkeypatch.setattr(corpus_module, "document_names", lambda file: list(names(file))[:-1])
+    with pytest.raises(RunError, match="a source changed while it was read"):
+        prepare([str(many)], tmp_path / "out")
+
+
+def test_the_tokenizer_of_a_corpus_must_stay_as_it_is(many, tmp_path):
+    corpus = prepare([str(many)], tmp_path / "out", tokenizer="bpe", vocab_size=260)
+    assert load_tokenizer(corpus.folder).name == corpus.tokenizer
+    path = corpus.folder / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(RunError, match=r"tokenizer\.json changed since the corpus was made"):
+        load_tokenizer(corpus.folder)
+
+
+def test_file_names_need_not_be_unicode(tmp_path):
+    folder = os.fsencode(tmp_path / "in")
+    os.mkdir(folder)
+    for name in (b"\xff.txt", b"b.txt", b"\xc3\xa4.txt"):
+        with open(os.path.join(folder, name), "w") as file:
+            file.write("text")
+    corpus = prepare([str(tmp_path / "in")], tmp_path / "out")
+    assert [size.documents for size in corpus.splits.values()] == [1, 1, 1]
+    os.rename(folder, os.fsencode(tmp_path) + b"/\xfe")
+    named = [os.fsdecode(os.fsencode(tmp_path) + b"/\xfe")]
+    assert prepare(named, tmp_path / "again").sources == named
+
+
+def test_preparing_needs_no_torch_until_it_writes():
+    program = "import sys, megatron.data.corpus, megatron.data.datasets; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_python_is_prepared_reproducibly(tmp_path, reader):
+    corpus = prepare(["python"], tmp_path / "python")
+    tokenizer = open_tokenizer("bytes")
+    again = prepare(["python"], tmp_path / "again", workers=2)
+    assert contents(again.folder) == contents(corpus.folder)
+    valid = [tokenizer.decode(document[:-1]) for document in reader(corpus.prefix("valid"))]
+    assert sum("def " in text for text in valid) > len(valid) / 2
+    assert sum(size.tokens for size in corpus.splits.values()) > 5_000_000
+    assert corpus.splits["test"].tokens > 100_000

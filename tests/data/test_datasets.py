@@ -1,0 +1,309 @@
+"""Datasets are written by the tests' own writer, with token ids that tell where a token came from."""
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.corpus import prepare
+from megatron.data.datasets import build_datasets, sequence_range, token_stream, vocabulary
+from megatron.data.options import DataOptions
+from megatron.errors import RunError, UserError
+
+
+def numbered(lengths, first=0):
+    """Documents whose tokens are all different: first, first + 1, …"""
+    edges = np.cumsum([first, *lengths])
+    return [list(range(a, b)) for a, b in pairwise(edges)]
+
+
+LENGTHS = [17, 1, 40, 3, 29, 64, 5, 12, 33, 8] * 3  # 636 tokens
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A tokenizer.json with 2,000 words, 1,999 of them ending documents."""
+    import tokenizers as hf
+
+    path = tmp_path / "words.json"
+    ids = {f"w{i}": i for i in range(1999)} | {"</s>": 1999}
+    hf.Tokenizer(hf.models.WordLevel(ids, unk_token="w0")).save(str(path))
+    return {"tokenizer_type": "HFTokenizer", "vocab_file": str(path)}
+
+
+def build(data, *, seq_length=8, train=0, valid=0, test=0, seed=3, cache=None, extend=None):
+    return build_datasets(
+        data,
+        seq_length=seq_length,
+        train_samples=train,
+        valid_samples=valid,
+        test_samples=test,
+        seed=seed,
+        cache=cache,
+        extend_train_to=extend,
+    )
+
+
+def rows(samples):
+    return [samples[i]["tokens"].tolist() for i in range(len(samples))]
+
+
+def test_samples_are_windows_of_shuffled_documents_and_an_epoch_repeats_nothing(dataset, words):
+    data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
+    samples = build(data, train=79).train  # (636 - 1) // 8: one epoch
+    assert len(samples) == 79
+    follows = {}
+    for i in range(79):
+        sample = samples[i]
+        assert {name: (value.shape, value.dtype) for name, value in sample.items()} == {
+            "tokens": ((8,), torch.int64),
+            "labels": ((8,), torch.int64),
+            "loss_mask": ((8,), torch.float32),
+        }
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+        assert sample["loss_mask"].tolist() == [1.0] * 8
+        follows |= dict(zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True))
+    assert len(follows) == 79 * 8  # no token was an input twice
+    inside = [(a, b) for document in numbered(LENGTHS) for a, b in pairwise(document)]
+    assert all(follows.get(a, b) == b for a, b in inside)  # documents are read from left to right
+    begins = {document[0] for document in numbered(LENGTHS)}
+    ends = {document[-1] for document in numbered(LENGTHS)}
+    assert all(b in begins for a, b in follows.items() if a in ends)  # and follow each other whole
+    with pytest.raises(IndexError):
+        samples[79]
+
+
+def test_the_order_follows_from_the_seed(dataset, words):
+    data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
+    first = rows(build(data, train=50).train)
+    assert rows(build(data, train=50).train) == first
+    assert rows(build(data, train=50, seed=4).train) != first
+
+
+@pytest.mark.parametrize("blend", [False, True])
+@pytest.mark.parametrize("began_with", [5, 79, 100, 200])
+def test_extending_keeps_the_order_of_old_and_new_samples(dataset, words, blend, began_with):
+    paths = [dataset("d", numbered(LENGTHS))]
+    if blend:
+        paths.append(dataset("e", numbered([100, 200], first=1000)))
+    data = DataOptions(train_data_paths=paths, train_data_weights=[0.7, 0.3] if blend else [], **words)
+    long = rows(build(data, train=began_with, extend=700).train)
+    for total in (None, began_with + 1, 81, 250, 499):
+        samples = build(data, train=began_with, extend=total).train
+        assert len(samples) == max(began_with, total or 0)
+        assert rows(samples) == long[: len(samples)]
+    assert rows(build(data, train=700).train)[:200] != long[:200]  # which asking for more by itself does not give
+
+
+def test_an_extended_run_sees_everything_equally_often(dataset, words):
+    data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
+    samples = rows(build(data, train=10, extend=79 * 4).train)
+    assert len({tuple(row) for row in samples[:79]}) == 79  # the epoch that was begun is finished first
+    seen = np.bincount(np.ravel(samples), minlength=636)
+    assert seen.min() >= 3  # each of the four epochs leaves out at most a rest of less than one sample
+    assert seen.max() == 4
+
+
+def test_blends_follow_their_weights(dataset, words):
+    paths = [dataset("d", numbered(LENGTHS)), dataset("e", numbered([50, 70], first=1000))]
+    for weights, share in ([[3.0, 1.0], 0.75], [[], 0.5]):
+        data = DataOptions(train_data_paths=paths, train_data_weights=weights, **words)
+        origin = np.array([row[0] < 1000 for row in rows(build(data, train=400).train)])
+        assert origin.mean() == pytest.approx(share, abs=0.01)
+        assert origin[:40].mean() == pytest.approx(share, abs=0.06)  # and are well mixed
+
+
+def test_splits_share_no_document_and_agree_with_the_stream(dataset, words):
+    data = DataOptions(data_path=dataset("d", numbered([20] * 30)), split="8,1,1", **words)
+    built = build(data, train=100, valid=7, test=7)
+    seen = {}
+    for split in ("train", "valid", "test"):
+        stream = token_stream(data, split)
+        first, last = sequence_range("8,1,1", split, 30)
+        assert stream.tolist() == list(range(20 * first, 20 * last))
+        seen[split] = set(np.ravel(rows(getattr(built, split))))
+        assert seen[split] <= set(stream.tolist())
+        assert len(seen[split]) >= min(56, 0.7 * len(stream))
+    assert [len(token_stream(data, split)) for split in seen] == [480, 60, 60]
+    only_train = DataOptions(data_path=data.data_path, split="1", **words)
+    assert build(only_train, train=5, valid=5).valid is None
+
+
+@given(st.lists(st.sampled_from([0, 1, 3, 30, 969, 0.05, 0.9]), min_size=1, max_size=3), st.integers(1, 5000))
+@settings(max_examples=100, deadline=None)
+def test_shares_are_rounded_as_megatron_core_does(numbers, sequences):
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    if sum(numbers) == 0:
+        return
+    text = ",".join(map(str, numbers))
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(text))
+    for i, split in enumerate(("train", "valid", "test")):
+        expected = matrix[i] and tuple(round(edge * float(sequences)) for edge in matrix[i])
+        assert sequence_range(text, split, sequences) == expected
+
+
+def test_streams_of_several_datasets_follow_each_other(dataset, words):
+    paths = [dataset("d", numbered([3, 4])), dataset("e", numbered([5], first=100), dtype="uint16")]
+    data = DataOptions(test_data_paths=paths, **words)
+    assert token_stream(data, "test").tolist() == [*range(7), *range(100, 105)]
+    with pytest.raises(UserError, match="no valid data: valid_data_paths is not given"):
+        token_stream(data, "valid")
+    one = DataOptions(data_path=paths[0], split="1,1,0", **words)
+    with pytest.raises(UserError, match="no test data: data_path's split is '1,1,0'"):
+        token_stream(one, "test")
+
+
+def test_the_token_after_a_document_can_be_left_unscored(dataset, words):
+    eod = 1999
+    path = dataset("d", [[*document, eod] for document in numbered(LENGTHS)])
+    for masked in (False, True):
+        samples = build(DataOptions(train_data_paths=[path], eod_mask_loss=masked, **words), train=60).train
+        for i in range(60):
+            unscored = samples[i]["tokens"] == eod
+            assert torch.equal(samples[i]["loss_mask"], 1 - (unscored & masked).float())
+
+
+def test_writing_into_a_sample_changes_no_other(dataset, words):
+    samples = build(DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words), train=9).train
+    samples[0]["loss_mask"].zero_()
+    assert samples[0]["loss_mask"].tolist() == samples[1]["loss_mask"].tolist() == [1.0] * 8
+
+
+def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words):
+    folder = texts.parent
+    corpus = prepare([str(texts)], folder / "bytes", split=None)
+    prefix = str(corpus.prefix("all"))
+    found = vocabulary(DataOptions(data_path=prefix))
+    assert (found.size, found.name, found.eod) == (257, "bytes", 256)
+    assert vocabulary(DataOptions(data_path=prefix + ".bin", tokenizer_type="bytes")) == found
+    other = prepare([str(texts)], folder / "bpe", split=None, tokenizer="bpe", vocab_size=270)
+    learned = str(other.prefix("all"))
+    assert vocabulary(DataOptions(data_path=learned)).name == other.tokenizer
+    assert vocabulary(DataOptions(data_path=learned, tokenizer_type="HFTokenizer")).size == 270
+    given_file = {"tokenizer_type": "HFTokenizer", "vocab_file": str(folder / "bpe/tokenizer.json")}
+    assert vocabulary(DataOptions(data_path=learned, **given_file)).name == other.tokenizer
+    foreign = dataset("foreign", numbered([30]))
+    assert vocabulary(DataOptions(train_data_paths=[foreign], **words)).eod == 1999
+    for options, message in [
+        ({"train_data_paths": [prefix, learned]}, r"bpe/text_document: made by tokenizer HFTok.*, but .* by bytes"),
+        ({"train_data_paths": [prefix], "valid_data_paths": [learned]}, "made by tokenizer"),
+        ({"data_path": foreign}, r"tokenizer_type: the data have no corpus\.json beside them"),
+        ({"data_path": prefix, **words}, "tokenizer_type: HFTokenizer-.* does not fit the data: .* was made by bytes"),
+        ({"data_path": learned, "tokenizer_type": "bytes"}, "tokenizer_type: bytes does not fit the data"),
+        ({"data_path": learned, **words}, "does not fit the data"),
+        ({"data_path": prefix, "vocab_file": "x"}, "vocab_file: x is given without tokenizer_type"),
+        ({}, "data_path: no data are named"),
+        ({"data_path": prefix, "test_data_paths": [prefix]}, "data_path: cannot stand beside test_data_paths"),
+        ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
+        ({"data_path": str(folder / "bytes")}, r"is a folder; name a dataset in it: .*bytes/text_document"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            vocabulary(DataOptions(**options))
+        assert "\n" not in str(error.value)
+
+
+def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
+    good, short = dataset("good", numbered(LENGTHS)), dataset("short", numbered([5, 3]))
+    large, empty = dataset("large", [[1, 2, 3, 2000] * 9]), dataset("empty", [[], []])
+    os.remove(dataset("half", [[1]]) + ".idx")
+    cut = dataset("cut", numbered(LENGTHS))
+    os.truncate(cut + ".bin", 99)
+    for options, message in [
+        ({"train_data_paths": [short]}, "short has 8 tokens; one sample of seq_length 8 needs 9"),
+        (
+            {"train_data_paths": [large]},
+            r"large has token 2000, but tokenizer HFTok.* has only 2000 tokens: a tokenizer",
+        ),
+        ({"train_data_paths": [empty]}, "train_data_paths: .*empty has no tokens"),
+        ({"train_data_paths": [str(tmp_path / "half")]}, r"train_data_paths: .*half\.idx is missing"),
+        (
+            {"train_data_paths": [good, good], "train_data_weights": [1.0]},
+            "1 weights for 2 datasets of train_data_paths",
+        ),
+        ({"train_data_paths": [good], "train_data_weights": [0.0]}, "every weight must be greater than 0"),
+        ({"data_path": good, "train_data_weights": [1.0]}, "1 weights for 0 datasets of train_data_paths"),
+        ({"data_path": good, "split": "1,-1"}, "split: '1,-1' is not three shares"),
+        ({"data_path": good, "split": "a"}, "split: 'a' is not three shares"),
+        ({"data_path": good, "split": "0.001,1,1"}, r"the train split of .*good has no tokens \(30 documents in all\)"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            build(DataOptions(**options, **words), train=4)
+        assert "\n" not in str(error.value)
+    with pytest.raises(RunError, match=r"cut\.bin: truncated: 99 bytes"):
+        build(DataOptions(train_data_paths=[cut], **words), train=4)
+    with pytest.raises(UserError, match="seed: 4294967296"):
+        build(DataOptions(train_data_paths=[good], **words), train=4, seed=1 << 32)
+
+
+def test_a_token_beyond_the_vocabulary_is_caught_when_it_is_read(dataset, words, monkeypatch):
+    monkeypatch.setattr("megatron.data.indexed.Indexed.largest_token", lambda self: 0)  # as if it were not looked at
+    samples = build(DataOptions(train_data_paths=[dataset("d", [[2000] * 30])], **words), train=3).train
+    with pytest.raises(RunError, match="d: sample 0 has token 2000; the vocabulary has 2000"):
+        samples[0]
+
+
+def test_the_index_is_cached_and_made_anew_for_other_data(dataset, words, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    path = dataset("d", numbered(LENGTHS))
+    data = DataOptions(train_data_paths=[path], **words)
+    in_memory = rows(build(data, train=60).train)
+    assert rows(build(data, train=60, cache=cache).train) == in_memory
+    (folder,) = cache.iterdir()
+    times = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    again = build(DataOptions(train_data_paths=["./d"], **words), train=60, cache=str(cache)).train
+    assert rows(again) == in_memory
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == times
+    dataset("d", numbered([50] * 20))
+    other = build(data, train=60, cache=cache).train
+    assert max(max(row) for row in rows(other)) > 636
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_used_is_named(dataset, words, tmp_path):
+    data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"file: the sample index cannot be written: "):
+        build(data, train=60, cache=tmp_path / "file")
+    build(data, train=60, cache=tmp_path / "cache")
+    for file in (tmp_path / "cache").glob("*/*shuffle_index.npy"):
+        os.truncate(file, 150)
+    with pytest.raises(RunError, match=r"cache.*: a damaged sample index .*; delete the folder"):
+        build(data, train=60, cache=tmp_path / "cache")
+
+
+def _two_processes(rank: int, folder: str, options: dict) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    problems = []
+    for cache in (f"{folder}/cache", f"{folder}/file"):
+        try:
+            built = build(DataOptions(**options), train=30, valid=5, extend=100, cache=cache)
+            Path(f"{folder}/rows{rank}").write_text(json.dumps([rows(built.train), rows(built.valid)]))
+        except RunError as error:
+            problems.append(str(error))
+    Path(f"{folder}/problems{rank}").write_text(json.dumps(problems))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path):
+    paths = [dataset("d", numbered(LENGTHS)), dataset("e", numbered([50, 70], first=1000))]
+    options = {"train_data_paths": paths, "valid_data_paths": paths[:1], **words}
+    (tmp_path / "file").write_text("")
+    torch.multiprocessing.spawn(_two_processes, args=(str(tmp_path), options), nprocs=2)
+    alone = build(DataOptions(**options), train=30, valid=5, extend=100)
+    expected = json.dumps([rows(alone.train), rows(alone.valid)])
+    assert (tmp_path / "rows0").read_text() == (tmp_path / "rows1").read_text() == expected
+    problems = (tmp_path / "problems0").read_text()
+    assert problems == (tmp_path / "problems1").read_text()
+    assert "file: the sample index cannot be written" in problems
+    assert not list((tmp_path / "cache").glob(".*"))

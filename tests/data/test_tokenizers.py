@@ -1,0 +1,148 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.tokenizers import END_OF_DOCUMENT, load_tokenizer, open_tokenizer, train_bpe
+from megatron.errors import UserError
+
+SAMPLE = ["def encode(text):\n    return list(text.encode('utf-8'))\n", "Grüße, 東京!\n", "the the then there\n" * 9]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """One tokenizer of each kind, made here."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    train_bpe(SAMPLE, 300, folder / "tokenizer.json")
+    hf.Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))  # vocab.json, merges.txt
+    (folder / "text").write_text("\n".join(SAMPLE * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "spm"),
+        vocab_size=80,
+        hard_vocab_limit=False,
+        minloglevel=9,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def all_tokenizers(files):
+    return {
+        "bytes": open_tokenizer("bytes"),
+        "HFTokenizer": open_tokenizer("HFTokenizer", files / "tokenizer.json"),
+        "GPT2BPETokenizer": open_tokenizer("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt"),
+        "SPMTokenizer": open_tokenizer("SPMTokenizer", str(files / "spm.model")),
+    }
+
+
+@pytest.mark.parametrize("kind", ["bytes", "HFTokenizer", "GPT2BPETokenizer"])
+def test_decoding_undoes_encoding(all_tokenizers, kind):
+    tokenizer = all_tokenizers[kind]
+
+    @given(st.text(max_size=60))
+    @settings(max_examples=150, deadline=None)
+    def check(text):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(np.array(ids, dtype=np.uint16)) == text
+        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
+def test_batches_encode_as_single_texts_do(all_tokenizers, kind):
+    texts = [*SAMPLE, "", "x", "ß"]
+    batch = all_tokenizers[kind].encode_batch(texts)
+    assert [ids.tolist() for ids in batch] == [all_tokenizers[kind].encode(text) for text in texts]
+
+
+def test_bytes_are_the_utf8_bytes():
+    tokenizer = open_tokenizer("bytes")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (257, 256, "bytes")
+    assert tokenizer.encode("aß") == [97, 0xC3, 0x9F]
+    assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"  # end of document is nothing, half a letter is marked
+
+
+def test_sentencepiece_agrees_with_its_library(all_tokenizers, files):
+    tokenizer, library = all_tokenizers["SPMTokenizer"], sentencepiece.SentencePieceProcessor(str(files / "spm.model"))
+    assert tokenizer.encode("the then there") == library.encode("the then there")
+    assert tokenizer.decode(tokenizer.encode("the then there")) == "the then there"
+    assert tokenizer.eod == library.eos_id()
+    assert tokenizer.vocab_size == library.vocab_size()
+
+
+def test_merges_are_used_and_special_tokens_in_text_follow_neox(all_tokenizers):
+    learned, gpt2 = all_tokenizers["HFTokenizer"], all_tokenizers["GPT2BPETokenizer"]
+    assert len(learned.encode("the then there")) < 14
+    assert learned.encode("a<|endoftext|>")[-1] == learned.eod
+    assert learned.decode([learned.eod]) == "<|endoftext|>"
+    assert gpt2.eod not in gpt2.encode("a<|endoftext|>")
+    assert gpt2.encode("the then there") == learned.encode("the then there")
+
+
+def test_training_is_deterministic_across_processes(tmp_path, files):
+    program = (
+        "import sys; from pathlib import Path; from megatron.data.tokenizers import train_bpe; "
+        f"train_bpe({SAMPLE!r}, 300, Path(sys.argv[1]))"
+    )
+    for threads in ("1", "3"):
+        out = tmp_path / f"{threads}.json"
+        env = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PATH": "", "PYTHONPATH": str(Path.cwd())}
+        subprocess.run([sys.executable, "-c", program, str(out)], check=True, env=env)
+        assert out.read_bytes() == (files / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("eod", END_OF_DOCUMENT)
+def test_the_end_of_documents_is_found_by_its_names(tmp_path, eod):
+    path = tmp_path / "tokenizer.json"
+    hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 5, eod: 3}, unk_token="a")).save(str(path))
+    tokenizer = open_tokenizer("HFTokenizer", path)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (3, 6)  # ids may have gaps
+
+
+def test_names_tell_tokenizers_apart(all_tokenizers, tmp_path, files):
+    assert len({tokenizer.name for tokenizer in all_tokenizers.values()}) == 4
+    all_tokenizers["HFTokenizer"].copy_files(tmp_path)
+    assert open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").name == all_tokenizers["HFTokenizer"].name
+    train_bpe(SAMPLE, 290, tmp_path / "tokenizer.json")
+    assert open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").name != all_tokenizers["HFTokenizer"].name
+
+
+def test_errors_name_what_is_wrong(tmp_path, files):
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{")
+    hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "no-end.json"))
+    for arguments, message in [
+        (("HFTokeniser", broken), r"'HFTokeniser' is unknown \(did you mean 'HFTokenizer'\?\); choose from bytes, HF"),
+        (("HFTokenizer",), "vocab_file: tokenizer HFTokenizer needs its tokenizer.json"),
+        (("HFTokenizer", tmp_path / "none"), "vocab_file: .*none: no such file"),
+        (("HFTokenizer", tmp_path), "is a folder"),
+        (
+            ("HFTokenizer", broken, files / "merges.txt"),
+            r"merge_file: .*merges\.txt: tokenizer HFTokenizer has no such",
+        ),
+        (("HFTokenizer", broken), r"tokenizer\.json: not a tokenizer\.json"),
+        (
+            ("HFTokenizer", tmp_path / "no-end.json"),
+            r"no-end\.json: no token ends a document; looked for <\|endoftext\|>, ",
+        ),
+        (("GPT2BPETokenizer", files / "vocab.json"), r"merge_file: tokenizer GPT2BPETokenizer needs its merges\.txt"),
+        (("GPT2BPETokenizer", broken, files / "merges.txt"), "not GPT-2 vocab and merges"),
+        (("SPMTokenizer", broken), "not a SentencePiece model"),
+        (("bytes", broken), "vocab_file: .*: tokenizer bytes has no such file"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            open_tokenizer(*arguments)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"vocab_size: 256 is too small.*257"):
+        train_bpe(SAMPLE, 256, tmp_path / "small.json")
+    with pytest.raises(UserError, match=r"corpus\.json: no such file"):
+        load_tokenizer(tmp_path)

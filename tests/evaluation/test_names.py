@@ -1,0 +1,48 @@
+"""Method names show what differs from the defaults, and never hide a difference between runs."""
+
+import pytest
+
+from megatron.config.load import load
+from megatron.config.schema import Config
+from megatron.evaluation.names import distinct_names, method_name
+from megatron.model.options import PositionOptions
+
+BASE = ["num_layers=2", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
+
+
+def config(*overrides: str) -> Config:
+    return load([], [*BASE, *overrides]).config
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"pos_emb": "rotary"}, "rotary"),
+        ({"pos_emb": "kerple_log", "score_processor": "cdape"}, "cdape+kerple_log"),
+        ({"pos_emb": "none", "score_processor": "dape"}, "dape+none"),
+        (
+            {"pos_emb": "alibi", "score_processor": "cdape", "score_processor_options": {"width": 16}},
+            "cdape(width=16)+alibi",
+        ),
+        (
+            {"pos_emb": "t5", "pos_emb_per_layer": True, "pos_emb_options": {"num_buckets": 16}},
+            "t5(num_buckets=16, per_layer)",
+        ),
+    ],
+)
+def test_method_name(options: dict, name: str) -> None:
+    assert method_name(PositionOptions(**options)) == name
+
+
+def test_seeds_of_one_method_share_a_name() -> None:
+    runs = [config("pos_emb=rotary", f"seed={seed}", f"save=runs/{seed}") for seed in (1, 2)]
+    assert distinct_names(runs, ["a", "b"]) == ["rotary", "rotary"]
+
+
+def test_runs_that_differ_do_not_share_a_name() -> None:
+    runs = [config("pos_emb=rotary"), config("pos_emb=rotary", "optimizer.params.lr=1e-2"), config("pos_emb=alibi")]
+    assert distinct_names(runs, ["a", "b", "c"]) == ["rotary [a]", "rotary [b]", "alibi"]
+
+
+def test_a_repeated_seed_is_not_a_second_one() -> None:
+    assert distinct_names([config("pos_emb=t5")] * 2, ["a", "b"]) == ["t5 [a]", "t5 [b]"]

@@ -1,0 +1,222 @@
+"""Perplexities against a plain loop: one window, one target at a time, in ordinary Python arithmetic."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron.data.datasets import Vocabulary
+from megatron.errors import RunError, UserError
+from megatron.evaluation.perplexity import default_targets, evaluate, summarize, window_losses
+
+from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
+
+BYTES = Vocabulary(VOCABULARY, "bytes", eod=3)
+STREAM = np.random.default_rng(0).integers(0, VOCABULARY, 203).astype(np.uint16)
+
+
+def one_loss(model: nn.Module, tokens: np.ndarray, label: int) -> float:
+    """−log p(label | tokens), from a forward pass over exactly these tokens."""
+    inputs = torch.tensor(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        if isinstance(model, RunningMean):
+            logits = model.output(model.embedding(inputs).mean(1))[0]
+        else:
+            logits = model(inputs)[0, -1]
+    logits = logits.double()
+    return float(torch.logsumexp(logits, 0) - logits[label])
+
+
+def by_hand(model: nn.Module, ends: list[int], length: int, targets: int) -> list[list[float]]:
+    """Windows whose inputs end before position `end`; the prediction of each target sees the window up to it."""
+    rows = []
+    for end in ends:
+        start = end - length
+        rows.append([one_loss(model, STREAM[start:at], int(STREAM[at])) for at in range(end - targets + 1, end + 1)])
+    return rows
+
+
+@pytest.mark.parametrize(
+    "model",
+    [RunningMean(), tiny_gpt(pos_emb="kerple_log"), tiny_gpt(pos_emb="rotary"),
+     tiny_gpt(pos_emb="alibi", score_processor="cdape", score_processor_options={"width": 3})],
+    ids=["running mean", "kerple_log", "rotary", "cdape on alibi"],
+)  # fmt: skip
+def test_last_equals_a_plain_loop(model: nn.Module) -> None:
+    records = evaluate(loaded(model), STREAM, [27, 5, 9], "last", targets=5, windows=3)
+    # Ends are spread from the first that the longest window allows, 27, to the last token, 202.
+    ends = [27, 27 + 175 // 2, 202]
+    assert [record.length for record in records] == [5, 9, 27]
+    for record in records:
+        losses = by_hand(model, ends, record.length, 5)
+        nll = sum(sum(row) for row in losses) / 15
+        means = [sum(row) / 5 for row in losses]
+        assert record.nll == pytest.approx(nll, abs=2e-6)
+        assert record.perplexity == pytest.approx(math.exp(nll), rel=3e-6)
+        assert record.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(3), rel=1e-4)
+        assert (record.tokens, record.windows, record.targets, record.protocol) == (15, 3, 5, "last")
+    assert len({record.target_digest for record in records}) == 1
+    assert len({record.perplexity for record in records}) == 3
+
+
+def test_nonoverlapping_equals_a_plain_loop(running_mean: RunningMean) -> None:
+    records = evaluate(loaded(running_mean), STREAM, [4, 8, 24], "nonoverlapping")
+    for record in records:
+        # 203 tokens hold 8 spans of 24 with a successor for the last token.
+        losses = [
+            one_loss(running_mean, STREAM[begin:at], int(STREAM[at]))
+            for begin in range(0, 192, record.length)
+            for at in range(begin + 1, begin + record.length + 1)
+        ]
+        assert record.tokens == len(losses) == 192
+        assert record.windows == 192 // record.length
+        assert record.nll == pytest.approx(sum(losses) / 192, abs=2e-6)
+    assert len({record.target_digest for record in records}) == 1
+
+
+def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(running_mean: RunningMean) -> None:
+    for parameter in running_mean.parameters():
+        parameter.data.zero_()
+    (record,) = evaluate(loaded(running_mean), STREAM, [16], "last", targets=8)
+    assert record.perplexity == pytest.approx(VOCABULARY)
+    assert record.stderr == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 20, 65, 10_000])
+def test_batching_changes_nothing_but_the_batches(running_mean: RunningMean, batch_tokens: int) -> None:
+    starts = np.arange(0, 180, 18)
+    losses = window_losses(running_mean, STREAM, starts, 20, 7, batch_tokens=batch_tokens)
+    assert losses == pytest.approx(np.array(by_hand(running_mean, (starts + 20).tolist(), 20, 7)), abs=2e-6)
+    assert all(count * 20 <= max(batch_tokens, 20) for count, _ in running_mean.batches)
+    assert sum(count for count, _ in running_mean.batches) == 10
+
+
+def test_too_little_memory_takes_smaller_batches(running_mean: RunningMean) -> None:
+    whole = running_mean.forward
+
+    def small_memory(tokens: torch.Tensor, **rest: Any) -> torch.Tensor:
+        if len(tokens) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return whole(tokens, **rest)
+
+    starts = np.arange(0, 180, 18)
+    expected = window_losses(running_mean, STREAM, starts, 20, 7)
+    running_mean.forward = small_memory  # type: ignore[method-assign]
+    assert np.allclose(window_losses(running_mean, STREAM, starts, 20, 7), expected, atol=1e-6)
+
+    def no_memory(tokens: torch.Tensor, **rest: Any) -> torch.Tensor:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    running_mean.forward = no_memory  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="length 20: one window does not fit"):
+        window_losses(running_mean, STREAM, starts, 20, 7)
+
+
+def test_other_errors_are_not_taken_for_memory(running_mean: RunningMean) -> None:
+    running_mean.output = nn.Linear(5, 3)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        window_losses(running_mean, STREAM, np.array([0]), 20, 7)
+
+
+def test_tokens_after_a_document_end_are_left_out_if_training_left_them_out(running_mean: RunningMean) -> None:
+    eod = BYTES.eod
+    (masked,) = evaluate(loaded(running_mean, eod_mask_loss=True), STREAM, [8], "last", 8, 20, vocabulary=BYTES)
+    (whole,) = evaluate(loaded(running_mean), STREAM, [8], "last", 8, 20, vocabulary=BYTES)
+    ends = [8 + i * 194 // 19 for i in range(20)]
+    losses = np.array(by_hand(running_mean, ends, 8, 8))
+    before = np.array([[STREAM[at - 1] for at in range(end - 7, end + 1)] for end in ends])
+    assert (before == eod).sum() > 0
+    assert masked.tokens == (before != eod).sum()
+    assert masked.nll == pytest.approx(losses[before != eod].mean(), abs=2e-6)
+    assert (whole.tokens, whole.nll) == (160, pytest.approx(losses.mean(), abs=2e-6))
+    assert masked.target_digest != whole.target_digest
+
+
+def test_bits_per_byte_counts_bytes_not_document_ends(running_mean: RunningMean) -> None:
+    eod = BYTES.eod
+    (record,) = evaluate(loaded(running_mean), STREAM, [8], "last", 8, 20, vocabulary=BYTES)
+    ends = [8 + i * 194 // 19 for i in range(20)]
+    scored = np.array([[STREAM[at] for at in range(end - 7, end + 1)] for end in ends])
+    assert record.bits_per_byte == pytest.approx(record.nll * 160 / math.log(2) / (scored != eod).sum())
+    other = Vocabulary(VOCABULARY, "HFTokenizer-0123", eod)
+    assert evaluate(loaded(running_mean), STREAM, [8], "last", 8, 20, vocabulary=other)[0].bits_per_byte is None
+
+
+def test_the_same_model_gives_the_same_numbers_twice() -> None:
+    model = loaded(tiny_gpt(pos_emb="t5"))
+    first, second = (evaluate(model, STREAM, [8, 32]) for _ in range(2))
+    changing = {"date", "seconds"}
+    assert [r.model_dump(exclude=changing) for r in first] == [r.model_dump(exclude=changing) for r in second]
+
+
+def test_chunked_attention_gives_the_same_perplexity() -> None:
+    options = {"pos_emb": "kerple_log", "score_processor": "cdape"}
+    eager, chunked = tiny_gpt(**options), tiny_gpt(**options)
+    for layer in chunked.decoder.layers:
+        from megatron.model.backends.chunked import Chunked
+
+        layer.self_attention.core_attention.backend = Chunked(5)
+    expected, found = (evaluate(loaded(model), STREAM, [8, 64], windows=4) for model in (eager, chunked))
+    assert [r.nll for r in found] == pytest.approx([r.nll for r in expected], abs=1e-5)
+
+
+def test_progress_ends_at_the_whole(running_mean: RunningMean) -> None:
+    calls: list[tuple[int, float, float]] = []
+    report = lambda *call: calls.append(call)  # noqa: E731
+    evaluate(loaded(running_mean), STREAM, [8, 16, 32], windows=5, progress=report, batch_tokens=32)
+    done = [call[1] for call in calls]
+    assert done == sorted(done)
+    assert done[-1] == pytest.approx(calls[-1][2])
+    # A forward pass is a third of forward and backward: Σ windows · T · (3 T) / 3.
+    assert [call[2] for call in calls] == pytest.approx([5 * (8 * 8 + 16 * 16 + 32 * 32)] * len(calls))
+    assert [call[0] for call in calls] == sorted(call[0] for call in calls)
+
+
+def test_what_a_record_says() -> None:
+    model = tiny_gpt(pos_emb="kerple_log", score_processor="cdape", score_processor_options={"kernel_size": 5})
+    position = {"score_processor": "cdape", "score_processor_options": {"kernel_size": 5}, "pos_emb": "kerple_log"}
+    (record,) = evaluate(loaded(model, **position), STREAM, [16])
+    assert record.method == record.position == "cdape(kernel_size=5)+kerple_log"
+    assert (record.train_length, record.length, record.seed) == (8, 16, 7)
+    assert record.parameters == sum(p.numel() for p in model.parameters())
+    assert (record.dtype, record.device) == ("float32", "cpu")
+
+
+def test_a_loss_that_is_not_finite_is_an_error(running_mean: RunningMean) -> None:
+    running_mean.output.bias.data[0] = math.nan
+    with pytest.raises(RunError, match="rotary: the loss at length 8 is nan"):
+        evaluate(loaded(running_mean), STREAM, [8])
+
+
+def test_positions_past_a_table_are_refused() -> None:
+    with pytest.raises(UserError, match="learned positions end at 8"):
+        evaluate(loaded(tiny_gpt(pos_emb="learned"), pos_emb="learned"), STREAM, [8, 16])
+
+
+def test_summarize_against_the_formula_for_equal_blocks() -> None:
+    losses = np.random.default_rng(1).normal(2, 1, (11, 6))
+    summary = summarize(losses)
+    means = losses.mean(1)
+    assert summary.nll == pytest.approx(losses.mean())
+    assert summary.stderr == pytest.approx(means.std(ddof=1) / math.sqrt(11))
+    assert summarize(losses[:1]).stderr is None
+
+
+def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
+    generator = np.random.default_rng(2)
+    means, errors = [], []
+    for _ in range(400):
+        blocks = generator.normal(0, 1, (32, 1)) + generator.normal(0, 0.5, (32, 8))  # tokens of a block are alike
+        counted = generator.random((32, 8)) < 0.8
+        summary = summarize(blocks, counted)
+        means.append(summary.nll)
+        errors.append(summary.stderr)
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.12)
+
+
+def test_default_targets() -> None:
+    assert default_targets(64, [64, 2048], "last") == 64
+    assert default_targets(64, [32, 2048], "last") == 32

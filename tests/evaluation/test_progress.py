@@ -1,0 +1,84 @@
+"""Time estimates against a clock that the test turns."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megatron.evaluation.progress import Job, Meter, duration, seconds_left
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_is_claimed_before_anything_is_measured() -> None:
+    assert seconds_left([Job("a", "train", 10)]) is None
+    assert seconds_left([]) == 0
+
+
+def test_a_job_is_estimated_by_its_own_speed_then_its_kind_then_any() -> None:
+    done = Job("a", "train", 100, done=100, seconds=50)  # 2 per second
+    running = Job("b", "train", 100, done=20, seconds=40)  # 0.5 per second
+    waiting = Job("c", "train", 60)  # as a and b together: 120 in 90 s
+    other = Job("d", "evaluate", 30)  # as all: the same 120 in 90 s
+    assert seconds_left([done, running, waiting, other]) == pytest.approx(80 / 0.5 + 60 * 90 / 120 + 30 * 90 / 120)
+    measured = Job("e", "evaluate", 10, done=10, seconds=1)
+    assert seconds_left([done, running, waiting, other, measured]) == pytest.approx(160 + 45 + 30 / 10)
+
+
+def test_the_meter_measures_and_speaks_now_and_then() -> None:
+    clock, out = Clock(), io.StringIO()
+    jobs = [Job("first", "train", 100), Job("second", "train", 300)]
+    with Meter(Console(file=out, width=200), jobs, clock=clock, interval=15) as meter:
+        meter.begin(jobs[0], "starting")
+        for _ in range(10):
+            clock.now += 2
+            meter.update(jobs[0].done + 10, f"step {jobs[0].done:.0f}")
+        meter.finish()
+        meter.begin(jobs[1])
+        clock.now += 30
+        meter.update(150)
+        meter.say("a [line] of text")
+    assert (jobs[0].seconds, jobs[1].seconds) == (20, 30)
+    assert out.getvalue().splitlines() == [
+        "first: starting (estimating the time left)",
+        "first: step 70 (about 1 min 04 s left)",
+        "second (about 1 min 00 s left)",
+        "second (about 30 s left)",
+        "a [line] of text",
+    ]
+
+
+def test_starting_up_does_not_count_for_the_speed() -> None:
+    job = Job("a", "train", 100)
+    for done, seconds in ((0, 5), (10, 20), (30, 24)):  # 15 s or more of starting, then 5 per second
+        job.advance(done, seconds)
+    assert seconds_left([job]) == pytest.approx(70 / 5)
+
+
+def test_a_skipped_job_says_nothing_about_speed() -> None:
+    jobs = [Job("first", "train", 100), Job("second", "train", 100, done=50, seconds=10)]
+    Meter(None, jobs).skip(jobs[0])
+    assert seconds_left(jobs) == 10
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    out, jobs = io.StringIO(), [Job("first", "train", 100)]
+    with Meter(Console(file=out, width=100, force_terminal=True), jobs) as meter:
+        meter.begin(jobs[0])
+        meter.update(40, "step [4]")
+        meter._bar.refresh()
+    assert "first: step [4]" in out.getvalue()
+    assert "left" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7444, "2 h 04 min")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

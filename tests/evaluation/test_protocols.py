@@ -1,0 +1,88 @@
+"""Every length is scored on the same targets, none twice, with exactly the context that the protocol says."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron.errors import UserError
+from megatron.evaluation.protocols import make_plan
+
+lengths = st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=4)
+
+
+@given(lengths=lengths, stream=st.integers(2, 400), targets=st.integers(1, 12), windows=st.none() | st.integers(1, 9))
+def test_last(lengths: list[int], stream: int, targets: int, windows: int | None) -> None:
+    assume(targets <= min(lengths))
+    assume(stream > max(lengths))
+    try:
+        plan = make_plan(stream, lengths, "last", targets=targets, windows=windows)
+    except UserError:
+        assert windows is not None
+        assert max(lengths) + (windows - 1) * targets > stream - 1  # refused only where they do not fit
+        return
+    assert plan.lengths == tuple(sorted(set(lengths)))
+    reference = plan.target_positions(plan.lengths[0])
+    assert reference.shape == (plan.blocks, targets)
+    assert len(np.unique(reference)) == reference.size  # no token counts twice
+    for length in plan.lengths:
+        starts = plan.starts[length]
+        assert starts.min() >= 0
+        assert (starts + length).max() <= stream - 1  # the last label is a token of the stream
+        # By hand: the window's labels are positions start + 1 … start + length; the last ones are scored.
+        by_hand = [[s + length - targets + 1 + i for i in range(targets)] for s in starts.tolist()]
+        assert plan.target_positions(length).tolist() == by_hand == reference.tolist()
+    if windows is not None:
+        assert plan.blocks == windows
+
+
+@given(lengths=lengths, stream=st.integers(2, 2000))
+def test_nonoverlapping(lengths: list[int], stream: int) -> None:
+    span = math.lcm(*lengths)
+    assume(stream > max(lengths))
+    if stream <= span:
+        with pytest.raises(UserError, match="multiples of"):
+            make_plan(stream, lengths, "nonoverlapping", targets=1)
+        return
+    plan = make_plan(stream, lengths, "nonoverlapping", targets=1)
+    scored = (stream - 1) // span * span
+    for length in plan.lengths:
+        assert plan.windows(length) == scored // length
+        assert plan.scored[length] == length
+        # The targets are positions 1, 2, 3, … of the stream, each once and in order, whatever the length.
+        assert plan.target_positions(length).ravel().tolist() == list(range(1, scored + 1))
+
+
+def test_windows_spread_over_the_whole_stream() -> None:
+    plan = make_plan(1001, [10, 100], "last", targets=10, windows=4)
+    assert (plan.starts[100] + 100).tolist() == [100, 400, 700, 1000]
+    assert plan.starts[10].tolist() == [90, 390, 690, 990]
+
+
+def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
+    plan = make_plan(1000, [8, 32], "nonoverlapping", targets=1, windows=3)
+    assert (plan.windows(32), plan.windows(8), plan.blocks) == (3, 12, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stream_length": 2048, "lengths": [64, 2048]}, r"has 2,048 tokens, too few .* 2,048 needs 2,049"),
+        ({"stream_length": 999, "lengths": []}, "none given"),
+        ({"stream_length": 999, "lengths": [0]}, "0 is not a length"),
+        ({"stream_length": 999, "lengths": [32]}, "32 is shorter than the 64 targets"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "sliding"}, "choose one of last, nonoverlapping"),
+        ({"stream_length": 999, "lengths": [64], "windows": 0}, "at least 1"),
+        ({"stream_length": 999, "lengths": [64], "windows": 99}, "enough for 15 windows of 64 targets"),
+        ({"stream_length": 999, "lengths": [64], "targets": 0}, "targets = 0"),
+        ({"stream_length": 70, "lengths": [6, 64], "protocol": "nonoverlapping"}, "multiples of 192"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "nonoverlapping", "windows": 16}, "enough for 15 windows"),
+        ({"stream_length": 999, "lengths": [4, 6], "protocol": "nonoverlapping", "windows": 3}, "groups of 2"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(arguments: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        make_plan(**{"targets": 64, **arguments})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,126 @@
+"""Records survive their files, and files that hold no records are refused in one line."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import RunError, UserError
+from megatron.evaluation import records
+from megatron.evaluation.records import Record
+
+MINIMAL = {
+    "method": "rotary",
+    "train_length": 64,
+    "length": 128,
+    "protocol": "last",
+    "perplexity": 5.5,
+    "tokens": 4096,
+    "seed": 1234,
+}
+
+numbers = st.floats(min_value=1e-6, max_value=1e300)
+counts = st.integers(min_value=1, max_value=2**53)
+text = st.text(min_size=1, max_size=20)
+any_record = st.builds(
+    Record,
+    method=text,
+    train_length=counts,
+    length=counts,
+    protocol=text,
+    perplexity=numbers,
+    tokens=counts,
+    seed=st.integers(min_value=0, max_value=2**32),
+    nll=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    stderr=st.none() | numbers,
+    dataset=st.none() | st.text(),
+    windows=st.none() | counts,
+)
+
+
+@given(found=st.lists(any_record, max_size=4))
+def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, found: list[Record]) -> None:
+    path = tmp_path_factory.mktemp("records") / "deep" / "results.json"
+    records.write(path, found)
+    assert records.read(path) == found
+    assert isinstance(json.loads(path.read_text(encoding="utf-8")), list)
+
+
+def test_the_file_has_the_promised_fields(tmp_path: Path) -> None:
+    path = records.write(tmp_path / "results.json", [Record(**MINIMAL)])
+    assert json.loads(path.read_text()) == [MINIMAL]
+
+
+def test_writing_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    records.write(path, [Record(**MINIMAL)] * 3)
+    records.write(path, [Record(**MINIMAL)])
+    assert len(records.read(path)) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_csv_has_a_column_per_field(tmp_path: Path) -> None:
+    path = records.write_csv(tmp_path / "results.csv", [Record(**MINIMAL), Record(**MINIMAL, nll=1.5, dataset="a,b")])
+    rows = list(csv.DictReader(path.open(encoding="utf-8")))
+    assert [row["nll"] for row in rows] == ["", "1.5"]
+    assert rows[1]["dataset"] == "a,b"
+    assert set(rows[0]) == set(Record.model_fields)
+
+
+def test_interval_is_symmetric_in_nats() -> None:
+    low, high = Record(**{**MINIMAL, "perplexity": math.e}, stderr=0.5).interval
+    assert (math.log(low), math.log(high)) == pytest.approx((1 - 0.98, 1 + 0.98))
+    assert Record(**MINIMAL).interval is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "should be a list of records, is an object"),
+        ("[1]", "record 1 should be an object, is a number"),
+        ("[{]", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (json.dumps([MINIMAL, {**MINIMAL, "lenght": 1}]), "record 2 has an unknown field lenght; did you mean length?"),
+        (json.dumps([{k: v for k, v in MINIMAL.items() if k != "seed"}]), "record 1 lacks seed"),
+        (json.dumps([{**MINIMAL, "perplexity": "5"}]), "record 1: perplexity = '5'"),
+        (json.dumps([{**MINIMAL, "length": 0}]), "record 1: length = 0"),
+        (json.dumps([MINIMAL]).replace("5.5", "NaN"), "record 1: perplexity = nan"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        records.read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        records.read(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        records.read(tmp_path / "binary")
+    with pytest.raises(UserError, match="is a folder"):
+        records.write(tmp_path, [])
+    with pytest.raises(UserError, match="cannot be written"):
+        records.write(tmp_path / "binary" / "results.json", [])
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = records.write(tmp_path / "results.json", [Record(**MINIMAL)])
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(RunError, match="No space left"):
+        records.write(path, [])
+    assert len(records.read(path)) == 1
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,102 @@
+"""The report stands alone: well formed, everything embedded, everything escaped, every number from the records."""
+
+import base64
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.evaluation import plots, report
+from megatron.evaluation.records import Record
+
+from .conftest import record
+
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and gathers text, sources and links."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+        self.feed(content)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attributes if name in ("src", "href")]
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.stack:
+            self.text += data
+
+
+def test_it_stands_alone_and_embeds_the_plot(story: list[Record], tmp_path: Path) -> None:
+    path = report.write(tmp_path / "deep" / "report.html", story)
+    content = path.read_text(encoding="utf-8")
+    page = Page(content)
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    assert "http" not in content
+    assert "url(" not in content
+    (source,) = page.sources
+    assert source.startswith("data:image/png;base64,")
+    assert base64.b64decode(source.split(",")[1], validate=True) == plots.png(story)
+
+
+def test_it_says_what_was_measured(story: list[Record]) -> None:
+    known = {
+        "targets": 64, "windows": 61, "dataset": "data/python/test_text_document", "tokenizer": "bytes", "step": 500,
+        "bits_per_byte": 2.3, "parameters": 861_234, "machine": "Linux, 2 threads", "software": "torch 2.13.0",
+        "train_tokens": 1_024_000, "position": "cdape(width=16)+kerple_log", "backend": "chunked", "dtype": "float32",
+        "date": "2025-01-02T03:04:05+00:00", "device": "cpu", "seconds": 1.5,
+    }  # fmt: skip
+    text = Page(report.render([r.model_copy(update=known) for r in story], title="A & B")).text
+    for part in (
+        *("A & B", "Only the last 64 tokens", "the same 61 places", "the same 4,096 tokens", "861,234"),
+        *("data/python/test_text_document", "1,024,000", "cdape(width=16)+kerple_log", "chunked, float32, 4.5 s"),
+        *("Linux, 2 threads", "torch 2.13.0", "2025-01-02T03:04:05+00:00", "cdape 4.87 (-2% from 64 tokens)"),
+        *("rotary 29.75 (+467% from 64 tokens)", "29.75", "4.96*"),
+    ):
+        assert part in text, part
+
+
+def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
+    summary = re.search(r"perplexity at 2,048 tokens.*?\.\s*\n", Page(report.render(story)).text).group()
+    assert summary.index("cdape") < summary.index("kerple_log") < summary.index("rotary")
+
+
+def test_records_with_required_fields_only(story: list[Record]) -> None:
+    bare = Record(method="x", train_length=64, length=64, protocol="mine", perplexity=5.0, tokens=10, seed=0)
+    assert "Protocol mine" in Page(report.render([bare])).text
+    with pytest.raises(UserError, match="no records"):
+        report.render([])
+
+
+def test_nothing_from_outside_becomes_markup() -> None:
+    evil = "</td><script>alert(1)</script>"
+    hostile = record(evil, 64, 5.0, dataset=evil, position=evil, machine=evil, run=evil, tokenizer=evil)
+    page = Page(report.render([hostile], title=evil, configurations={evil: evil}))
+    assert "script" not in page.tags
+    assert page.text.count("alert(1)") >= 7
+    # Template's own placeholder sign is harmless too.
+    assert "$plot" in Page(report.render([record("$plot", 64, 5.0)])).text
+
+
+def test_configurations_are_folded(story: list[Record]) -> None:
+    page = Page(report.render(story, configurations={"rotary.yml": "pos_emb: rotary\n"}))
+    assert "details" in page.tags
+    assert "pos_emb: rotary" in page.text
+    assert "details" not in Page(report.render(story)).tags

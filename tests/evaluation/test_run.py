@@ -1,0 +1,239 @@
+"""Evaluating runs from their folders: what is compared, on what, what is written, what is refused before any work."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.weights import write_weights
+from megatron.config.load import load
+from megatron.data.corpus import prepare
+from megatron.data.datasets import token_stream
+from megatron.errors import UserError
+from megatron.evaluation import records
+from megatron.evaluation.perplexity import evaluate
+from megatron.evaluation.run import evaluate_runs, find_device, machine, parse_lengths, software
+from megatron.model.build import build_model
+
+SHAPE = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
+DATA = [f"{split}_data_paths=[corpus/{split}_text_document]" for split in ("train", "valid", "test")]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a corpus."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(100)))
+    prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
+    return tmp_path
+
+
+def make_run(name: str, *overrides: str, data: list[str] = DATA, tokenizer: str = "bytes", step: int = 5) -> Path:
+    """A run folder with random weights, made without training."""
+    config = load([], [*SHAPE, *data, f"save={name}", "pos_emb=rotary", *overrides]).config
+    model = build_model(config.model, config.position, 257, seed=config.training.seed)
+    checkpoint = Path(name) / "checkpoints" / f"step_{step:07d}"
+    checkpoint.mkdir(parents=True)
+    config.save(checkpoint / "config.yml")
+    vocabulary = {"size": 257, "name": tokenizer}
+    Progress(step=step, consumed_tokens=step * 32, vocabulary=vocabulary).write(checkpoint)
+    weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    write_weights(weights, checkpoint / "model.safetensors", {})
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    return Path(name)
+
+
+def test_runs_side_by_side(place: Path) -> None:
+    make_run("runs/a", "pos_emb=rotary")
+    make_run("runs/b", "pos_emb=alibi", "score_processor=cdape")
+    out = io.StringIO()
+    found = evaluate_runs(
+        ["runs/a", "runs/b"], "1x,32", windows=6, output="results", console=Console(file=out, width=150)
+    )
+    assert [(r.method, r.length) for r in found] == [
+        ("rotary", 8), ("rotary", 32), ("cdape+alibi", 8), ("cdape+alibi", 32),
+    ]  # fmt: skip
+    assert len({r.target_digest for r in found}) == 1
+    for r in found:
+        assert (r.tokens, r.windows, r.step, r.train_tokens, r.dataset) == (48, 6, 5, 160, "corpus/test_text_document")
+        assert (r.tokenizer, r.backend, r.machine, r.software) == ("bytes", "auto", machine(), software())
+    # The same as scoring the loaded model directly.
+    loaded = load_model("runs/b")
+    direct = evaluate(loaded, token_stream(loaded.config.data, "test"), [8, 32], windows=6)
+    assert [r.perplexity for r in found[2:]] == [r.perplexity for r in direct]
+
+    assert records.read("results/results.json") == found
+    rows = csv.DictReader(Path("results/results.csv").read_text().splitlines())
+    assert [float(row["perplexity"]) for row in rows] == [r.perplexity for r in found]
+    assert Path("results/results.png").read_bytes().startswith(b"\x89PNG")
+    assert not Path("runs/a/results.json").exists()
+    said = out.getvalue()
+    assert "rotary seed 1234: loading" in said
+    assert f"{found[1].perplexity:,.1f}" in said
+    assert "written: results/results.json" in said
+
+
+def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place: Path) -> None:
+    run = make_run("runs/a", "pos_emb=t5")
+    evaluate_runs([run], [8, 16])
+    assert len(records.read(run / "results.json")) == 2
+    before = (run / "results.json").read_text()
+    out = io.StringIO()
+    evaluate_runs([run / "checkpoints" / "step_0000005"], [8], console=Console(file=out))
+    assert (run / "results.json").read_text() == before
+    assert "--output" in out.getvalue()
+
+
+def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None:
+    for seed in (1, 2):
+        make_run(f"runs/{seed}", "pos_emb=rotary", f"seed={seed}")
+    make_run("runs/wide", "pos_emb=rotary", "intermediate_size=8")
+    found = evaluate_runs(["runs/1", "runs/2"], [8])
+    assert [(r.method, r.seed) for r in found] == [("rotary", 1), ("rotary", 2)]
+    found = evaluate_runs(["runs/1", "runs/wide"], [8])
+    assert [r.method for r in found] == ["rotary [runs/1]", "rotary [runs/wide]"]
+
+
+def test_which_text_is_scored(place: Path) -> None:
+    make_run("runs/valid", data=DATA[:2])
+    (found,) = evaluate_runs(["runs/valid"], [8])
+    assert found.dataset == "corpus/valid_text_document"
+    (other,) = evaluate_runs(["runs/valid"], [8], data="corpus/train_text_document")
+    assert other.dataset == "corpus/train_text_document"
+    assert other.target_digest != found.target_digest
+    (folder,) = evaluate_runs(["runs/valid"], [8], data="corpus")
+    assert folder.dataset == "corpus/test_text_document"
+
+    prepare(["text.txt"], "whole", split=None)
+    shares = ["data_path=whole/text_document", "split=1,0,0"]
+    make_run("runs/train_only", data=shares)
+    with pytest.raises(UserError, match=r"runs/train_only: its configuration names no test or valid data; .*--data"):
+        evaluate_runs(["runs/train_only"], [8])
+    (lines := Path("lines")).mkdir()
+    for i in range(40):
+        (lines / f"{i}.txt").write_text(f"{i} and some more text in document {i}\n")
+    prepare(["lines"], "many", split=None)
+    make_run("runs/shares", data=["data_path=many/text_document", "split=8,1,1"])
+    (found,) = evaluate_runs(["runs/shares"], [8])
+    assert found.dataset == "many/text_document (test of 8,1,1)"
+
+
+def test_equal_text_under_two_names_is_the_same_text(place: Path) -> None:
+    make_run("runs/a")
+    prepare(["text.txt"], "copy", split=(0.4, 0.3, 0.3))
+    make_run("runs/b", data=[text.replace("corpus", "copy") for text in DATA])
+    found = evaluate_runs(["runs/a", "runs/b"], [8])
+    assert len({r.target_digest for r in found}) == 1
+
+
+def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_work(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    make_run("runs/a")
+    make_run("runs/learned", "pos_emb=learned")
+    make_run("runs/valid", data=DATA[:2])
+    make_run("runs/long", "seq_length=16")
+    make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
+    make_run("runs/cdape", "pos_emb=alibi", "score_processor=cdape")
+    monkeypatch.setattr("megatron.evaluation.run.load_model", no_work)
+    for runs, options, message in (
+        ([], {}, "no run given"),
+        (["runs/none"], {}, "runs/none: no such folder"),
+        (["corpus"], {}, "corpus: no checkpoint in it"),
+        (["runs/a", "./runs/a"], {}, "the same checkpoint is given twice: runs/a, ./runs/a"),
+        (["runs/a", "runs/learned"], {"lengths": [8, 16]}, "runs/learned: pos_emb learned ends at 8 positions"),
+        (["runs/a", "runs/valid"], {"lengths": [8]}, "name one text for all with --data"),
+        (["runs/a", "runs/long"], {}, "trained at different ones (8, 16)"),
+        (["runs/a", "runs/long"], {"lengths": "2x"}, "2x is ambiguous"),
+        (["runs/foreign"], {"lengths": [8]}, "made by tokenizer bytes, but runs/foreign was trained with HFTokenizer"),
+        (["runs/a"], {"lengths": [8, 1 << 20]}, "too few for the largest length: 1,048,576"),
+        (["runs/a"], {"lengths": []}, "lengths: none given"),
+        (["runs/a"], {"lengths": [4], "targets": 8}, "4 is shorter than the 8 targets"),
+        (["runs/a"], {"lengths": [8], "protocol": "sliding"}, "choose one of last, nonoverlapping"),
+        (["runs/a"], {"lengths": [8], "backend": "fast"}, "backend = 'fast': choose one of auto, eager"),
+        (["runs/a", "runs/cdape"], {"lengths": [8], "backend": "sdpa"}, "attention_backend 'sdpa'"),
+        (["runs/a"], {"lengths": [8], "precision": "fp8"}, "choose one of auto, fp32, bf16, fp16"),
+        (["runs/a"], {"lengths": [8], "precision": "fp16", "device": "cpu"}, "needs a GPU"),
+        (["runs/a"], {"lengths": [8], "data": "nowhere"}, "nowhere"),
+        (["runs/a"], {"lengths": [8], "output": "text.txt/x"}, "text.txt/x: cannot be made"),
+    ):
+        with pytest.raises(UserError) as caught:
+            evaluate_runs(runs, **options)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_failure_keeps_the_runs_before_it(place: Path) -> None:
+    from megatron.errors import RunError
+
+    make_run("runs/a", "pos_emb=rotary")
+    broken = make_run("runs/b", "pos_emb=alibi")
+    weights = broken / "checkpoints" / "step_0000005" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(RunError):
+        evaluate_runs(["runs/a", "runs/b"], [8], output="results")
+    assert [r.method for r in records.read("results/results.json")] == ["rotary"]
+
+
+def test_bfloat16_weights_are_asked_for_by_name(place: Path) -> None:
+    run = make_run("runs/a", "pos_emb=kerple_log")
+    (exact,) = evaluate_runs([run], [16])
+    (rounded,) = evaluate_runs([run], [16], precision="bf16")
+    assert (exact.dtype, rounded.dtype) == ("float32", "bfloat16")
+    assert rounded.perplexity != exact.perplexity
+    assert rounded.perplexity == pytest.approx(exact.perplexity, rel=0.02)
+
+
+def test_chunked_backend_by_name(place: Path) -> None:
+    run = make_run("runs/a", "pos_emb=kerple_log", "attention_chunk_rows=5")
+    (auto,) = evaluate_runs([run], [40])
+    (chunked,) = evaluate_runs([run], [40], backend="chunked")
+    assert chunked.backend == "chunked"
+    assert chunked.perplexity == pytest.approx(auto.perplexity, rel=1e-5)
+
+
+def test_records_are_plain_json(place: Path) -> None:
+    run = make_run("runs/a")
+    evaluate_runs([run], [8])
+    (item,) = json.loads((run / "results.json").read_text())
+    assert {"method", "train_length", "length", "protocol", "perplexity", "tokens", "seed"} <= set(item)
+    assert item["bits_per_byte"] == pytest.approx(np.log2(item["perplexity"]), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [("128,256", [128, 256]), ("2x, 1x,1.5x", [8, 12, 16]), ("4×", [32]), ("1_024,8,8", [8, 1024]), (None, None)],
+)
+def test_parse_lengths(text: str | None, lengths: list[int] | None) -> None:
+    assert parse_lengths(text, [8, 8]) == (lengths or [8, 16, 32, 64, 128, 256])
+
+
+@pytest.mark.parametrize("text", ["", "8,", "x", "-8", "0", "0.3x", "1e99999x", "8.0", "nanx", "infx", "9" * 30])
+def test_lengths_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="is not a length"):
+        parse_lengths(text, [8])
+
+
+def test_devices() -> None:
+    assert find_device("cpu") == torch.device("cpu")
+    assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("tpu", "cuda:x", "cuda:99"):
+        with pytest.raises(UserError, match="device = "):
+            find_device(name)
+
+
+def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
+    run = make_run("runs/a")
+    checkpoint = run / "checkpoints" / "step_0000005"
+    replace(Progress.read(checkpoint), vocabulary=None).write(checkpoint)
+    with pytest.raises(Exception, match="says nothing of the vocabulary"):
+        evaluate_runs([run], [8])

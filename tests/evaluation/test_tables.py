@@ -1,0 +1,137 @@
+"""The numbers of a table against arithmetic by hand, in every form it is shown in."""
+
+import io
+import statistics
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from megatron.evaluation import tables
+from megatron.evaluation.records import Record
+
+from .conftest import record
+
+
+def shown(records: list[Record], **options: object) -> str:
+    console = Console(file=io.StringIO(), **options)  # type: ignore[arg-type]
+    tables.show(console, records)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_rows_and_columns(story: list[Record]) -> None:
+    (layout,) = tables.layouts(list(reversed(story)))
+    assert layout.methods == ("cdape", "kerple_log", "rotary")  # in the order of the records
+    assert layout.lengths == (64, 512, 2048)
+    assert layout.heads() == [("1×", "64"), ("8×", "512"), ("32×", "2,048")]
+
+
+def test_the_smallest_of_each_column_is_best(story: list[Record]) -> None:
+    swapped = [r for r in story if (r.method, r.length) != ("rotary", 64)] + [record("rotary", 64, 4.0)]
+    (layout,) = tables.layouts(swapped)
+    best = {(method, length) for (method, length), cell in layout.cells.items() if cell.best}
+    assert best == {("rotary", 64), ("cdape", 512), ("cdape", 2048)}
+
+
+def test_a_lone_method_is_not_best(story: list[Record]) -> None:
+    (layout,) = tables.layouts([r for r in story if r.method == "rotary"])
+    assert not any(cell.best for cell in layout.cells.values())
+
+
+def test_plain_text_is_aligned_and_marked(story: list[Record]) -> None:
+    (layout,) = tables.layouts(story)
+    assert tables.plain(layout).splitlines() == [
+        "Perplexity, trained at 64 tokens, protocol last",
+        "method        1×      8×     32×",
+        "              64     512   2,048",
+        "rotary      5.25   12.50   29.75",
+        "kerple_log  5.50    5.45    5.43",
+        "cdape       4.96*   4.90*   4.87*",
+        "4,096 tokens scored at every length; * best of its column",
+    ]
+
+
+def test_markdown(story: list[Record]) -> None:
+    (layout,) = tables.layouts([*story, record("a|b", 64, 7.0)])
+    lines = tables.markdown(layout).splitlines()
+    assert lines[:3] == [
+        "| method | 1× (64) | 8× (512) | 32× (2,048) |",
+        "|---|--:|--:|--:|",
+        "| rotary | 5.25 | 12.50 | 29.75 |",
+    ]
+    assert "| cdape | **4.96** | **4.90** | **4.87** |" in lines
+    assert "| a\\|b | 7.00 | – | – |" in lines
+
+
+def test_several_seeds_become_mean_and_deviation() -> None:
+    perplexities = (5.0, 5.5, 6.3)
+    (layout,) = tables.layouts([record("t5", 64, p, seed) for seed, p in enumerate(perplexities)])
+    cell = layout.cells["t5", 64]
+    assert cell.mean == pytest.approx(sum(perplexities) / 3)
+    assert cell.deviation == pytest.approx(statistics.stdev(perplexities))
+    assert str(cell) == "5.60 ± 0.66"
+    assert "mean ± standard deviation of 3 seeds" in layout.caption
+
+
+def test_a_repeated_measurement_replaces_the_first() -> None:
+    (layout,) = tables.layouts([record("t5", 64, 5.0), record("t5", 64, 6.0)])
+    assert str(layout.cells["t5", 64]) == "6.00"
+
+
+def test_numbers_that_cannot_be_compared_are_not_in_one_table(story: list[Record]) -> None:
+    other = [
+        record("rotary", 64, 5.0, protocol="nonoverlapping"),
+        record("rotary", 64, 5.0, train_length=32),
+        record("rotary", 64, 5.0, target_digest="abc"),
+    ]
+    assert len(tables.layouts(story + other)) == 4
+    assert tables.layouts([]) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(4.866, "4.87"), (99.994, "99.99"), (152.34, "152.3"), (16443.4, "16,443")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert tables.number(value) == text
+
+
+def test_the_console_gets_a_frame_on_a_terminal_only(story: list[Record]) -> None:
+    wide = shown(story, force_terminal=True, width=100)
+    assert "┃" in wide
+    assert "29.75" in wide
+    assert shown(story, width=20) == tables.plain(tables.layouts(story)[0])  # a pipe: nothing cut, nothing coloured
+    narrow = shown(story, force_terminal=True, width=30)
+    assert "29.75" in narrow
+    assert "…" not in narrow
+
+
+def test_names_are_text_not_markup() -> None:
+    assert "[bold]x[/]" in shown([record("[bold]x[/]", 64, 5.0)], force_terminal=True, width=100)
+
+
+class Cells(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[tuple[str, str]]] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append((dict(attributes).get("class") or "", ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.rows:
+            kind, text = self.rows[-1][-1]
+            self.rows[-1][-1] = (kind, text + data)
+
+
+def test_html(story: list[Record]) -> None:
+    (layout,) = tables.layouts([*story, record("<i>&", 64, 7.0)])
+    parser = Cells()
+    parser.feed(tables.html_table(layout))
+    head, *body = parser.rows
+    assert [text for _, text in head] == ["method", "1×64", "8×512", "32×2,048"]
+    assert body[0] == [("", "rotary"), ("", "5.25"), ("", "12.50"), ("", "29.75")]
+    assert body[2] == [("", "cdape"), ("best", "4.96*"), ("best", "4.90*"), ("best", "4.87*")]
+    assert body[3] == [("", "<i>&"), ("", "7.00"), ("", "–"), ("", "–")]

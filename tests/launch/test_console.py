@@ -1,0 +1,118 @@
+"""The user's console stays clean; the log has everything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.launch.console import UnexpectedError, describe, explained, run_console, temporary_log
+
+
+def test_noise_of_every_kind_goes_to_the_log(tmp_path: Path, capfd):
+    log = tmp_path / "log.txt"
+    log.write_text("before\n")
+    with run_console(log) as console:
+        print("python noise")
+        print("python error noise", file=sys.stderr)
+        os.write(1, b"C noise\n")
+        os.write(2, b"C error noise\n")
+        subprocess.run(["echo", "child noise"], check=True)
+        console.print("for the user: [bold]step 1[/]")
+    print("after")
+    out, err = capfd.readouterr()
+    assert out == "for the user: step 1\nafter\n"
+    assert err == ""
+    text = log.read_text()
+    assert text.startswith("before\n")
+    for line in (
+        "python noise",
+        "python error noise",
+        "C noise",
+        "C error noise",
+        "child noise",
+        "for the user: step 1",
+    ):
+        assert line in text
+    assert "after" not in text
+
+
+def test_streams_come_back_after_an_error(tmp_path: Path, capfd):
+    def fail() -> None:
+        with run_console(tmp_path / "log.txt"):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    os.write(1, b"back\n")
+    assert capfd.readouterr().out == "back\n"
+
+
+def test_silent_ranks_reach_the_log_alone(tmp_path: Path, capfd):
+    log = tmp_path / "log.txt"
+    with run_console(log, silent=True) as console:
+        console.print("rank 1 says")
+    assert capfd.readouterr().out == ""
+    assert "rank 1 says" in log.read_text()
+
+
+def test_live_progress_is_not_logged_line_by_line(tmp_path: Path, capfd, monkeypatch):
+    from rich.progress import Progress
+
+    monkeypatch.setenv("TERM", "xterm")
+    log = tmp_path / "log.txt"
+    with run_console(log) as console:
+        console._force_terminal = console.is_interactive = True  # as on a terminal
+        with Progress(console=console, transient=True, auto_refresh=False) as progress:
+            task = progress.add_task("steps", total=5)
+            for _ in range(5):
+                progress.advance(task)
+                progress.refresh()
+            print("noise beside the bar")
+            console.print("a line")
+    out = capfd.readouterr().out
+    assert out.count("steps") >= 5
+    assert "noise" not in out
+    assert "noise" in log.read_text()
+    assert "steps" not in log.read_text()
+    assert "a line" in log.read_text()
+
+
+def test_temporary_log_stays_only_for_a_traceback():
+    with temporary_log() as log:
+        assert log.exists()
+    assert not log.exists()
+
+    def fail(error: Exception) -> Path:
+        with pytest.raises(type(error)), temporary_log() as log:
+            raise error
+        return log
+
+    assert not fail(UserError("x")).exists()
+    kept = fail(UnexpectedError("x"))
+    assert kept.exists()
+    kept.unlink()
+
+
+def test_unexpected_errors_name_the_log(tmp_path: Path, capfd):
+    log = tmp_path / "log.txt"
+
+    def fail(error: Exception) -> None:
+        with run_console(log), explained(log):
+            raise error
+
+    with pytest.raises(UnexpectedError, match=f"ZeroDivisionError: over zero; the traceback is in {log}"):
+        fail(ZeroDivisionError("over\nzero"))
+    assert "Traceback" in log.read_text()
+    with pytest.raises(UserError, match=r"^yours$"):
+        fail(UserError("yours"))
+    assert "error: yours" in log.read_text()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_describe_is_one_short_line():
+    assert describe(ValueError("a\n  b")) == "ValueError: a b"
+    assert describe(ValueError()) == "ValueError"
+    assert len(describe(ValueError("x" * 1000))) < 330

@@ -1,0 +1,235 @@
+"""Several processes: their environment, which error is told, and that nobody is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.config.load import load
+from megatron.errors import FarfieldError, RunError, UserError
+from megatron.launch import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = load([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=4", "train_iters=1"]).config
+PRELUDE = """
+import json, os, pathlib, signal, sys, time
+job, log, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def fail(kind, message, code=1):
+    (job / f"error_{rank}.json").write_text(json.dumps({"kind": kind, "message": message, "time": time.time()}))
+    sys.exit(code)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run a piece of Python as every rank; returns the folder that it may write to."""
+    monkeypatch.setattr(processes, "PATIENCE", 1.0)
+    monkeypatch.setenv("OUT", str(tmp_path))
+
+    def _run(code: str, ranks: int = 2) -> Path:
+        script = PRELUDE + textwrap.dedent(code)
+        code = processes.run_processes(CONFIG, tmp_path / "log.txt", ranks, 23456, [sys.executable, "-c", script])
+        assert code == 0
+        return tmp_path
+
+    return _run
+
+
+def wait_until_gone(pids: list[int]) -> bool:
+    deadline = time.time() + 10
+    while time.time() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() and "Z" not in _state(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_every_rank_finds_its_place_and_its_share_of_threads(run, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    folder = run(
+        """
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
+        seen = {name: os.environ[name] for name in names}
+        seen["config"] = (job / "config.yml").read_text()
+        sys.path.insert(0, os.environ["PYTHONPATH"].split(os.pathsep)[0])
+        import megatron.config.schema  # the package is found from any working directory
+        (pathlib.Path(os.environ["OUT"]) / f"{rank}.json").write_text(json.dumps(seen))
+        print("noise of rank", rank)
+        """,
+        ranks=3,
+    )
+    seen = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [(s["RANK"], s["LOCAL_RANK"], s["WORLD_SIZE"]) for s in seen] == [
+        ("0", "0", "3"),
+        ("1", "1", "3"),
+        ("2", "2", "3"),
+    ]
+    assert {(s["MASTER_ADDR"], s["MASTER_PORT"], s["LOCAL_WORLD_SIZE"]) for s in seen} == {("127.0.0.1", "23456", "3")}
+    assert {s["OMP_NUM_THREADS"] for s in seen} == {str(processes.threads_per_process(3))}
+    assert "num_layers: 1" in seen[0]["config"]
+    assert "noise of rank 1" in (folder / "log.txt").read_text()
+
+
+def test_threads_the_user_chose_are_kept(run, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    folder = run('(pathlib.Path(os.environ["OUT"]) / f"{rank}").write_text(os.environ["OMP_NUM_THREADS"])')
+    assert (folder / "1").read_text() == "7"
+
+
+@pytest.mark.parametrize(("kind", "code", "error"), [("user", 2, UserError), ("run", 1, RunError)])
+def test_error_of_a_rank_is_raised_as_it_was_and_the_others_end(run, tmp_path, kind, code, error):
+    with pytest.raises(error, match=r"^the disk is full$"):
+        run(
+            f"""
+            (pathlib.Path(os.environ["OUT"]) / f"pid{{rank}}").write_text(str(os.getpid()))
+            if rank == 1:
+                fail("{kind}", "the disk is full", {code})
+            time.sleep(60)
+            """
+        )
+    assert wait_until_gone([int(path.read_text()) for path in tmp_path.glob("pid*")])
+
+
+def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
+    """Rank 1 has the reason; rank 0 fails first, in a collective, because rank 1 is leaving."""
+    monkeypatch.setattr(processes, "PATIENCE", 60.0)
+    with pytest.raises(RunError, match=r"^loss is NaN$"):
+        run(
+            """
+            if rank == 0:
+                fail("unexpected", "RuntimeError: peer closed")
+            time.sleep(0.4)
+            fail("run", "loss is NaN")
+            """
+        )
+
+
+def test_a_killed_rank_is_named(run, monkeypatch):
+    monkeypatch.setattr(processes, "PATIENCE", 60.0)
+    with pytest.raises(RunError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\); see .*log\.txt"):
+        run(
+            """
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.4)
+            fail("unexpected", "RuntimeError: connection closed by peer")
+            """
+        )
+
+
+def test_an_exit_code_without_a_word(run):
+    with pytest.raises(RunError, match="rank 0 ended with exit code 3"):
+        run("sys.exit(3) if rank == 0 else None")
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path):
+    started = time.time()
+    with pytest.raises(RunError, match="gone"):
+        run(
+            """
+            (pathlib.Path(os.environ["OUT"]) / f"pid{rank}").write_text(str(os.getpid()))
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (pathlib.Path(os.environ["OUT"]) / f"ready{rank}").touch()
+            while rank == 0 and not (pathlib.Path(os.environ["OUT"]) / "ready1").exists():
+                time.sleep(0.02)
+            fail("run", "gone") if rank == 0 else time.sleep(60)
+            """
+        )
+    assert time.time() - started < 20
+    assert wait_until_gone([int(path.read_text()) for path in tmp_path.glob("pid*")])
+
+
+def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """Start a launcher of two ranks as a process of its own; returns it and the ranks, once they are ready."""
+    rank_code = PRELUDE + textwrap.dedent(rank_code)
+    launcher = textwrap.dedent(
+        f"""
+        import pathlib, sys
+        from megatron.config.schema import Config
+        from megatron.launch import processes
+        config = Config.read({str(tmp_path / "config.yml")!r})
+        command = [sys.executable, "-c", {rank_code!r}]
+        sys.exit(processes.run_processes(config, pathlib.Path({str(tmp_path / "log.txt")!r}), 2, 23457, command))
+        """
+    )
+    CONFIG.save(tmp_path / "config.yml")
+    environment = {**os.environ, "OUT": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", launcher], env=environment, stderr=subprocess.PIPE)
+    deadline = time.time() + 60
+    while len(list(tmp_path.glob("pid*"))) < 2 and time.time() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    pids = [int(path.name.removeprefix("pid")) for path in tmp_path.glob("pid*")]
+    assert len(pids) == 2, process.communicate()[1].decode()
+    return process, pids
+
+
+READY = '(pathlib.Path(os.environ["OUT"]) / f"pid{os.getpid()}").touch()\n'
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_ranks_end_in_good_order(tmp_path: Path, number: signal.Signals):
+    save = f"""
+        def save(*_):
+            (pathlib.Path(os.environ["OUT"]) / f"saved{{rank}}").touch()
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, save)
+        {READY}
+        time.sleep(60)
+        """
+    process, pids = launch(tmp_path, save)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+    assert wait_until_gone(pids)
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path):
+    process, pids = launch(tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert wait_until_gone(pids)
+
+
+def test_an_error_while_ending_after_a_signal_is_told(tmp_path: Path):
+    fail = f'signal.signal(signal.SIGTERM, lambda *_: fail("run", "the disk is full"))\n{READY}time.sleep(60)'
+    process, _ = launch(tmp_path, fail)
+    process.send_signal(signal.SIGTERM)
+    assert b"RunError: the disk is full" in process.communicate(timeout=60)[1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
+def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
+    code = f"from megatron.launch.worker import _die_with_parent\n_die_with_parent()\n{READY}time.sleep(60)"
+    process, pids = launch(tmp_path, code)
+    process.kill()
+    process.communicate(timeout=60)
+    assert wait_until_gone(pids)
+
+
+def test_free_port_is_free():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind((processes.ADDRESS, processes.free_port()))
+
+
+def test_errors_are_farfields():
+    assert all(issubclass(kind, FarfieldError) for kind in processes.KINDS.values())

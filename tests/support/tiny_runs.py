@@ -1,0 +1,139 @@
+"""A tiny corpus and a tiny configuration, so that a whole run takes a fraction of a second."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.config.schema import Config
+
+VOCABULARY = 61
+
+
+def write_corpus(prefix: Path, *, tokens: int = 4000, seed: int = 0) -> Path:
+    """An indexed dataset of documents that a model can learn something of: noisy counting, ended by token 60."""
+    from megatron.data.megatron_core import IndexedDatasetBuilder
+
+    rng = np.random.default_rng(seed)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint8)
+    written = 0
+    while written < tokens:
+        length = int(rng.integers(20, 90))
+        document = (np.arange(length) * int(rng.integers(1, 4)) + int(rng.integers(0, 60))) % 60
+        noisy = np.where(rng.random(length) < 0.1, rng.integers(0, 60, length), document)
+        builder.add_document(np.append(noisy, 60).astype(np.uint8), [length + 1])
+        written += length + 1
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def write_corpora(folder: Path) -> Path:
+    """Train, valid and test datasets with a corpus.json, as `prepare` leaves them."""
+    splits = {}
+    for i, split in enumerate(("train", "valid", "test")):
+        write_corpus(folder / f"{split}_text_document", tokens=4000 if split == "train" else 600, seed=i)
+        splits[split] = {}
+    tokenizer = {"name": "tiny", "vocab_size": VOCABULARY, "eod": 60}
+    description = {"tokenizer": tokenizer, "splits": splits, "made_from": ["a random number generator"]}
+    (folder / "corpus.json").write_text(json.dumps(description), encoding="utf-8")
+    return folder
+
+
+def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
+    """Two layers, width 32, T = 16, a batch of four, four steps; any flat key may be given."""
+    flat: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "seq_length": 16,
+        "pos_emb": "kerple_log",
+        "make_vocab_size_divisible_by": 64,
+        "train_data_paths": [str(corpus / "train_text_document")],
+        "valid_data_paths": [str(corpus / "valid_text_document")],
+        "train_iters": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 4,
+        "optimizer": {"params": {"lr": 1e-2}},
+        "log_interval": 1,
+        "eval_interval": 0,
+        "eval_iters": 2,
+        "device": "cpu",
+        "num_gpus": 1,
+        "use_tensorboard": False,
+        "save": None if run is None else str(run),
+        **keys,
+    }
+    from megatron.config.schema import owners
+
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        sections.setdefault(owners()[key], {})[key] = value
+    for section in ("position", "data", "optimizer", "logging", "checkpoint", "launch"):
+        sections.setdefault(section, {})
+    return Config.model_validate(sections)
+
+
+def records(run: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
+    """The records of one kind in a run's metrics.jsonl, by step; a step that occurs twice is an error."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["kind"] == kind:
+            assert record["step"] not in found, f"step {record['step']} occurs twice"
+            found[record["step"]] = record
+    return found
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses of a run, in the order of steps."""
+    return [record["loss"] for _, record in sorted(records(run).items())]
+
+
+def train_with_processes(
+    job: Path, configs: list[Config], *, world: int = 2, timeout: float = 120, terminate: int | None = None
+) -> list[str | None]:
+    """Train configurations one after the other with several processes; the error of each run, or None.
+
+    terminate: a rank that gets SIGTERM as soon as the last run has reported something.
+    """
+    job.mkdir(parents=True)
+    for i, config in enumerate(configs):
+        config.save(job / f"{i:02d}.yml")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    script = Path(__file__).with_name("train_rank.py")
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(job), str(rank), str(world)],
+            env={**os.environ, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        if terminate is not None:
+            metrics = Path(configs[-1].checkpoint.save or "") / "metrics.jsonl"
+            deadline = time.monotonic() + timeout
+            while time.monotonic() < deadline and all(child.poll() is None for child in children):
+                if metrics.is_file() and metrics.stat().st_size:
+                    children[terminate].send_signal(signal.SIGTERM)
+                    break
+                time.sleep(0.02)
+        output = [child.communicate(timeout=timeout)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0] * world, "\n".join(output)
+    errors = [job / f"{i:02d}.0.error" for i in range(len(configs))]
+    return [path.read_text(encoding="utf-8") if path.exists() else None for path in errors]

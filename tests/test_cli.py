@@ -1,0 +1,256 @@
+"""The command line from outside: what it prints, where, its exit codes, and what it does not import."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.config.names import encodings, processors
+
+ROOT = Path(__file__).resolve().parents[1]
+DEEPY = ROOT / "deepy.py"
+COMMANDS = ("train", "prepare", "evaluate", "positions", "sweep", "keys")
+TINY = """\
+num_layers: 1
+hidden_size: 16
+num_attention_heads: 2
+seq_length: 16
+pos_emb: rotary
+train_iters: 4
+train_batch_size: 4
+log_interval: 2
+eval_interval: 0
+device: cpu
+"""
+
+
+def deepy(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(DEEPY), *arguments],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def modules_after(*arguments: str, cwd: Path) -> tuple[int, set[str]]:
+    """Run the command line in a fresh interpreter; its exit code and the modules that it imported."""
+    code = (
+        f"import sys, runpy, json; sys.argv = {['deepy.py', *arguments]!r}; sys.path.insert(0, {str(ROOT)!r})\n"
+        "code = 0\n"
+        f"try: runpy.run_path({str(DEEPY)!r}, run_name='__main__')\n"
+        "except SystemExit as error: code = error.code\n"
+        "open('modules.json', 'w').write(json.dumps([code, sorted(sys.modules)]))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, timeout=60)
+    code, names = json.loads((cwd / "modules.json").read_text())
+    return code, set(names)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A folder with a small prepared corpus and a configuration that trains on it."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text").mkdir()
+    for number in range(8):
+        (folder / "text" / f"{number}.txt").write_text(f"document {number}: " + "the quick brown fox " * 30)
+    done = deepy("prepare", "text", "--output", "data/fox", "--split", "6,1,1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "train_data_paths=[data/fox/train_text_document]" in done.stdout
+    (folder / "tiny.yml").write_text(TINY + "train_data_paths: [data/fox/train_text_document]\n")
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], *([command, "--help"] for command in COMMANDS)])
+def test_help_comes_without_torch(tmp_path, arguments):
+    code, modules = modules_after(*arguments, cwd=tmp_path)
+    assert code in (0, None) if arguments else code == 2
+    assert not modules & {"torch", "numpy", "deepspeed", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "no_such_file"],
+        ["train", "125M", "num_layrs=3"],
+        ["train", "125M", "hidden_size=7"],
+        ["train", "125M", "precision=bf16"],  # no data
+        ["train", "162M", "local_setup", "device=cuda", "num_gpus=99"],
+        ["evaluate"],
+        ["sweep", "no_such_file"],
+        ["nonsense"],
+    ],
+)
+def test_errors_come_without_torch_in_one_line_with_exit_code_2(tmp_path, arguments):
+    code, modules = modules_after(*arguments, cwd=tmp_path)
+    assert code == 2
+    assert "torch" not in modules
+    done = deepy(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+    assert len(errors) == 1, done.stderr
+    assert errors[0].startswith("error: ")
+    assert done.stdout == ""
+
+
+def test_help_is_fast(tmp_path):
+    """Well under what importing torch takes; the best of three, for busy machines."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        assert deepy("--help", cwd=tmp_path).returncode == 0
+        times.append(time.perf_counter() - started)
+    assert min(times) < 1.0
+
+
+def test_gpt_neox_habits(tmp_path):
+    done = deepy("train.py", "-d", "configs", "162M.yml", "local_setup.yml", "--dry-run", "seed=7", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^seed: 7$", done.stdout, re.MULTILINE)
+    assert "train_data_paths: [data/python/train_text_document]" in done.stdout
+
+
+def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus):
+    first = deepy("train", "tiny.yml", "pos-emb=kerple_log", "save=runs/x", "--dry-run", cwd=corpus)
+    assert "note: pos_emb rotary (tiny.yml:5) replaced by kerple_log (command line)" in first.stderr
+    (tmp_path / "config.yml").write_text(first.stdout)
+    second = deepy("train", str(tmp_path / "config.yml"), "--dry-run", cwd=corpus)
+    assert second.stdout == first.stdout
+    assert second.stderr == ""
+
+
+def test_dry_run_says_what_would_be_refused(tmp_path):
+    done = deepy("train", "162M", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "num_layers: 12" in done.stdout
+    assert done.stderr.startswith("error: no data to train on")
+
+
+def test_several_problems_are_several_lines(tmp_path):
+    done = deepy("train", "162M", "num_layrs=3", "norm=nrom", "seed=x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * 3
+
+
+def test_positions(tmp_path):
+    done = deepy("positions", "--json", cwd=tmp_path)
+    records = json.loads(done.stdout)
+    assert [r["name"] for r in records if r["kind"] == "encoding"] == encodings()
+    assert [r["name"] for r in records if r["kind"] == "processor"] == processors()[1:]
+    assert {"formula", "parameters", "options", "source"} <= set(records[0])
+    table = deepy("positions", cwd=tmp_path).stdout
+    assert all(record["name"] in table for record in records)
+    assert "[num_buckets, H]" in table  # square brackets are text, not markup
+
+
+def test_keys(tmp_path):
+    done = deepy("keys", "rotary-pct", cwd=tmp_path)
+    assert "pos_emb_options.fraction" in done.stdout
+    assert deepy("keys", "no such key", cwd=tmp_path).returncode == 2
+
+
+def test_broken_pipe_is_silent(tmp_path):
+    command = f"{sys.executable} {DEEPY} keys --markdown | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0] == "# Configuration"
+    assert done.stdout.splitlines()[1] in ("0", "141")  # 0: head was slower than the whole page
+
+
+def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['deepy.py', 'keys']\n"
+        "import deepy, megatron.config.reference as reference\n"
+        "def lookup(pattern): raise ZeroDivisionError('by\\nzero')\n"
+        "reference.lookup = lookup\n"
+        "sys.exit(deepy.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    found = re.fullmatch(r"error: ZeroDivisionError: by zero; the traceback is in (\S+)\n", done.stderr)
+    assert found, done.stderr
+    log = Path(found.group(1))
+    assert "Traceback" in log.read_text()
+    log.unlink()
+
+
+def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus):
+    """The whole way, from another working directory than the project's, with one process."""
+    trained = deepy("train", "tiny", "save=runs/one", cwd=corpus)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr == ""
+    lines = trained.stdout.splitlines()
+    assert lines
+    assert all(line.startswith("step ") for line in lines), trained.stdout
+    run = corpus / "runs" / "one"
+    assert (run / "checkpoints" / "latest").exists()
+    log = (run / "log.txt").read_text()
+    assert all(line in log for line in lines)
+    evaluated = deepy("evaluate", "runs/one", "--lengths", "16,32", "--windows", "2", "--data", "data/fox", cwd=corpus)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "rotary" in evaluated.stdout
+    assert json.loads((run / "results.json").read_text())[0]["length"] == 16
+
+
+def test_two_processes_give_the_losses_of_one(corpus):
+    def losses(*overrides: str) -> list[float]:
+        done = deepy("train", "tiny", *overrides, cwd=corpus)
+        assert done.returncode == 0, done.stderr
+        return [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+    one, two = losses(), losses("num_gpus=2")
+    assert len(one) == len(two) == 2
+    assert two == pytest.approx(one, abs=2e-4)  # printed with four decimals
+
+
+def test_an_error_in_several_processes_is_one_line(corpus):
+    done = deepy("train", "tiny", "num_gpus=2", "train_data_paths=[data/none]", "save=runs/none", cwd=corpus)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+    assert len(errors) == 1
+    assert "data/none" in errors[0]
+    assert not (corpus / "runs" / "none").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_interrupt_on_a_terminal_saves_and_exits_with_130(corpus, ranks):
+    main, side = pty.openpty()
+    save = f"runs/interrupted{ranks}"
+    process = subprocess.Popen(
+        [sys.executable, str(DEEPY), "train", "tiny", "train_iters=100000", f"num_gpus={ranks}", f"save={save}"],
+        cwd=corpus,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=side,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    os.close(side)
+    seen = b""
+    deadline = time.time() + 90
+    while b"step " not in seen and time.time() < deadline:
+        seen += os.read(main, 4096)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the whole group
+    while True:
+        try:
+            chunk = os.read(main, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        seen += chunk
+    error = process.communicate(timeout=60)[1].decode()
+    os.close(main)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error + seen.decode(errors="replace")
+    assert (corpus / save / "checkpoints" / "latest").exists()

@@ -1,0 +1,155 @@
+"""One behaviour from all of DeepSpeed's optimizers: the updates of a plain PyTorch loop, whatever the ZeRO stage."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import VOCABULARY, tiny_config
+
+from megatron.checkpoint.weights import full_weights
+from megatron.config.schema import Config
+from megatron.model import runtime
+from megatron.model.build import build_model
+from megatron.model.parameters import parameter_groups
+from megatron.training import processes as places
+from megatron.training.engine import Engine
+from megatron.training.optimizer import BoundedAdamW
+
+STAGES = (0, 1, 2, 3)
+TOKENS = torch.randint(0, VOCABULARY, (6, 2, 17), generator=torch.Generator().manual_seed(5))
+MASKS = (torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(6)) < 0.7).float()
+
+
+def config(stage: int, precision: str, **keys: object) -> Config:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    # A large epsilon: Adam would blow the rounding of a gradient that is nearly zero up to a whole step.
+    optimizer = {"params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-4}}
+    return tiny_config(
+        Path(), zero_optimization=zero, precision=precision, score_processor="dape", optimizer=optimizer, **keys
+    )
+
+
+def start(config: Config) -> Engine:
+    processes = places.start(config)
+    runtime.initialize(1)
+    model = build_model(config.model, config.position, VOCABULARY, seed=1)
+    engine = Engine(config, model, processes)
+    engine.model.train()
+    return engine
+
+
+def run(engine: Engine, steps: int, lr: float, accumulate: int) -> list[float]:
+    """Loss of each step over micro-batches of TOKENS, round and round."""
+    losses = []
+    for step in range(steps):
+        chosen = [(step * accumulate + i) % len(TOKENS) for i in range(accumulate)]
+        counted = int(MASKS[chosen].sum())
+        total = 0.0
+        for i in chosen:
+            loss = (engine.losses(TOKENS[i, :, :-1].contiguous(), TOKENS[i, :, 1:].contiguous()) * MASKS[i]).sum()
+            engine.backward(loss, counted)
+            total += loss.item()
+            engine.step(lr)
+        losses.append(total / counted)
+    return losses
+
+
+def plain(
+    config: Config, steps: int, lr: float, accumulate: int
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and weights of the same training without DeepSpeed."""
+    model = build_model(config.model, config.position, VOCABULARY, seed=1).train()
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, config.optimizer.weight_decay), lr=lr, betas=(0.9, 0.95), eps=1e-4
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        chosen = [(step * accumulate + i) % len(TOKENS) for i in range(accumulate)]
+        batch, mask = torch.cat([TOKENS[i] for i in chosen]), torch.cat([MASKS[i] for i in chosen])
+        loss = (model(batch[:, :-1].contiguous(), labels=batch[:, 1:].contiguous()) * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clipping)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int) -> None:
+    """Weight decay, clipping, masks of different sizes and accumulation included; Adam's steps counted from one."""
+    chosen = config(
+        stage, "fp32", gradient_clipping=0.5, weight_decay=0.2, train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=3, train_batch_size=6,
+    )  # fmt: skip
+    losses, norms, weights = plain(chosen, 5, 1e-2, 3)
+    engine = start(chosen)
+    assert run(engine, 5, 1e-2, 3) == pytest.approx(losses, rel=2e-6)
+    assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=1e-4)
+    assert norms[-1] > 0.5  # so clipping was needed
+    got = full_weights(engine.deepspeed, keep=True)
+    engine.close()
+    assert got is not None
+    assert set(got) == set(weights)
+    for name, weight in weights.items():
+        torch.testing.assert_close(got[name], weight, rtol=0, atol=2e-5, msg=name)
+
+
+def bounded_masters(engine: Engine) -> torch.Tensor:
+    weights = full_weights(engine.deepspeed, keep=True)
+    assert weights is not None
+    named = {id(p): name for name, p in engine.model.named_parameters()}
+    groups = parameter_groups(engine.model, 0.0)
+    names = [named[id(p)] for group in groups if "low" in group for p in group["params"]]
+    assert len(names) == 2  # r1 and r2 of kerple_log
+    return torch.cat([weights[name].flatten() for name in names])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_float32_masters_stay_within_bounds(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2}
+    engine = start(config(stage, precision, **keys))
+    run(engine, 8, 1.0, 1)  # steps of about 1 at a bound of 0.01
+    values = bounded_masters(engine)
+    engine.close()
+    assert values.dtype == torch.float32
+    assert bool((values >= torch.tensor(0.01)).all())
+    assert bool((values == torch.tensor(0.01)).any())  # to the bit: the projection, not the model's own clamp
+
+    monkeypatch.setattr(BoundedAdamW, "project", lambda self: None)
+    engine = start(config(stage, precision, **keys))
+    run(engine, 8, 1.0, 1)
+    assert bool((bounded_masters(engine) < 0.01).any())
+    engine.close()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(stage: int, precision: str) -> None:
+    engine = start(config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2))
+    run(engine, 2, 1e-2, 1)
+    assert not engine.skipped
+    before = full_weights(engine.deepspeed, keep=True)
+    loss = engine.losses(TOKENS[0, :, :-1].contiguous(), TOKENS[0, :, 1:].contiguous()).sum()
+    engine.backward(loss * float("inf"), 32)
+    engine.step(1e-2)
+    assert engine.skipped
+    assert engine.deepspeed.skipped_steps == 1
+    after = full_weights(engine.deepspeed, keep=True)
+    assert before is not None
+    assert after is not None
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.isfinite(torch.tensor(run(engine, 2, 1e-2, 1))))
+    assert not engine.skipped
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_stays_near_float32(stage: int) -> None:
+    """Accumulation over three micro-steps included; 0.02 is bfloat16's rounding of a loss of about 4."""
+    keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 6}
+    losses, _, _ = plain(config(stage, "fp32", **keys), 6, 1e-2, 3)
+    engine = start(config(stage, "bf16", **keys))
+    assert run(engine, 6, 1e-2, 3) == pytest.approx(losses, abs=0.02)
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    engine.close()

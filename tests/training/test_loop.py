@@ -1,0 +1,201 @@
+"""Runs as a whole: what they report, how they end, and what leaves no trace."""
+
+import io
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_runs import losses, records, tiny_config, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.load_model import load_model
+from megatron.config.schema import Config
+from megatron.errors import RunError, UserError
+from megatron.training.engine import Engine
+from megatron.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+def printed(config, **options) -> tuple[str, object]:  # type: ignore[no-untyped-def]
+    stream = io.StringIO()
+    result = train(config, Console(file=stream, width=200, **options))
+    return stream.getvalue(), result
+
+
+def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        corpus, tmp_path, train_iters=30, log_interval=10, eval_interval=20, peak_tflops=0.5, use_tensorboard=True,
+        test_data_paths=[str(corpus / "test_text_document")],
+    )  # fmt: skip
+    text, result = printed(config)
+    assert list(records(tmp_path)) == [10, 20, 30]
+    assert list(records(tmp_path, "valid")) == [20, 30]
+    assert list(records(tmp_path, "test")) == [30]
+    first, last = records(tmp_path)[10], records(tmp_path)[30]
+    assert first["loss"] < math.log(128)
+    assert last["loss"] < first["loss"] - 0.3
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert last["tokens"] == 30 * 4 * 16
+    assert last["tokens_per_second"] == pytest.approx(4 * 16 / last["ms_per_step"] * 1e3)
+    assert last["mfu"] == pytest.approx(last["tflops"] / 0.5)
+    assert last["learning_rate"] == pytest.approx(1e-2 / 30)  # linear, one step before its end
+    assert last["seconds_left"] == 0
+    assert last["loss_scale"] == 1.0
+    assert last["skipped_steps"] == 0
+    assert 0 < last["grad_norm"] < 10
+    assert 0.01 < last["memory_gib"] < 64
+    assert result.loss == last["loss"]
+    assert result.valid_loss == records(tmp_path, "valid")[30]["loss"]
+    assert result.test_loss == records(tmp_path, "test")[30]["loss"]
+    assert (result.step, result.exit_code) == (30, 0)
+    assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
+    lines = text.splitlines()
+    assert [line.split()[1] for line in lines] == ["10/30", "20/30", "20/30", "30/30", "30/30", "30/30"]
+    assert "\x1b" not in text
+    assert all(
+        word in lines[0] for word in ("loss", "ppl", "lr", "grad", "tok/s", "ms", "TFLOP/s", "MFU", "GiB", "left")
+    )
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert Config.read(tmp_path / "config.yml").flat() == config.flat()
+
+
+def test_the_flops_that_are_reported_are_the_models(corpus: Path, tmp_path: Path) -> None:
+    train(tiny_config(corpus, tmp_path))
+    loaded = load_model(tmp_path)
+    record = records(tmp_path)[4]
+    expected = record["tokens_per_second"] * loaded.model.flops_per_token(16) / 1e12
+    assert record["tflops"] == pytest.approx(expected)
+
+
+def test_nothing_is_written_without_a_folder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = train(tiny_config(corpus))
+    assert result.checkpoint is None
+    assert result.loss is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_gets_a_bar(corpus: Path) -> None:
+    text, _ = printed(tiny_config(corpus, train_iters=2), force_terminal=True)
+    assert "training" in text
+    assert "2/2" in text
+
+
+def test_evaluating_does_not_change_training(corpus: Path, tmp_path: Path) -> None:
+    keys = {"train_iters": 6, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    train(tiny_config(corpus, tmp_path / "never", **keys))
+    train(tiny_config(corpus, tmp_path / "often", **keys, eval_interval=1))
+    assert losses(tmp_path / "never") == losses(tmp_path / "often")
+    assert len(records(tmp_path / "often", "valid")) == 6
+
+
+def test_the_same_run_twice_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 7), ("b", 7), ("c", 8)):
+        train(tiny_config(corpus, tmp_path / name, seed=seed, deterministic=True))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    train(tiny_config(corpus, tmp_path / "d", seed=7))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the loss of some steps (counted from 1) NaN."""
+    usual, calls = Engine.losses, [0]
+
+    def losses(self: Engine, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return usual(self, tokens, labels) * (math.nan if calls[0] in steps else 1.0)
+
+    monkeypatch.setattr(Engine, "losses", losses)
+
+
+def test_a_bad_step_is_skipped(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {2})
+    text, _ = printed(tiny_config(corpus, tmp_path))
+    assert "step 2 skipped: its loss is nan (1 in a row, stop at 3)" in text
+    found = records(tmp_path)
+    assert found[2]["loss"] is None
+    assert [found[step]["skipped_steps"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert found[4]["loss"] < found[1]["loss"]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_bad_steps_in_a_row_end_the_run_and_keep_the_good_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str
+) -> None:
+    poison(monkeypatch, {4, 5})
+    config = tiny_config(
+        corpus, tmp_path, train_iters=9, checkpoint_factor=2, max_bad_steps=2, precision=precision,
+        zero_optimization={"stage": stage},
+    )  # fmt: skip
+    with pytest.raises(
+        RunError, match=r"^step 5: its loss is nan, for 2 steps in a row .*checkpoint is .*step_0000004"
+    ):
+        train(config)
+    # Step 4 was skipped, so its checkpoint holds the weights of step 3: good ones.
+    weights = load_model(tmp_path).model.state_dict()
+    assert all(
+        torch.isfinite(w).all() for w in weights.values() if isinstance(w, torch.Tensor) and w.is_floating_point()
+    )
+
+
+def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Engine.backward
+    monkeypatch.setattr(Engine, "backward", lambda self, loss, tokens: usual(self, loss * math.inf, tokens))
+    with pytest.raises(RunError, match=r"^step 1: its gradients are not finite, for 1 steps .*no checkpoint was saved"):
+        train(tiny_config(corpus, max_bad_steps=1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_step_and_resuming_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    train(tiny_config(corpus, tmp_path / "whole"))
+    usual, calls = Engine.step, [0]
+
+    def step(self: Engine, lr: float) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            os.kill(os.getpid(), number)  # in the middle of step 2
+        usual(self, lr)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "step", step)
+        text, result = printed(tiny_config(corpus, tmp_path / "run"))
+    assert signal.getsignal(number) == before
+    assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
+    assert text.splitlines()[-1].startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ")
+    assert folder.latest(tmp_path / "run") == result.checkpoint
+    train(tiny_config(corpus, tmp_path / "run", load=str(tmp_path / "run")))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train_data_paths": []}, "data"),
+        ({"precision": "fp16"}, "precision: fp16 needs a GPU"),
+        ({"device": "cuda"}, "device: cuda, but no CUDA device"),
+        ({"valid_data_paths": ["no/such"], "eval_interval": 1}, "no/such"),
+        ({"pos_emb": "kerple_lag"}, "kerple_lag"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_nothing_is_left(
+    corpus: Path, tmp_path: Path, keys: dict[str, object], message: str
+) -> None:
+    if keys.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(UserError, match=message) as caught:
+        train(tiny_config(corpus, tmp_path / "run", **keys))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,65 @@
+"""The meter between two reports, and the device's peak."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from megatron.training import hardware
+from megatron.training.metrics import Interval
+
+CPU = torch.device("cpu")
+
+
+def test_an_interval_averages_the_steps_that_counted() -> None:
+    interval = Interval(CPU)
+    interval.clear(loss=10.0, counted=2)
+    interval.add(torch.tensor(2.0), 64, 0.5, skipped=False)
+    interval.add(torch.tensor(math.nan), 64, math.inf, skipped=True)
+    loss, norm, _ = interval.read()
+    assert loss == pytest.approx(4.0)
+    assert norm == 0.5
+    assert (interval.steps, interval.tokens, interval.counted) == (2, 128, 3)
+    interval.clear()
+    assert interval.read()[:2] == (None, None)
+
+
+def test_the_clock_stands_while_paused() -> None:
+    interval = Interval(CPU)
+    time.sleep(0.02)
+    interval.pause()
+    interval.pause()
+    first = interval.read()[2]
+    time.sleep(0.02)
+    assert interval.read()[2] == first
+    assert first >= 0.02
+    interval.resume()
+    interval.resume()
+    time.sleep(0.01)
+    assert interval.read()[2] >= first + 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989.0),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA GH200 480GB", "bf16", 989.0),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("Tesla T4", "fp16", 65.0),
+        ("Some Other Device", "bf16", None),
+    ],
+)
+def test_peaks_of_known_gpus(name: str, precision: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert hardware.peak_tflops(torch.device("cuda", 0), precision, None) == peak
+    assert hardware.peak_tflops(torch.device("cuda", 0), precision, 7.0) == 7.0
+
+
+def test_the_cpu_has_no_known_peak() -> None:
+    assert hardware.peak_tflops(CPU, "fp32", None) is None
+    assert hardware.peak_tflops(CPU, "fp32", 0.1) == 0.1
+    assert 0.01 < hardware.peak_memory(CPU) < 1024

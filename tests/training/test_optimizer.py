@@ -1,0 +1,88 @@
+"""AdamW with bounds: the same as AdamW inside them, on them where AdamW would leave, and free to come back."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.position.parameters import Bounded, uniform
+from megatron.training.optimizer import BoundedAdamW, build_optimizer
+from megatron.training.options import AdamParams, OptimizerChoice, OptimizerOptions
+
+OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=AdamParams(lr=0.05, betas=[0.8, 0.9])))
+
+
+def by_hand(value: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
+    """AdamW as its paper writes it, in float64."""
+    value = value.double()
+    m, v = torch.zeros_like(value), torch.zeros_like(value)
+    for step, gradient in enumerate(gradients, start=1):
+        gradient = gradient.double()
+        m = 0.8 * m + 0.2 * gradient
+        v = 0.9 * v + 0.1 * gradient**2
+        value = value - lr * decay * value
+        value = value - lr * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-8)
+    return value
+
+
+def step(optimizer: BoundedAdamW, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
+def test_it_is_adamw_where_there_are_no_bounds_and_projected_where_there_are() -> None:
+    free, bounded = nn.Parameter(torch.randn(7)), nn.Parameter(torch.rand(5))
+    starts = free.detach().clone(), bounded.detach().clone()
+    optimizer = build_optimizer(
+        [
+            {"params": [free], "weight_decay": 0.3},
+            {"params": [bounded], "weight_decay": 0.0, "low": 0.0, "high": math.inf},
+        ],
+        OPTIONS,
+    )
+    gradients = [(torch.randn(7), torch.linspace(-1, 1, 5)) for _ in range(4)]
+    for first, second in gradients:
+        free.grad, bounded.grad = first.clone(), second.clone()
+        step(optimizer, 0.05)
+    torch.testing.assert_close(
+        free.double(), by_hand(starts[0], [g for g, _ in gradients], 0.05, 0.3), rtol=0, atol=1e-6
+    )
+    unbounded = by_hand(starts[1], [g for _, g in gradients], 0.05, 0.0)
+    inside = unbounded > 0.3  # never near the bound on the way
+    torch.testing.assert_close(bounded.double()[inside], unbounded[inside], rtol=0, atol=1e-6)
+    for _ in range(40):
+        bounded.grad = torch.ones(5)
+        step(optimizer, 0.05)
+    assert torch.equal(bounded.detach(), torch.zeros(5))
+
+
+def test_no_step_happens_before_the_schedule_sets_a_rate() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = build_optimizer([{"params": [weight], "weight_decay": 0.5}], OPTIONS)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(3))
+    optimizer.forget_steps()
+    assert [float(state["step"]) for state in optimizer.state.values()] == [0.0]
+
+
+@pytest.mark.parametrize(("low", "high", "outward"), [(0.01, math.inf, 1.0), (0.0, 2.0, -1.0)])
+def test_a_parameter_at_its_bound_can_leave_it(low: float, high: float, outward: float) -> None:
+    module = Bounded((4,), uniform(0.5, 1.5), low, high)
+    optimizer = build_optimizer([{"params": [module.value], "weight_decay": 0.0, "low": low, "high": high}], OPTIONS)
+    bound = low if outward > 0 else high
+
+    def push(direction: float) -> None:
+        optimizer.zero_grad()
+        (direction * module()).sum().backward()
+        step(optimizer, 0.05)
+
+    for _ in range(60):
+        push(outward)
+    assert torch.equal(module.value.detach(), torch.full((4,), bound))
+    for _ in range(5):  # had the gradients been counted while it sat there, momentum would hold it for long
+        push(-outward)
+    assert bool((module.value != bound).all())
+    assert bool(((module.value >= low) & (module.value <= high)).all())

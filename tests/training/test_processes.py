@@ -1,0 +1,86 @@
+"""Two processes on one machine train as one does with the same global batch, to float rounding.
+
+Starting processes takes seconds, so all runs of two share one pair.
+"""
+
+from pathlib import Path
+
+import pytest
+from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.errors import UserError
+from megatron.training.loop import train
+
+HALVES = {"train_micro_batch_size_per_gpu": 2, "num_gpus": 2, "train_batch_size": 4}
+QUARTERS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "num_gpus": 2, "train_batch_size": 4}
+
+
+def zero(stage: int) -> dict[str, object]:
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
+    masked = {"eod_mask_loss": True, "eval_interval": 2, "score_processor": "dape"}
+    alone = tmp_path / "alone"
+    train(tiny_config(corpus, alone, **masked))
+
+    def two(name: str, **keys: object):  # type: ignore[no-untyped-def]
+        return tiny_config(corpus, tmp_path / name, **masked, **keys)
+
+    def rest(name: str, **keys: object):  # type: ignore[no-untyped-def]
+        return two(name, load=str(tmp_path / name), **keys)
+
+    short = {"train_iters": 2, "lr_decay_iters": 4}
+    errors = train_with_processes(
+        tmp_path / "job",
+        [
+            two("plain", **HALVES),
+            two("accumulated", **QUARTERS, **zero(1)),
+            two("zero2", **HALVES, **zero(2)),
+            two("zero3", **HALVES, **zero(3)),
+            two("stopped0", **HALVES, **short),
+            two("stopped2", **HALVES, **zero(2), **short),
+            rest("stopped2", **HALVES, **zero(2)),
+            two("stopped3", **HALVES, **zero(3), **short),
+            rest("stopped3", **HALVES, **zero(3)),
+            two("bad", **HALVES, load=str(tmp_path / "nowhere")),
+            two("endless", **HALVES, train_iters=100_000, log_interval=3),
+        ],
+        terminate=1,
+    )
+    assert [error for i, error in enumerate(errors) if i != 9] == [None] * 10
+    assert "nowhere" in (errors[9] or "")
+
+    # A signal to any process ends all after the same step, with a checkpoint of it.
+    assert [(tmp_path / "job" / f"10.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
+    stopped = folder.step_of(folder.resolve(tmp_path / "endless"))
+    assert stopped is not None
+    assert 0 <= stopped - max(records(tmp_path / "endless")) < 3
+
+    expected = losses(alone)
+    assert expected[0] - expected[-1] > 0.02  # it learned
+    for name in ("plain", "accumulated", "zero2", "zero3"):
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=3e-7), name
+        for kind in ("train", "valid"):
+            one, both = records(alone, kind), records(tmp_path / name, kind)
+            assert list(one) == list(both)
+            assert all(both[step]["tokens"] == one[step]["tokens"] for step in one)
+        assert [r["loss"] for r in records(tmp_path / name, "valid").values()] == pytest.approx(
+            [r["loss"] for r in records(alone, "valid").values()], rel=3e-7
+        )
+
+    # Resumed by as many processes: bit for bit.
+    assert losses(tmp_path / "stopped2") == losses(tmp_path / "zero2")
+    assert losses(tmp_path / "stopped3") == losses(tmp_path / "zero3")
+
+    # Resumed by fewer: possible where every process has all states, refused where each has its part.
+    train(rest("stopped0", **{**HALVES, "num_gpus": 1, "train_micro_batch_size_per_gpu": 4}))
+    assert losses(tmp_path / "stopped0") == pytest.approx(expected, rel=3e-7)
+    with pytest.raises(UserError, match=r"num_gpus: .*written with 2, this run has 1"):
+        train(rest("stopped2", **zero(2), train_iters=6))

@@ -1,0 +1,174 @@
+"""Where records go: files that continue, numbers that JSON knows, packages that may be absent."""
+
+import io
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_runs import tiny_config
+
+from megatron.config.schema import Config
+from megatron.errors import RunError, UserError
+from megatron.training.console import ConsoleReporter, duration, train_line
+from megatron.training.metrics import EvaluationRecord, TrainRecord, perplexity
+from megatron.training.reporters import JsonLines, TensorBoard, build_reporters
+
+
+def record(step: int, **keys: object) -> TrainRecord:
+    values = {
+        "step": step, "loss": 2.0, "perplexity": math.exp(2.0), "learning_rate": 1e-3, "grad_norm": 0.5,
+        "tokens_per_second": 12345.6, "ms_per_step": 41.5, "tflops": 0.123, "mfu": None, "loss_scale": 1.0,
+        "skipped_steps": 0, "memory_gib": 1.5, "tokens": 64 * step, "seconds_left": 125.0,
+    }  # fmt: skip
+    return TrainRecord(**{**values, **keys})
+
+
+VALID = EvaluationRecord(step=2, split="valid", loss=2.5, perplexity=math.exp(2.5), tokens=128, seconds=0.1)
+
+
+def config(run: Path | None, **keys: object) -> Config:
+    return tiny_config(Path("corpus"), run, **keys)
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    first = JsonLines(path, 0)
+    for step in (1, 2, 3):
+        first.train(record(step))
+        first.evaluation(EvaluationRecord(**{**VALID.__dict__, "step": step}))
+    first.close()
+    with open(path, "a") as file:
+        file.write('{"kind": "train", "st')  # a crash in the middle of a line
+    second = JsonLines(path, 2)
+    second.train(record(3, loss=1.0))
+    second.close()
+    assert [(r["kind"], r["step"]) for r in read(path)] == [
+        ("train", 1), ("valid", 1), ("train", 2), ("valid", 2), ("train", 3)
+    ]  # fmt: skip
+    assert read(path)[-1]["loss"] == 1.0
+    JsonLines(path, 0).close()  # a run from scratch
+    assert read(path) == []
+
+
+def test_json_has_no_infinity(tmp_path: Path) -> None:
+    reporter = JsonLines(tmp_path / "metrics.jsonl", 0)
+    reporter.train(record(1, loss=None, perplexity=math.inf, grad_norm=math.nan))
+    reporter.close()
+    (values,) = read(tmp_path / "metrics.jsonl")
+    assert values["loss"] is values["perplexity"] is values["grad_norm"] is None
+    assert "Infinity" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"metrics.jsonl: cannot be written"):
+        JsonLines(tmp_path / "file" / "metrics.jsonl", 0)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reporter = TensorBoard(str(tmp_path), 0)
+    for step in (1, 2):
+        reporter.train(record(step, loss=3.0 - step))
+    reporter.evaluation(VALID)
+    reporter.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(2, 2.5)]
+    assert "train/mfu" not in events.Tags()["scalars"]  # unknown
+    assert "train/step" not in events.Tags()["scalars"]
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, object]]] = []
+        self.finished = False
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A stand-in for the package: the real one starts a service."""
+    fake = types.SimpleNamespace(inits=[], run=FakeRun(), Settings=dict)
+    fake.init = lambda **keys: (fake.inits.append(keys), fake.run)[1]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_is_offline_unless_asked_and_keeps_its_run(tmp_path: Path, wandb: types.SimpleNamespace) -> None:
+    for mode in ("offline", "online"):
+        chosen = config(
+            tmp_path / "run", use_wandb=True, wandb_group="g", **({} if mode == "offline" else {"wandb_mode": mode})
+        )
+        reporters = build_reporters(chosen, 0)
+        for reporter in reporters:
+            reporter.train(record(1))
+            reporter.evaluation(VALID)
+            reporter.close()
+        assert wandb.inits[-1]["mode"] == mode
+    one, two = wandb.inits
+    assert one["id"] == two["id"]
+    assert one["project"] == "farfield"
+    assert one["group"] == "g"
+    assert one["config"]["num_layers"] == 2
+    assert wandb.run.logged[0][0] == 1
+    assert wandb.run.logged[0][1]["train/loss"] == 2.0
+    assert wandb.run.logged[1][1]["valid/loss"] == 2.5
+    assert wandb.run.finished
+
+
+def test_packages_are_needed_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    for reporter in build_reporters(config(tmp_path / "run"), 0):
+        reporter.close()
+    with pytest.raises(UserError, match="use_wandb: wandb is not installed"):
+        build_reporters(config(tmp_path / "run", use_wandb=True), 0)
+    with pytest.raises(UserError, match="use_tensorboard: tensorboard is not installed"):
+        build_reporters(config(tmp_path / "run", use_tensorboard=True), 0)
+    assert build_reporters(config(None, use_tensorboard=True), 0) == []  # no folder to write to
+
+
+def test_a_line_says_what_is_worth_saying() -> None:
+    line = train_line(record(50), 1000)
+    assert line == (
+        "step   50/1000  loss 2.0000  ppl 7.39  lr 1.00e-03  grad 0.50  12,346 tok/s  41.5 ms  0.123 TFLOP/s  "
+        "1.50 GiB  2:05 left"
+    )
+    line = train_line(record(1000, loss=None, perplexity=None, mfu=0.423, loss_scale=4096.0, skipped_steps=3), 1000)
+    assert "loss –" in line
+    assert "MFU 42.3%" in line
+    assert "scale 4096" in line
+    assert "skipped 3" in line
+    assert "left" not in line
+    assert [duration(s) for s in (0.4, 65, 3600 * 3 + 61)] == ["0:00", "1:05", "3:01:01"]
+
+
+def test_a_pipe_gets_plain_lines_and_markup_is_not_read() -> None:
+    stream = io.StringIO()
+    reporter = ConsoleReporter(Console(file=stream, width=40), 10)
+    reporter.begin(0)
+    reporter.step(1)
+    reporter.say("[red]a path with [brackets] and more than forty characters in one line")
+    reporter.close()
+    assert stream.getvalue() == "[red]a path with [brackets] and more than forty characters in one line\n"
+
+
+def test_perplexity_never_fails() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan))
