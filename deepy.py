@@ -281,20 +281,22 @@ def positions(
         print(json.dumps(records, indent=2, ensure_ascii=False))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
+    from rich.padding import Padding
 
-    console = Console()
+    console = Console(highlight=False)
     for kind, key in (("encoding", "pos_emb"), ("processor", "score_processor")):
-        table = Table(title=f"{kind}s ({key})", title_justify="left", show_lines=True)
-        for heading in ("name", "formula", "parameters", "options", "traits", "source"):
-            table.add_column(heading, overflow="fold")
+        console.print(f"[bold underline]{kind}s[/] ({key})")
         for record in records:
-            if record["kind"] == kind:
-                options = "\n".join(f"{name}: {_text(value)}" for name, value in record["options"].items())
-                traits = ", ".join(record.get("traits", ()))
-                cells = (record["name"], record["formula"], record["parameters"], options, traits, record["source"])
-                table.add_row(*(_plain(cell) for cell in cells))
-        console.print(table)
+            if record["kind"] != kind:
+                continue
+            console.print(f"\n[bold cyan]{record['name']}[/]  {escape(record['formula'])}")
+            options = ", ".join(f"{name}: {_text(value)}" for name, value in record["options"].items())
+            facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
+            for name, fact in {**facts, "source": record["source"]}.items():
+                if fact:
+                    console.print(Padding(f"[dim]{name}[/] {escape(fact)}", (0, 0, 0, 4)))
+        console.print()
 
 
 @command
