@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.errors import UserError
@@ -76,7 +77,8 @@ class GPT(GPTModel):
         logits, _ = self.output_layer(hidden, weight=tied)  # [T, B, V]
         if labels is None:
             return logits.transpose(0, 1)
-        return self.compute_language_model_loss(labels, logits)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten(), reduction="none")
+        return losses.view(labels.shape[::-1]).t()
 
     def _layers(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         layers = list(self.decoder.layers)

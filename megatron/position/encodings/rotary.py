@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..encoding import Encoding
-from ..shape import Shape, Span
+from ..shape import Shape, Span, at_least_float32
 
 
 class Rotary(Encoding):
@@ -30,8 +30,8 @@ class Rotary(Encoding):
         # float64: at position 65,536 a float32 angle is already off by 0.004 rad.
         frequency = self.base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
         angle = span.positions(x.device).double()[:, None] * frequency
-        cos, sin = angle.cos().float(), angle.sin().float()  # [T, r/2]
-        first, second = x[..., :half].float(), x[..., half : self.rotated].float()
-        turned = [first * cos - second * sin, second * cos + first * sin]
+        first, second = at_least_float32(x[..., :half]), at_least_float32(x[..., half : self.rotated])
+        cos, sin = (turn.to(first.dtype) for turn in (angle.cos(), angle.sin()))  # [T, r/2]
+        turned = [torch.addcmul(first * cos, second, -sin), torch.addcmul(second * cos, first, sin)]
         result = torch.cat(turned, dim=-1).to(x.dtype)
         return torch.cat([result, x[..., self.rotated :]], dim=-1) if self.rotated < x.shape[-1] else result
