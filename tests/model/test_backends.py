@@ -1,0 +1,94 @@
+"""The choice of backend, and what each promises beyond equal numbers."""
+
+import logging
+
+import pytest
+import torch
+from position_methods import build, random_qkv
+
+from megatron.errors import UserError
+from megatron.model.backends import choose
+from megatron.model.backends.backend import Rows
+from megatron.model.backends.choose import choose_backend
+from megatron.model.backends.chunked import Chunked
+from megatron.model.backends.eager import Eager
+from megatron.model.backends.sdpa import Sdpa
+from megatron.position.shape import Span
+
+
+class Counted:
+    """A backend that counts its calls."""
+
+    def __init__(self, backend) -> None:
+        self.backend, self.calls = backend, 0
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        self.calls += 1
+        return self.backend(rows)
+
+
+@pytest.mark.parametrize(
+    ("grad", "length", "expected"), [(True, 12, "eager"), (True, 13, "chunked"), (False, 5, "chunked")]
+)
+def test_auto_materialises_only_short_training_sequences(grad, length, expected, monkeypatch) -> None:
+    monkeypatch.setattr(choose, "EAGER_UP_TO", 12)
+    encoding, processor = build("kerple_log", "cdape")
+    backend = choose_backend("auto", 4, encoding, processor)
+    backend.eager, backend.chunked = Counted(backend.eager), Counted(backend.chunked)
+    q, k, v = random_qkv(length)
+    with torch.set_grad_enabled(grad):
+        out = backend(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
+    assert {"eager": backend.eager.calls, "chunked": backend.chunked.calls}[expected] == 1
+    assert backend.eager.calls + backend.chunked.calls == 1
+    reference = Eager()(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
+    torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_auto_takes_sdpa_where_nothing_is_added_and_says_what_it_took(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    assert isinstance(choose_backend("auto", 4, *build("rotary", "none")), Sdpa)
+    assert not isinstance(choose_backend("auto", 4, *build("alibi", "none")), Sdpa)
+    assert not isinstance(choose_backend("auto", 4, *build("rotary", "dape")), Sdpa)
+    lines = [record.message for record in caplog.records]
+    assert lines[0] == "attention backend: sdpa"
+    assert "cannot add a position bias" in lines[1]
+    assert "cannot process scores" in lines[2]
+
+
+@pytest.mark.parametrize("pair", [("t5", "none"), ("none", "cdape")])
+def test_sdpa_refuses_by_name(pair: tuple[str, str]) -> None:
+    with pytest.raises(UserError, match="attention_backend 'sdpa'"):
+        choose_backend("sdpa", 4, *build(*pair))
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_sdpa_equals_eager_on_rows_after_a_cache_and_with_padding(mask: bool) -> None:
+    encoding, _ = build("none", "none")
+    q, k, v = random_qkv(11)
+    seen = torch.arange(11)[None] >= torch.tensor([[0], [3]]) if mask else None
+    for rows in ((0, 11), (7, 4), (10, 1)):
+        query = Span(*rows)
+        part = Rows(q[:, :, query.start :], k, v, query, Span(0, 11), encoding, None, key_mask=seen)
+        ours, reference = Sdpa()(part), Eager()(part)
+        visible = ours.isfinite() if mask else torch.ones_like(ours, dtype=torch.bool)
+        torch.testing.assert_close(ours[visible], reference[visible], rtol=1e-5, atol=1e-5)
+
+
+def test_chunked_keeps_memory_linear_in_the_length() -> None:
+    """What autograd keeps between the passes grows with T, not T²: counted through saved-tensor hooks."""
+
+    def kept(backend, length: int) -> int:
+        encoding, processor = build("kerple_log", "cdape")
+        q, k, v = (x.requires_grad_() for x in random_qkv(length, batch=1))
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            backend(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
+        return sum(storages.values())
+
+    assert kept(Chunked(16), 256) <= 5 * kept(Chunked(16), 64)
+    assert kept(Eager(), 256) >= 12 * kept(Eager(), 64)  # so this way of counting sees a T²
