@@ -1,0 +1,37 @@
+"""CoPE: positions counted by gates, so that what counts as a step depends on the context.
+
+g_ij = σ(q_i·k_j/√d); p_ij = Σ_{t=j}^{i} g_it, at most positions − 1; the term is q_i·e[p_ij]/√d with e interpolated
+between whole positions. It needs queries and keys, so it is a contextual term, added to the scores.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ..encoding import Encoding
+from ..parameters import Bounded
+from ..shape import Shape, Span, causal
+
+
+class Cope(Encoding):
+    formula = "q_i·(k_j + e[p_ij])/√d, p_ij = min(Σ_{t=j}^{i} σ(q_i·k_t/√d), positions − 1), e interpolated"
+    parameters_text = "e [positions, d] = 0, one table for all heads"
+    source = "CoPE: Golovneva et al. 2024, equations 2 to 5"
+
+    def __init__(self, shape: Shape, *, positions: int = 64) -> None:
+        super().__init__(shape)
+        if positions < 2:
+            raise ValueError(f"option positions of cope is {positions}; it must be at least 2")
+        self.positions = positions
+        self.vectors = Bounded((positions, shape.head_dim), nn.init.zeros_)
+
+    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span) -> Tensor:
+        visible = causal(query, key, q.device)
+        gates = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32))) * visible
+        # From the right: the count for column j includes j itself and everything up to the query.
+        position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)
+        below = position.detach().floor().long().clamp(max=self.positions - 2)
+        share = position - below
+        terms = torch.matmul(q * q.shape[-1] ** -0.5, self.vectors().to(q.dtype).t())  # [B, H, R, positions]
+        terms = terms.to(share.dtype)
+        low, high = terms.gather(-1, below), terms.gather(-1, below + 1)
+        return (low + share * (high - low)).to(scores.dtype)

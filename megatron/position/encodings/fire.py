@@ -1,0 +1,42 @@
+"""FIRE: a small network of the distance relative to the query's position, both on a logarithmic scale.
+
+The bias depends on i through the normaliser, so it is not Toeplitz: rows beyond L see the same curve stretched.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..encoding import Encoding, Terms
+from ..parameters import Bounded, uniform
+from ..shape import Shape, Span
+
+
+class Fire(Encoding):
+    formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
+    parameters_text = "c = 0.1 ≥ 0.0001; multiplier = 1 ≥ 0; MLP as torch.nn.Linear starts"
+    source = "FIRE: Li et al. 2023, equation 3; normaliser and start values of its released code"
+    relative = False
+
+    def __init__(self, shape: Shape, *, width: int = 32) -> None:
+        super().__init__(shape)
+        if width < 1:
+            raise ValueError(f"option width of fire is {width}; it must be at least 1")
+        self.c = Bounded((1,), lambda t: nn.init.constant_(t, 0.1), low=1e-4)
+        self.multiplier = Bounded((1,), nn.init.ones_, low=0.0)
+        bound = 1 / math.sqrt(width)
+        self.weight1, self.bias1 = Bounded((width, 1), uniform(-1, 1)), Bounded((width,), uniform(-1, 1))
+        self.weight2 = Bounded((shape.num_heads, width), uniform(-bound, bound))
+        self.bias2 = Bounded((shape.num_heads,), uniform(-bound, bound))
+
+    def dense(self, query: Span, key: Span, like: Tensor) -> Terms:
+        c = self.c()
+        i = query.positions(like.device).to(c.dtype)
+        j = key.positions(like.device).to(c.dtype)
+        n = (i[:, None] - j[None, :]).clamp(min=0)
+        normaliser = torch.maximum(self.multiplier() * (self.shape.train_length / 2), i)
+        x = torch.log1p(c * n) / (torch.log1p(c * normaliser) + 1e-6)[:, None]  # [R, C]
+        hidden = F.relu(F.linear(x[..., None], self.weight1(), self.bias1()))
+        return Terms(bias=F.linear(hidden, self.weight2(), self.bias2()).permute(2, 0, 1))

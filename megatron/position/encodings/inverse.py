@@ -1,0 +1,15 @@
+"""The harmonic series Σ 1/n as a bias: it diverges, and the model does not extrapolate."""
+
+import torch
+from torch import Tensor
+
+from ..encoding import Encoding, Terms
+
+
+class Inverse(Encoding):
+    formula = "−ln(n + 1)"
+    source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 4, the diverging example 1/n"
+
+    def table(self, distances: Tensor) -> Terms:
+        bias = -torch.log1p(distances)
+        return Terms(bias=bias.expand(self.shape.num_heads, -1))

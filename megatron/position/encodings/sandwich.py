@@ -1,0 +1,28 @@
+"""Sandwich: the inner product of sinusoidal embeddings as a fixed bias, steeper for earlier heads."""
+
+import torch
+from torch import Tensor
+
+from ..encoding import Encoding, Terms
+from ..shape import Shape
+
+
+class Sandwich(Encoding):
+    formula = "k_h·(Σ_{j=1}^{m/2} cos(n/base^(2j/m)) − m/2), k_h = H/(8h), m = dimension"
+    source = "Chi et al. 2023, Dissecting transformer length extrapolation via receptive field analysis"
+
+    def __init__(self, shape: Shape, *, dimension: int = 128, base: float = 10000.0) -> None:
+        super().__init__(shape)
+        if dimension < 2 or dimension % 2:
+            raise ValueError(f"option dimension of sandwich is {dimension}; it must be even and at least 2")
+        if base <= 1:
+            raise ValueError(f"option base of sandwich is {base}; it must be greater than 1")
+        self.dimension, self.base = dimension, base
+
+    def table(self, distances: Tensor) -> Terms:
+        half = self.dimension // 2
+        j = torch.arange(1, half + 1, dtype=torch.float64, device=distances.device)
+        angle = distances.double()[:, None] / self.base ** (2 * j / self.dimension)
+        total = (angle.cos().sum(-1) - half).float()  # float64 until here: the sum cancels at small n
+        h = torch.arange(1, self.shape.num_heads + 1, device=distances.device)
+        return Terms(bias=(self.shape.num_heads / (8.0 * h))[:, None] * total)

@@ -1,0 +1,42 @@
+"""Transformer-XL's relative positions: projected sinusoids meet the query, and two learned vectors stand in for it.
+
+The score (q + u)·k/√d + (q + v)·W_R·R_n/√d is q·k/√d plus contextual terms.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ..encoding import Encoding
+from ..parameters import Bounded, normal
+from ..shape import Shape, Span
+
+
+class TransformerXL(Encoding):
+    formula = "((q_i + u)·k_j + (q_i + v)·W_R R_n)/√d, R_n = [sin(n/base^(2m/D)); cos(n/base^(2m/D))]"
+    parameters_text = "u, v [H, d] ~ N(0, 0.02²); W_R [H·d, D] ~ N(0, 0.02²)"
+    source = "Transformer-XL: Dai et al. 2019, section 3.3"
+
+    def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
+        super().__init__(shape)
+        if shape.hidden_size % 2:
+            raise ValueError(f"transformer_xl needs an even hidden_size, not {shape.hidden_size}")
+        if base <= 1:
+            raise ValueError(f"option base of transformer_xl is {base}; it must be greater than 1")
+        self.base = base
+        self.u = Bounded((shape.num_heads, shape.head_dim), normal(0.02))
+        self.v = Bounded((shape.num_heads, shape.head_dim), normal(0.02))
+        self.project = nn.Linear(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
+        nn.init.normal_(self.project.weight, 0.0, 0.02)
+
+    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span) -> Tensor:
+        heads, dim = self.shape.num_heads, self.shape.head_dim
+        half = self.shape.hidden_size // 2
+        n = torch.arange(max(query.stop - key.start, 1), dtype=torch.float64, device=q.device)
+        angle = n[:, None] * self.base ** (-torch.arange(half, dtype=torch.float64, device=q.device) / half)
+        sinusoids = torch.cat([angle.sin(), angle.cos()], dim=-1).to(q.dtype)
+        r = self.project(sinusoids).view(-1, heads, dim).permute(1, 2, 0)  # [H, d, N]
+        u, v = (p().to(q.dtype)[:, None] for p in (self.u, self.v))
+        by_distance = torch.matmul(q + v, r)  # [B, H, R, N]
+        distance = query.positions(q.device)[:, None] - key.positions(q.device)[None, :]
+        index = distance.clamp_(min=0).expand(*by_distance.shape[:3], -1)
+        return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * dim**-0.5

@@ -1,0 +1,15 @@
+"""The series Σ 1/n² as a bias: it converges, so the model extrapolates."""
+
+import torch
+from torch import Tensor
+
+from ..encoding import Encoding, Terms
+
+
+class Type1(Encoding):
+    formula = "−2·ln(n + 1)"
+    source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1"
+
+    def table(self, distances: Tensor) -> Terms:
+        bias = -2 * torch.log1p(distances)
+        return Terms(bias=bias.expand(self.shape.num_heads, -1))
