@@ -14,8 +14,6 @@ from ..shape import Shape
 class KerpleBiasWeight(Encoding):
     formula = "q·k/√d·exp(−r3·n^r4) − r1·n^r2"
     parameters_text = "r1, r3 [H] ~ U(0, 1) ≥ 0.01; r2, r4 [H] ~ U(0, 2) in [0.01, 2]"
-        "r1 [H] ~ U(0, 1) ≥ 0.01; r2 [H] ~ U(0, 2) in [0.01, 2]; r3 [H] ~ U(0, 1) ≥ 0.01; r4 [H] ~ U(0, 2) in [0.01, 2]"
-    )
     source = "KERPLE: Chi et al. 2022, section 5.3, bias+wht"
 
     def __init__(self, shape: Shape) -> None:
