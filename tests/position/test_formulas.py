@@ -141,3 +141,123 @@ def test_every_method_describes_itself() -> None:
         assert record["formula"]
         assert record["source"]
         assert record["parameters"]
+
+
+def _values(encoding, *names: str) -> list[np.ndarray]:
+    """Learned parameters as float64 columns [H, 1]."""
+    return [getattr(encoding, name).value.detach().double().numpy()[:, None] for name in names]
+
+
+BIASES = {
+    "kerple_log3": (("r1", "r2", "r3"), lambda r1, r2, r3: -r1 * np.log(1 + r2 * n**r3)),
+    "kerple_bias_weight": (("r1", "r2", "r3", "r4"), lambda r1, r2, r3, r4: -r1 * n**r2),
+    "gaussian_bias2": (("r1", "r2"), lambda r1, r2: r1 * np.exp(-r2 * n**2)),
+    "gaussian_bias3": (("r1", "r2", "r3"), lambda r1, r2, r3: r1 * np.exp(-r2 * n**r3)),
+    "type1": ((), lambda: np.tile(-2 * np.log(n + 1), (5, 1))),
+    "type2": ((), lambda: np.tile(-(np.log(n + 1) ** 2), (5, 1))),
+    "inverse": ((), lambda: np.tile(-np.log(n + 1), (5, 1))),
+    "inverse_nlogn": ((), lambda: np.tile(-np.log((n + 2) * np.log(n + 2)), (5, 1))),
+}
+WEIGHTS = {
+    "kerple_bias_weight": (("r3", "r4"), lambda r3, r4: np.exp(-r3 * n**r4)),
+    "gaussian_weight1": (("r1",), lambda r1: np.exp(-r1 * n**2)),
+    "gaussian_weight2": (("r1", "r2"), lambda r1, r2: np.exp(-r1 * n**r2)),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases(name: str) -> None:
+    encoding = _build(name)
+    names, formula = BIASES[name]
+    _close(encoding.table(distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(name: str) -> None:
+    encoding = _build(name)
+    names, formula = WEIGHTS[name]
+    # exp(−x) carries x's rounding: a relative error of x·2⁻²⁴ where exp(−x) itself is at most 1/x.
+    _close(encoding.table(distances(N)).weight, formula(*_values(encoding, *names)), ulps=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "low", "high"),
+    [
+        ("kerple_log3", "r1", 0.01, 2), ("kerple_log3", "r2", 0.01, 1), ("kerple_log3", "r3", 1, 1),
+        ("kerple_bias_weight", "r1", 0.01, 1), ("kerple_bias_weight", "r2", 0.01, 2),
+        ("kerple_bias_weight", "r3", 0.01, 1), ("kerple_bias_weight", "r4", 0.01, 2),
+        ("gaussian_bias3", "r1", 0.01, 1), ("gaussian_bias3", "r2", 0.01, 1), ("gaussian_bias3", "r3", 0.01, 2),
+        ("gaussian_weight1", "r1", 0.01, 1), ("gaussian_weight2", "r2", 0.01, 2),
+    ],
+)  # fmt: skip
+def test_start_values_fill_their_interval(name: str, parameter: str, low: float, high: float) -> None:
+    values = getattr(_build(name, heads=4000), parameter).value
+    assert low <= values.min()
+    assert values.max() <= high
+    assert abs(values.mean() - (low if low == high else high / 2)) < high * 0.03
+
+
+def test_sandwich() -> None:
+    """k_h (Σ_{j=1}^{64} cos(n/10000^(2j/128)) − 64), k_h = H/(8h)"""
+    bias = _build("sandwich").table(distances(N)).bias
+    total = sum(np.cos(n / 10000.0 ** (2 * j / 128)) for j in range(1, 65)) - 64
+    _close(bias, np.stack([5 / (8 * h) * total for h in range(1, 6)]))
+
+
+def test_fire_against_a_loop() -> None:
+    encoding = _build("fire", heads=3, width=7)
+    p = {name: value.detach().double() for name, value in encoding.named_parameters()}
+    half = 16 / 2
+    for query, key in ((Span(0, 12), Span(0, 12)), (Span(40, 3), Span(0, 43))):
+        bias = encoding.dense(query, key, torch.zeros(1)).bias
+        for r, i in enumerate(range(query.start, query.stop)):
+            for j in range(min(i + 1, key.stop)):
+                x = math.log(1 + p["c.value"] * (i - j)) / (math.log(1 + p["c.value"] * max(half, i)) + 1e-6)
+                hidden = torch.relu(p["weight1.value"][:, 0] * x + p["bias1.value"])
+                exact = p["weight2.value"] @ hidden + p["bias2.value"]
+                torch.testing.assert_close(bias[:, r, j].double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_cope_against_a_loop() -> None:
+    shape = Shape(2, 4, 8, 16, 16)
+    encoding = registry.build_encoding("cope", shape, {"positions": 5})
+    with torch.no_grad():
+        encoding.vectors.value.normal_()
+    q, k = torch.randn(2, 1, 2, 11, 4)
+    scores = q @ k.transpose(-1, -2) / 2
+    ours = encoding.contextual(q, k, scores, Span(0, 11), Span(0, 11))
+    e = encoding.vectors.value.double()
+    for h in range(2):
+        for i in range(11):
+            for j in range(i + 1):
+                p = sum(1 / (1 + math.exp(-scores[0, h, i, t].item())) for t in range(j, i + 1))
+                p = min(p, 4.0)
+                low = min(math.floor(p), 3)
+                vector = e[low] * (1 - (p - low)) + e[low + 1] * (p - low)
+                exact = float(q[0, h, i].double() @ vector) / 2
+                assert abs(ours[0, h, i, j].item() - exact) < 1e-5
+
+
+def test_cope_starts_without_effect() -> None:
+    q, k = torch.randn(2, 1, 5, 6, 8)
+    assert _build("cope").contextual(q, k, q @ k.transpose(-1, -2), Span(0, 6), Span(0, 6)).abs().max() == 0
+
+
+def test_transformer_xl_against_a_loop() -> None:
+    shape = Shape(2, 4, 8, 16, 16)
+    encoding = registry.build_encoding("transformer_xl", shape)
+    with torch.no_grad():
+        for parameter in encoding.parameters():
+            parameter.normal_()
+    q, k = torch.randn(2, 1, 2, 7, 4)
+    ours = encoding.contextual(q, k, q @ k.transpose(-1, -2) / 2, Span(0, 7), Span(0, 7))
+    u, v = encoding.u.value.double(), encoding.v.value.double()
+    w = encoding.project.weight.double().view(2, 4, 8)
+    for h in range(2):
+        for i in range(7):
+            for j in range(i + 1):
+                angle = (i - j) / 10000.0 ** (np.arange(4) / 4)
+                r = torch.tensor(np.concatenate([np.sin(angle), np.cos(angle)]))
+                qi, kj = q[0, h, i].double(), k[0, h, j].double()
+                exact = (u[h] @ kj + (qi + v[h]) @ (w[h] @ r)) / 2
+                assert abs(ours[0, h, i, j].item() - exact.item()) < 1e-5
