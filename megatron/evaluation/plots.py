@@ -35,7 +35,7 @@ def png(records: Sequence[Record]) -> bytes:
     if not groups:
         raise UserError("no records to plot")
     # Figure instead of pyplot: no window system, no global state.
-    figure = Figure(figsize=(7.4, 4.6 * len(groups)), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8.6, 4.6 * len(groups)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     for row, layout in enumerate(groups, start=1):
         _draw(figure.add_subplot(len(groups), 1, row), layout)
@@ -79,8 +79,12 @@ def _draw(axes: Axes, layout: Layout) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(layout.title, loc="left", fontsize=11)
     # matplotlib leaves out curves whose label begins with an underscore unless handles and labels are both given.
-    band = "band: smallest to largest seed" if layout.repeats > 1 else "band: 95% interval over windows"
-    legend = axes.legend(curves, layout.methods, frameon=False, fontsize=9, title=band if banded else None)
+    band = "band: smallest to\nlargest seed" if layout.repeats > 1 else "band: 95% interval\nover windows"
+    # Beside the axes, where no curve can run through it.
+    legend = axes.legend(
+        curves, layout.methods, frameon=False, fontsize=9, title=band if banded else None, alignment="left",
+        loc="upper left", bbox_to_anchor=(1.01, 1.0),
+    )  # fmt: skip
     legend.get_title().set_fontsize(8)
 
 

@@ -95,7 +95,8 @@ class Loop:
     def until_the_end(self) -> TrainResult:
         """All steps that are left, then the last checkpoint and the test."""
         run, train_iters = self.run, self.run.config.training.train_iters
-        if self.step >= train_iters:
+        done = self.step >= train_iters
+        if done:
             run.console.say(f"nothing to do: step {self.step} of {train_iters} is reached; raise train_iters")
         run.engine.model.train()
         run.console.begin(self.step)
@@ -110,7 +111,7 @@ class Loop:
                 number = round(run.processes.largest(stop.signal or 0))  # it may have reached another process only
                 saved = f"saved {self.checkpoint}" if self.checkpoint is not None else "nothing is saved"
                 run.console.say(f"stopped by signal {number} at step {self.step} of {train_iters}; {saved}")
-            else:
+            elif not done:  # a finished run has its test on record
                 test = self._test()
         return TrainResult(
             step=self.step,

@@ -12,6 +12,7 @@ import torch
 
 from megatron.checkpoint import resume
 from megatron.checkpoint.folder import CONFIG
+from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.resume import Start
 from megatron.config.ranks import with_batch
 from megatron.config.schema import Config
@@ -48,12 +49,16 @@ class Run:
     flops_per_token: float
     peak: float | None
     """The device's peak TFLOP/s, if it is known."""
+    lock: RunLock | None
+    """Keeps other runs out of the folder; the first process has it, if anything is saved."""
 
     def close(self) -> None:
-        """Close files and release the engine."""
+        """Close files, release the engine and the folder."""
         for reporter in (self.console, *self.reporters):
             reporter.close()
         self.engine.close()
+        if self.lock is not None:
+            self.lock.release()
 
 
 def prepare(config: Config, console: ConsoleReporter) -> Run:
@@ -63,6 +68,18 @@ def prepare(config: Config, console: ConsoleReporter) -> Run:
         UserError: the configuration, the data and what is there to start from do not fit together.
         RunError: a file is damaged or cannot be written, or the processes do not find each other.
     """
+    # Before anything is read or started: what is there must not change any more.
+    saves = config.checkpoint.save is not None and os.environ.get("RANK", "0") == "0"
+    lock = RunLock(config.checkpoint.save) if saves else None  # type: ignore[arg-type]
+    try:
+        return _prepare(config, console, lock)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+
+
+def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> Run:
     start = resume.find_start(config)
     processes = places.start(config)
     config = with_batch(config, processes.world)
@@ -119,6 +136,7 @@ def prepare(config: Config, console: ConsoleReporter) -> Run:
         reporters=build_reporters(config, start.progress.step) if processes.first else [],
         flops_per_token=flops_per_token,
         peak=peak_tflops(processes.device, precision(config), config.logging.peak_tflops),
+        lock=lock,
     )
 
 
