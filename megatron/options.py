@@ -10,6 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MOST_STEPS = 10**9
+"""The upper bound of every count of steps: what is counted fits 64 bits even when multiplied by the largest batch."""
+
 
 class Section(BaseModel):
     """Typed, frozen, strict: an unknown key, a string where a number belongs, or a float where an integer belongs

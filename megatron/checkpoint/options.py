@@ -1,6 +1,6 @@
 """Keys that decide what is saved, where, and what a run starts from."""
 
-from megatron.options import Section, key
+from megatron.options import MOST_STEPS, Section, key
 
 
 class CheckpointOptions(Section):
@@ -8,6 +8,10 @@ class CheckpointOptions(Section):
 
     save: str | None = key(None, "the run's folder: configuration, logs, checkpoints; nothing is written if absent")
     load: str | None = key(None, "a run's folder to resume from")
-    checkpoint_factor: int | None = key(None, "steps between checkpoints; the last step is always saved", ge=1)
-    keep_last_n_checkpoints: int | None = key(None, "delete older checkpoints; all are kept if absent", ge=1)
+    checkpoint_factor: int | None = key(
+        None, "steps between checkpoints; the last step is always saved", ge=1, le=MOST_STEPS
+    )
+    keep_last_n_checkpoints: int | None = key(
+        None, "delete older checkpoints; all are kept if absent", ge=1, le=MOST_STEPS
+    )
     finetune: bool = key(False, "load weights only: step 0, fresh optimizer")

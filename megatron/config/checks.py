@@ -112,10 +112,10 @@ def _data(config: Config) -> Iterator[Problem]:
                 f"{split}_data_weights",
                 f"{split}_data_weights has {len(weights)} values for {len(files)} paths in {split}_data_paths",
             )
-        if any(weight < 0 for weight in weights) or (weights and not sum(weights) > 0):
+        if any(weight <= 0 for weight in weights):
             yield (
                 f"{split}_data_weights",
-                f"{split}_data_weights are {weights}; they must not be negative, nor all zero",
+                f"{split}_data_weights are {weights}; each must be greater than 0; leave a dataset out instead",
             )
     yield from _split(data.split)
     needs = {

@@ -150,7 +150,7 @@ def _build(settings: Settings) -> Config:
         return with_batch(config, ranks) if ranks else config
     except UserError as error:
         where = settings.where(("train_batch_size",))
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}" if where else str(error)) from None
 
 
 def _sections(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -196,15 +196,20 @@ def _settle_shares(settings: Settings) -> None:
         if not isinstance(rule, neox.Share) or setting.value is None:
             continue
         base = settings.values.get((rule.of,))
-        if isinstance(setting.value, bool) or not isinstance(setting.value, int | float) or setting.value <= 0:
-            settings.problems.append(f"{setting.where}: {name} is {show(setting.value)}; it must be a positive number")
+        share = setting.value
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
+            settings.problems.append(f"{setting.where}: {name} is {show(share)}; it must be a finite positive number")
         elif (rule.to,) in settings.values:
             other = settings.values[(rule.to,)]
             settings.problems.append(f"{setting.where}: {name} contradicts {rule.to} ({other.where}); give one of them")
         elif base is not None and isinstance(base.value, int):
-            value = round(setting.value * base.value)
+            try:
+                value = round(float(share) * base.value)
+            except OverflowError:
+                settings.problems.append(f"{setting.where}: {name} × {rule.of} is too large for {rule.to}")
+                continue
             settings.values[(rule.to,)] = Setting(value, setting.where, setting.layer)
-            settings.notes.append(f"{setting.where}: {name} {show(setting.value)} makes {rule.to} {value}")
+            settings.notes.append(f"{setting.where}: {name} {show(share)} makes {rule.to} {value}")
 
 
 def _settle_tokenizer(settings: Settings) -> None:

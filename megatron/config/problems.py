@@ -42,7 +42,7 @@ def _valid(error: dict[str, Any], path: Path_) -> str:
         return text
     if kind in BOUNDS:
         words, name = BOUNDS[kind]
-        return f"it must be {words} {context[name]:g}"
+        return f"it must be {words} {context[name]:.15g}"  # whole: 4294967295, not 4.29497e+09
     if kind == "literal_error":
         key = keys().get(path)
         choices = [show(choice) for choice in key.choices] if key else [str(context.get("expected"))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
+from megatron.training.options import LARGEST_BATCH
 
 MICRO, STEPS, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
@@ -23,7 +24,7 @@ def with_batch(config: Config, ranks: int) -> Config:
     """The configuration with all three batch sizes consistent; of two that are given the third follows.
 
     Raises:
-        UserError: if no third fits, naming all numbers.
+        UserError: if no third fits, or the batch is too large, naming all numbers.
     """
     training, given = config.training, config.training.model_fields_set
     micro, steps, batch = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, None
@@ -40,5 +41,9 @@ def with_batch(config: Config, ranks: int) -> Config:
     if batch is not None and batch != product:
         raise UserError(
             f"{BATCH} {batch} is not {MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; change one of them"
+        )
+    if product > LARGEST_BATCH:
+        raise UserError(
+            f"{MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; {BATCH} must be at most {LARGEST_BATCH}"
         )
     return config.replace(**{MICRO: micro, STEPS: steps, BATCH: product})

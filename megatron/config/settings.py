@@ -1,7 +1,8 @@
 """Merging: layers of keys, each key with the place that set it; later wins and says what it replaced.
 
-A layer is one file or the command line. Within a layer every key may be set once; between layers mappings merge key
-by key (`optimizer: {params: {lr: 1e-3}}` leaves the optimizer's other params alone). Choosing another `pos_emb` or
+A layer is one file or the command line. Within a layer every key has one value, whatever names it is written under
+(`lr` and `optimizer.params.lr`): two that differ contradict each other, in either order. Between layers mappings merge
+key by key (`optimizer: {params: {lr: 1e-3}}` leaves the optimizer's other params alone). Choosing another `pos_emb` or
 `score_processor` drops the options that earlier layers set for the one it replaces.
 """
 
@@ -102,13 +103,14 @@ class Settings:
         ignored: dict[str, list[str]] = {}
         written: dict[Path_, str] = {}
         for path, setting in items:
-            if path in written:  # num-layers and num_layers, or optimizer.params.lr and optimizer: {params: {lr: …}}
+            twice = path in written
+            if twice:  # num-layers and num_layers, or optimizer.params.lr and optimizer: {params: {lr: …}}
                 self.problems.append(f"{setting.where}: {'.'.join(path)} is given twice, see {written[path]}")
             written[path] = setting.where
             for new_path, value in self._translate(path, setting, ignored):
                 new = Setting(value, setting.where, self.layers)
                 old = layer.get(new_path)
-                if old is not None and old.value != value and path not in layer:
+                if old is not None and old.value != value and not twice:
                     name = ".".join(new_path)
                     self.problems.append(
                         f"{setting.where}: {name} {show(value)} contradicts {show(old.value)} ({old.where})"
@@ -163,8 +165,11 @@ class Settings:
         name, value, where = ".".join(path), setting.value, setting.where
         key = keys().get(path)
         parent = keys().get(path[:-1])
-        if path == FP16_TYPE and value in FP16_TYPES:
-            yield path, value
+        if path == FP16_TYPE:
+            if isinstance(value, str) and value in FP16_TYPES:
+                yield path, value
+            else:
+                self.problems.append(f"{where}: {name} is {show(value)}; choose from {', '.join(FP16_TYPES)}")
             return
         if key is None and not (parent and parent.free):
             self.problems.append(f"{where}: {unknown(path)}")

@@ -75,19 +75,25 @@ def _lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int])
 
 
 def _check_plain(value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]) -> None:
-    """Refuse what a configuration cannot hold and JSON could not write: dates, sets, binary, keys that are no text."""
+    """Refuse what a configuration cannot hold and JSON could not write: dates, sets, binary, keys that are no text, and
+    null characters, which no path and no variable of the environment can hold. `line` is 0 on the command line."""
     line = lines.get(path, line)
+    place = f"{source}:{line}" if line else source
+    name = ".".join(path) or "value"
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise UserError(f"{source}:{line}: key {key!r} is not text; put it in quotes")
+                raise UserError(f"{place}: key {key!r} is not text; put it in quotes")
+            if "\0" in key:
+                raise UserError(f"{place}: key {key!r} holds a null character; leave it out")
             _check_plain(inner, source, line, lines, (*path, key))
     elif isinstance(value, list):
         for inner in value:
             _check_plain(inner, source, line, lines, path)
+    elif isinstance(value, str) and "\0" in value:
+        raise UserError(f"{place}: {name} is {value!r}; text cannot hold a null character")
     elif value is not None and not isinstance(value, bool | int | float | str):
-        name = ".".join(path) or "value"
-        raise UserError(f"{source}:{line}: {name} is {value!r}; put it in quotes if it is meant as text")
+        raise UserError(f"{place}: {name} is {value!r}; put it in quotes if it is meant as text")
 
 
 def read_text(path: Path) -> str:
@@ -136,7 +142,7 @@ def parse_value(text: str, source: str) -> Any:
         value = _loader().load(io.StringIO(text))
     except (YAMLError, ValueError) as error:
         raise UserError(f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as text") from error
-    _check_plain(value, source, 1, {}, ())
+    _check_plain(value, source, 0, {}, ())
     return value
 
 

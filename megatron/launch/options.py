@@ -8,7 +8,9 @@ from megatron.options import Section, key
 class LaunchOptions(Section):
     """Processes and devices of one machine."""
 
-    num_gpus: int | None = key(None, "processes on this machine; all GPUs, or one process on CPU, if absent", ge=1)
+    num_gpus: int | None = key(
+        None, "processes on this machine; all GPUs, or one process on CPU, if absent", ge=1, le=1024
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is one")
     master_port: int | None = key(None, "port of the rendezvous; a free one if absent", ge=1, le=65535)
     distributed_backend: Literal["auto", "nccl", "gloo"] = key("auto", "nccl on GPUs, gloo on CPU")

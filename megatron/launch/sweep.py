@@ -29,7 +29,7 @@ from megatron.checkpoint import folder as checkpoints
 from megatron.checkpoint.progress import Progress
 from megatron.config.load import find, merge, split_override
 from megatron.config.schema import Config, Path_
-from megatron.config.settings import show
+from megatron.config.settings import COMMAND_LINE, show
 from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.evaluation.files import write_text
@@ -130,7 +130,14 @@ def read(
     for name in (split_override(text)[0].replace("-", "_") for text in common):
         if name in MINE:
             raise UserError(f"command line: {name} is set by the sweep: use sweep.{MINE[name]}=…")
-    options = check(settings, lambda path: document.where(path) if path in document.lines else document.source)
+    ordered = [tuple(split_override(text)[0].split(".")) for text in own]
+
+    def where(path: Path_) -> str:
+        given = any(path[: len(each)] == each for each in ordered)  # the command line set it, or what it is in
+        opened = path not in document.lines and any(each[: len(path)] == path for each in ordered)
+        return COMMAND_LINE if given or opened else document.where(path)
+
+    options = check(settings, where)
     shared = [_part(each, ()) for each in documents]
     for each in shared:
         for name in each.values:

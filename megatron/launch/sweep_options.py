@@ -15,7 +15,7 @@ sweep:
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -23,6 +23,7 @@ from megatron.config.problems import describe
 from megatron.config.schema import Path_
 from megatron.errors import UserError
 from megatron.options import Section, key
+from megatron.training.options import LARGEST_SEED
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Names of variants: they are folder names too."""
@@ -65,7 +66,9 @@ class SweepOptions(Section):
 
     output: str = Field(description="folder for runs and results", min_length=1)
     variants: dict[str, dict[str, Any]] = Field(description="name → keys that this variant changes", min_length=1)
-    seeds: list[int] = key(lambda: [1234], "every variant is trained with each", min_length=1)
+    seeds: list[Annotated[int, Field(ge=0, le=LARGEST_SEED)]] = key(
+        lambda: [1234], "every variant is trained with each", min_length=1
+    )
     corpus: CorpusOptions | None = key(None, "a corpus to prepare first")
     evaluate: EvaluateOptions = key(EvaluateOptions, "how trained models are scored")
 

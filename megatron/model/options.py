@@ -4,21 +4,27 @@ from typing import Any, Literal
 
 from megatron.options import Section, key
 
+LARGEST = 10**6
+"""Of every size of the model: no tensor of it has more elements than 64 bits can count."""
+
+LONGEST = 10**9
+"""Tokens of a sequence."""
+
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
 
 
 class ModelOptions(Section):
     """Shape and numerics of the GPT (GPT-NeoX's names)."""
 
-    num_layers: int = key(..., "transformer layers", architecture=True, ge=1)
-    hidden_size: int = key(..., "width of the residual stream", architecture=True, ge=1)
-    num_attention_heads: int = key(..., "attention heads; must divide hidden_size", architecture=True, ge=1)
-    seq_length: int = key(..., "training length, in tokens", architecture=True, ge=2)
+    num_layers: int = key(..., "transformer layers", architecture=True, ge=1, le=LARGEST)
+    hidden_size: int = key(..., "width of the residual stream", architecture=True, ge=1, le=LARGEST)
+    num_attention_heads: int = key(..., "attention heads; must divide hidden_size", architecture=True, ge=1, le=LARGEST)
+    seq_length: int = key(..., "training length, in tokens", architecture=True, ge=2, le=LONGEST)
     max_position_embeddings: int | None = key(
-        None, "rows of a learned position table; seq_length if absent", architecture=True, ge=1
+        None, "rows of a learned position table; seq_length if absent", architecture=True, ge=1, le=LONGEST
     )
     intermediate_size: int | None = key(
-        None, "width of the feed-forward layer; 4 × hidden_size if absent", architecture=True, ge=1
+        None, "width of the feed-forward layer; 4 × hidden_size if absent", architecture=True, ge=1, le=LARGEST
     )
     norm: Literal["layernorm", "rmsnorm"] = key(
         "layernorm", "normalisation before attention and feed-forward", architecture=True
@@ -46,14 +52,14 @@ class ModelOptions(Section):
     hidden_dropout: float = key(0.0, "dropout on the residual branches", ge=0, lt=1)
     attention_dropout: float = key(0.0, "dropout on attention probabilities", ge=0, lt=1)
     make_vocab_size_divisible_by: int = key(
-        128, "the vocabulary is padded up to a multiple of this", architecture=True, ge=1
+        128, "the vocabulary is padded up to a multiple of this", architecture=True, ge=1, le=LARGEST
     )
     checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass")
-    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1)
+    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=LARGEST)
     attention_backend: Literal["auto", "eager", "chunked", "sdpa"] = key(
         "auto", "how attention is computed; auto takes the fastest that can do this position encoding"
     )
-    attention_chunk_rows: int = key(128, "query rows per block of the chunked backend", ge=1)
+    attention_chunk_rows: int = key(128, "query rows per block of the chunked backend", ge=1, le=LONGEST)
 
 
 class PositionOptions(Section):

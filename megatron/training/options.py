@@ -2,7 +2,13 @@
 
 from typing import Literal
 
-from megatron.options import Section, key
+from megatron.options import MOST_STEPS, Section, key
+
+LARGEST_BATCH = 10**6
+"""Sequences per optimizer step: beyond every published batch, so that a mistyped one is told at once."""
+
+LARGEST_SEED = 2**32 - 1
+"""numpy's limit."""
 
 
 class AdamParams(Section):
@@ -24,7 +30,9 @@ class OptimizerOptions(Section):
     gradient_clipping: float = key(1.0, "largest global gradient norm; 0 turns clipping off", ge=0)
     min_lr: float = key(0.0, "learning rate at the end of the decay", ge=0)
     lr_decay_style: Literal["cosine", "linear", "constant"] = key("linear", "shape of the decay after warm-up")
-    lr_decay_iters: int | None = key(None, "step at which min_lr is reached; train_iters if absent", ge=1)
+    lr_decay_iters: int | None = key(
+        None, "step at which min_lr is reached; train_iters if absent", ge=1, le=MOST_STEPS
+    )
     warmup: float = key(0.01, "share of lr_decay_iters spent in linear warm-up", ge=0, le=1)
 
 
@@ -33,22 +41,24 @@ class ZeroOptions(Section):
 
     stage: Literal[0, 1, 2, 3] = key(0, "what is sharded: nothing, optimizer states, + gradients, + parameters")
     allgather_partitions: bool = key(True, "see DeepSpeed")
-    allgather_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1)
+    allgather_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12)
     overlap_comm: bool = key(False, "see DeepSpeed")
     reduce_scatter: bool = key(True, "see DeepSpeed")
-    reduce_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1)
+    reduce_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12)
     contiguous_gradients: bool = key(True, "see DeepSpeed")
-    stage3_param_persistence_threshold: int = key(100_000, "ZeRO-3: smaller parameters stay on every rank", ge=0)
-    stage3_max_live_parameters: int = key(1_000_000_000, "see DeepSpeed", ge=0)
-    stage3_prefetch_bucket_size: int = key(50_000_000, "see DeepSpeed", ge=0)
+    stage3_param_persistence_threshold: int = key(
+        100_000, "ZeRO-3: smaller parameters stay on every rank", ge=0, le=10**12
+    )
+    stage3_max_live_parameters: int = key(1_000_000_000, "see DeepSpeed", ge=0, le=10**12)
+    stage3_prefetch_bucket_size: int = key(50_000_000, "see DeepSpeed", ge=0, le=10**12)
 
 
 class Fp16Options(Section):
     enabled: bool = key(False, "train in float16 with loss scaling (GPU)")
     loss_scale: float = key(0, "a fixed loss scale; 0 is dynamic", ge=0)
-    initial_scale_power: int = key(12, "the dynamic loss scale starts at 2 to this power", ge=0)
-    loss_scale_window: int = key(1000, "good steps before the loss scale doubles", ge=1)
-    hysteresis: int = key(2, "overflows before the loss scale halves", ge=1)
+    initial_scale_power: int = key(12, "the dynamic loss scale starts at 2 to this power", ge=0, le=127)
+    loss_scale_window: int = key(1000, "good steps before the loss scale doubles", ge=1, le=MOST_STEPS)
+    hysteresis: int = key(2, "overflows before the loss scale halves", ge=1, le=MOST_STEPS)
     min_loss_scale: float = key(1, "the loss scale never falls below", gt=0)
 
 
@@ -59,27 +69,27 @@ class Bf16Options(Section):
 class TrainingOptions(Section):
     """Batches, steps, precision, seeds."""
 
-    train_iters: int = key(..., "optimizer steps", ge=1)
-    train_micro_batch_size_per_gpu: int = key(4, "sequences per rank and micro-step", ge=1)
-    gradient_accumulation_steps: int = key(1, "micro-steps per optimizer step", ge=1)
+    train_iters: int = key(..., "optimizer steps", ge=1, le=MOST_STEPS)
+    train_micro_batch_size_per_gpu: int = key(4, "sequences per rank and micro-step", ge=1, le=LARGEST_BATCH)
+    gradient_accumulation_steps: int = key(1, "micro-steps per optimizer step", ge=1, le=LARGEST_BATCH)
     train_batch_size: int | None = key(
-        None, "sequences per optimizer step; the product of the other two and the ranks", ge=1
+        None, "sequences per optimizer step; the product of the other two and the ranks", ge=1, le=LARGEST_BATCH
     )
     zero_optimization: ZeroOptions = key(ZeroOptions, "DeepSpeed ZeRO")
     precision: Literal["fp32", "bf16", "fp16"] | None = key(None, "short for fp16/bf16 `enabled`; bfloat16 is accepted")
     fp16: Fp16Options = key(Fp16Options, "float16 training")
     bf16: Bf16Options = key(Bf16Options, "bfloat16 training")
-    seed: int = key(1234, "seeds initialisation, dropout and data order", ge=0)
+    seed: int = key(1234, "seeds initialisation, dropout and data order", ge=0, le=LARGEST_SEED)
     deterministic: bool = key(False, "use deterministic algorithms only")
-    eval_interval: int = key(1000, "steps between validations; 0 turns them off", ge=0)
-    eval_iters: int = key(100, "validation batches each time", ge=0)
-    max_bad_steps: int = key(3, "stop after this many consecutive steps whose loss is not finite", ge=1)
+    eval_interval: int = key(1000, "steps between validations; 0 turns them off", ge=0, le=MOST_STEPS)
+    eval_iters: int = key(100, "validation batches each time", ge=0, le=MOST_STEPS)
+    max_bad_steps: int = key(3, "stop after this many consecutive steps whose loss is not finite", ge=1, le=MOST_STEPS)
 
 
 class LoggingOptions(Section):
     """What is reported while training, and where."""
 
-    log_interval: int = key(100, "steps between reports", ge=1)
+    log_interval: int = key(100, "steps between reports", ge=1, le=MOST_STEPS)
     tensorboard_dir: str | None = key(None, "TensorBoard folder; `tensorboard` in the run's folder if absent")
     use_tensorboard: bool = key(True, "write TensorBoard events")
     use_wandb: bool = key(False, "report to Weights & Biases")

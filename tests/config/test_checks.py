@@ -40,8 +40,9 @@ def problem(*overrides: str) -> str:
         (["data_path=a", "test_data_paths=[b]"], "test_data_paths and data_path exclude each other"),
         (["train_data_paths=[a, b, a]"], "names a more than once"),
         (["train_data_paths=[a, b]", "train_data_weights=[1]"], "1 values for 2 paths"),
-        (["valid_data_paths=[a, b]", "valid_data_weights=[1, -1]"], "must not be negative"),
-        (["valid_data_paths=[a]", "valid_data_weights=[0]"], "nor all zero"),
+        (["valid_data_paths=[a, b]", "valid_data_weights=[1, -1]"], "each must be greater than 0"),
+        (["valid_data_paths=[a]", "valid_data_weights=[0]"], "each must be greater than 0"),
+        (["train_data_paths=[a, b]", "train_data_weights=[1, 0]"], "[1.0, 0.0]; each must be greater than 0"),
         (["split='969,x'"], "split is '969,x'"),
         (["split='0,1,1'"], "split is '0,1,1'"),
         (["split='1,2,3,4'"], "split is"),
@@ -76,7 +77,7 @@ def test_refused(overrides, message):
         ["split='1'"],
         ["split='969, 30, 1'"],
         ["precision=fp16"],  # whether there is a GPU is known when the run starts
-        ["train_data_paths=[a, b]", "train_data_weights=[1, 0]"],
+        ["train_data_paths=[a, b]", "train_data_weights=[1, 0.001]"],
         ["distributed_backend=nccl", "device=cpu"],  # stock files say nccl; the launcher uses gloo and says so
     ],
 )
@@ -114,6 +115,14 @@ def test_settled_batch_is_stable_and_another_number_of_ranks_is_refused():
     assert with_batch(config, 2) == config
     with pytest.raises(UserError, match="× 3 ranks = 12"):
         with_batch(config, 3)
+
+
+def test_a_product_of_batch_sizes_that_is_too_large():
+    overrides = ["train_micro_batch_size_per_gpu=10000", "gradient_accumulation_steps=1000", "device=cpu"]
+    assert problem(*overrides) == (
+        "train_micro_batch_size_per_gpu 10000 × gradient_accumulation_steps 1000 × 1 ranks = 10000000; "
+        "train_batch_size must be at most 1000000"
+    )
 
 
 def test_ranks_known_from_the_configuration_alone():

@@ -1,6 +1,7 @@
 """Merging files and overrides, finding files, and what is said about mistakes."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,37 @@ def test_a_key_in_two_ways_in_one_file(write):
     assert "seed 1 replaced by 2 (command line, given twice)" in load(["base"], ["seed=1", "seed=2"]).notes
 
 
+CONTRADICTIONS = [
+    (("pos_emb: nope_dapev2", "score_processor: dape"), "score_processor", ("cdape", "dape")),
+    (("pos_emb: kerple", "pos_emb_per_layer: false"), "pos_emb_per_layer", ("true", "false")),
+    (("batch_size: 3", "train_micro_batch_size_per_gpu: 5"), "train_micro_batch_size_per_gpu", ("3", "5")),
+    (("lr: 1", "optimizer: {params: {lr: 2}}"), "optimizer.params.lr", ("1", "2")),
+    (("zero_stage: 1", "zero_optimization.stage: 2"), "zero_optimization.stage", ("1", "2")),
+]
+
+
+@pytest.mark.parametrize(("lines", "name", "values"), CONTRADICTIONS)
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_names_of_a_key_contradict_each_other_in_either_order(write, lines, name, values, order):
+    write(both="\n".join(lines[::order]))
+    first, second = values[::order]
+    assert only_problem(["base", "both"]) == f"both.yml:2: {name} {second} contradicts {first} (both.yml:1)"
+
+
+@pytest.mark.parametrize("overrides", [["lr=1", "optimizer.params.lr=2"], ["optimizer.params.lr=2", "lr=1"]])
+def test_two_names_of_a_key_on_the_command_line(write, overrides):
+    second, first = overrides[1][-1], overrides[0][-1]
+    expected = f"command line: optimizer.params.lr {second} contradicts {first} (command line)"
+    assert only_problem(["base"], overrides) == expected
+
+
+def test_two_names_of_a_key_that_agree(write):
+    write(both="lr: 2e-3\noptimizer: {params: {lr: 0.002}}\npos_emb: nope_dapev2\nscore_processor: cdape\n")
+    config = load(["base", "both"]).config
+    assert (config.optimizer.optimizer.params.lr, config.position.score_processor) == (0.002, "cdape")
+    assert load(["base", "both"], ["lr=1"]).config.optimizer.optimizer.params.lr == 1  # another layer replaces
+
+
 def test_all_problems_at_once_each_with_its_place(write):
     write(bad="num_layrs: 3\nnorm: layrnorm\ntrain_iters: 1e5\nhidden_dropout: 2\nweight_decay: true\n")
     found = problems(["base", "bad"], ["seed=x"])
@@ -103,6 +135,20 @@ def test_all_problems_at_once_each_with_its_place(write):
         ("no_weight_tying=1", "it must be true or false"),
         ("no_weight_tying=yes", "it must be true or false"),
         ("save=3", "it must be text"),
+        ('save="a\\0b"', r"save: value is 'a\x00b'; text cannot hold a null character"),
+        ('train_data_paths=["a\\0b"]', "null character"),
+        ("fp16.type=[a]", "fp16.type is ['a']; choose from bfloat16, bf16, fp16, float16"),
+        ("fp16.type=banana", "fp16.type is banana; choose from bfloat16, bf16, fp16, float16"),
+        ("expansion_factor=.inf", "expansion_factor is inf; it must be a finite positive number"),
+        ("expansion_factor=.nan", "expansion_factor is nan; it must be a finite positive number"),
+        ("expansion_factor=1e308", "expansion_factor × hidden_size is too large for intermediate_size"),
+        (f"expansion_factor={10**400}", "expansion_factor × hidden_size is too large for intermediate_size"),
+        ("expansion_factor=1e9", "intermediate_size is 24000000000; it must be at most 1000000"),
+        ("seed=99999999999999999999", "it must be at most 4294967295"),
+        ("train_iters=10000000000000000000000", "it must be at most 1000000000"),
+        ("train_micro_batch_size_per_gpu=1000001", "it must be at most 1000000"),
+        ("gradient_accumulation_steps=1000001", "it must be at most 1000000"),
+        ("train_batch_size=1000001", "it must be at most 1000000"),
         ("train_data_paths=a", "it must be a list"),
         ("train_data_weights=[a]", "item 1 of train_data_weights is a; it must be a number"),
         ("optimizer=adam", "it must be a mapping"),
@@ -125,6 +171,20 @@ def test_wrong_values_name_key_value_and_what_is_valid(write, override, message)
     line = only_problem(["base"], [override])
     assert line.startswith("command line: ")
     assert message in line, line
+
+
+@pytest.mark.parametrize("key", keys().values(), ids=lambda key: key.name)
+@pytest.mark.parametrize("value", [str(10**22), str(10**400), "-" + str(10**22), ".inf", "[[a]]", "{a: b}", '"a\\0"'])
+def test_no_value_is_more_than_the_loader_can_refuse(write, key, value):
+    """Whatever is written as a value, it is taken or refused; never another exception."""
+    with suppress(UserError):
+        load(["base"], ["device=cpu", f"{key.name}={value}"])
+
+
+def test_every_whole_number_has_an_upper_bound(write):
+    for key in keys().values():
+        if key.field.annotation in (int, int | None):
+            assert "it must be at most" in only_problem(["base"], [f"{key.name}={10**22}"]), key.name
 
 
 @given(st.sampled_from([key.path for key in keys().values()]), st.data())

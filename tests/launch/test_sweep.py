@@ -259,8 +259,14 @@ def test_mistakes_on_the_command_line(trainer: Path) -> None:
     for override, message in (
         ("seed=3", "command line: seed is set by the sweep: use sweep.seeds=…"),
         ("sweep.output.x=3", "sweep.output is out, not a mapping"),
-        ("sweep.evaluat.windows=3", "unknown key 'sweep.evaluat'; did you mean evaluate?"),
-        ("sweep.seeds=3", "sweep.seeds is 3"),
+        ("sweep.evaluat.windows=3", "command line: unknown key 'sweep.evaluat'; did you mean evaluate?"),
+        ("sweep.evaluate.windows=0", "command line: sweep.evaluate.windows is 0"),
+        ("sweep.evaluate={window: 3}", "command line: unknown key 'sweep.evaluate.window'"),
+        ("sweep.seeds=3", "command line: sweep.seeds is 3"),
+        (
+            "sweep.seeds=[5000000000]",
+            "command line: item 1 of sweep.seeds is 5000000000; it must be at most 4294967295",
+        ),
         ("num_layrs=3", "num_layers"),
     ):
         with pytest.raises(UserError) as caught:
