@@ -2,7 +2,10 @@
 #   make quickstart   set-up, then the main job: prepare, train three methods, evaluate, report
 #   make test         set-up, lint, tests
 
-PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2>/dev/null)) python3)
+# The first Python that runs and is one that Farfield supports; set PYTHON=/path/to/python3.12 to choose another.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -16,7 +19,8 @@ help:
 	@echo "make clean        remove what the commands above made (not your runs and data)"
 
 $(VENV)/.runtime: requirements.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Farfield needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Set PYTHON=/path/to/python3.11" % v)'
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
+		{ echo "error: Farfield needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements.txt

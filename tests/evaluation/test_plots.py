@@ -61,12 +61,12 @@ def test_axes(story: list[Record]) -> None:
 def test_bands_are_intervals_or_seeds(story: list[Record]) -> None:
     axes = axes_of(story)
     assert len(axes.collections) == 3
-    assert axes.get_legend().get_title().get_text() == "band: 95% interval over windows"
+    assert axes.get_legend().get_title().get_text() == "band: 95% interval\nover windows"
     seeds = axes_of([record("t5", length, p, seed) for length in (64, 128) for seed, p in enumerate((5.0, 5.5, 6.5))])
     (band,) = seeds.collections
     heights = band.get_paths()[0].vertices[:, 1]
     assert (heights.min(), heights.max()) == (5.0, 6.5)
-    assert seeds.get_legend().get_title().get_text() == "band: smallest to largest seed"
+    assert seeds.get_legend().get_title().get_text() == "band: smallest to\nlargest seed"
     assert not axes_of([record("t5", 64, 5.0), record("t5", 128, 5.5)]).collections
 
 
