@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from megatron.checkpoint.lock import LOCK
 from megatron.config.ranks import with_batch
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
@@ -102,8 +103,9 @@ def _log(config: Config) -> Iterator[Path]:
         yield log
     except UserError:
         # What the user wrote cannot be done: leave no folder behind that holds nothing but the refusal.
-        if new and {path.name for path in folder.iterdir()} <= {LOG_FILE}:
-            log.unlink(missing_ok=True)
+        if new and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
+            for name in (LOG_FILE, LOCK):
+                (folder / name).unlink(missing_ok=True)
             for path in made:
                 path.rmdir()
         raise
