@@ -30,6 +30,8 @@ from typer.core import TyperGroup  # noqa: E402
 from megatron.errors import FarfieldError, UserError  # noqa: E402
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megatron.config.load import Loaded
 
 
@@ -152,8 +154,9 @@ def prepare(
         typer.Option(metavar="SHARES|none", help="Shares for train, valid and test; none: no division."),
     ] = "0.9,0.05,0.05",
     packages: Annotated[bool, typer.Option("--packages", help="With python: all installed packages too.")] = False,
-    suffix: Annotated[
-        list[str] | None, typer.Option(metavar=".EXT", help="Files to take from folders; repeat for more.")
+    suffixes: Annotated[
+        str | None,
+        typer.Option(metavar=".EXT,…", help="Files to take from folders; .txt, .jsonl(.gz, .zst) if absent."),
     ] = None,
     jsonl_key: Annotated[str, typer.Option(help="Where a .jsonl line holds its text.")] = "text",
     seed: Annotated[int, typer.Option(help="Decides which document goes to which split.")] = 1234,
@@ -173,7 +176,7 @@ def prepare(
 
       ./deepy.py prepare pile.jsonl.zst -o data/pile --tokenizer HFTokenizer --vocab-file 20B_tokenizer.json --workers 8
 
-      ./deepy.py prepare papers/ --suffix .tex -o data/papers --tokenizer bpe --vocab-size 8192
+      ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
     from megatron.launch.prepare import prepare_corpus
 
@@ -186,7 +189,7 @@ def prepare(
         merge_file=merge_file,
         vocab_size=vocab_size,
         packages=packages,
-        suffixes=suffix or None,
+        suffixes=None if suffixes is None else [suffix.strip() for suffix in suffixes.split(",")],
         jsonl_key=jsonl_key,
         seed=seed,
         workers=workers,
@@ -282,7 +285,6 @@ def positions(
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.padding import Padding
 
     console = Console(highlight=False)
     for kind, key in (("encoding", "pos_emb"), ("processor", "score_processor")):
@@ -293,9 +295,7 @@ def positions(
             console.print(f"\n[bold cyan]{record['name']}[/]  {escape(record['formula'])}")
             options = ", ".join(f"{name}: {_text(value)}" for name, value in record["options"].items())
             facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
-            for name, fact in {**facts, "source": record["source"]}.items():
-                if fact:
-                    console.print(Padding(f"[dim]{name}[/] {escape(fact)}", (0, 0, 0, 4)))
+            _print_facts(console, {**facts, "source": record["source"]})
         console.print()
 
 
@@ -330,23 +330,25 @@ def keys(
         print(reference.markdown(), end="")
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
 
     found = reference.lookup(pattern)
     if not found:
         raise UserError(f"no key contains {pattern!r}")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("key", "default", "values", "meaning"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "key")
-    for row in found:
-        table.add_row(*(_plain(cell) for cell in row))
-    Console().print(table)
+    console = Console(highlight=False)
+    for i, (name, default, values, meaning) in enumerate(found):
+        console.print("\n" * (i > 0) + f"[bold cyan]{escape(name)}[/]")
+        _print_facts(console, {"default": default, "values": values, "meaning": meaning})
 
 
-def _plain(text: str) -> Any:
-    from rich.text import Text
+def _print_facts(console: Console, facts: dict[str, str]) -> None:
+    """One indented paragraph per fact, named; facts without text are left out."""
+    from rich.markup import escape
+    from rich.padding import Padding
 
-    return Text(text)
+    for name, fact in facts.items():
+        if fact:
+            console.print(Padding(f"[dim]{name}[/] {escape(fact)}", (0, 0, 0, 4), expand=False))
 
 
 def _text(value: Any) -> str:

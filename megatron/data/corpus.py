@@ -125,7 +125,7 @@ def prepare(
         "seed": seed,
         "jsonl_key": jsonl_key,
     }
-    if (found := _already_there(output, made_from, overwrite)) is not None:
+    if (found := _already_there(output, sources, made_from, overwrite)) is not None:
         return found
 
     assigned, parts = _assign(files, shares, seed, report)
@@ -201,7 +201,7 @@ def _open_or_none(
     return open_tokenizer(type, vocab_file, merge_file)
 
 
-def _already_there(output: Path, made_from: dict[str, Any], overwrite: bool) -> Corpus | None:
+def _already_there(output: Path, sources: Sequence[str], made_from: dict[str, Any], overwrite: bool) -> Corpus | None:
     """The corpus at `output` if it is the one asked for, and whole; None if there is nothing in the way.
 
     Raises UserError if there is something that must not be replaced.
@@ -230,10 +230,29 @@ def _already_there(output: Path, made_from: dict[str, Any], overwrite: bool) -> 
         return Corpus(**{**vars(corpus), "reused": True})
     if overwrite:
         return None
-    if set(other) == {"files"}:
-        raise UserError(f"{output}: holds a corpus of the same sources before they changed; --overwrite replaces it")
-    differences = "; ".join(f"{key} {value}, not {made_from[key]}" for key, value in other.items() if key != "files")
-    raise UserError(f"{output}: holds a corpus made differently ({differences}); --overwrite replaces it")
+    differences = [f"{key} {value}, not {made_from[key]}" for key, value in other.items() if key != "files"]
+    if "files" in other and _places(corpus.sources) != _places(sources):
+        differences.insert(0, f"sources {_listed(corpus.sources)}, not {_listed(sources)}")
+        held = "of other sources" if len(differences) == 1 else "of other sources, made differently"
+    elif differences:
+        held = "made differently"
+    else:
+        held = "of the same sources with other files"
+        differences = ["they changed since, or --suffixes or --packages was another"]
+    raise UserError(
+        f"{output}: holds a corpus {held} ({'; '.join(differences)}); "
+        "another --output keeps it, --overwrite replaces it"
+    )
+
+
+def _places(sources: Sequence[str]) -> list[str]:
+    """Sources so that equal ones compare equal, however they are written: `books`, `./books/`, `/home/me/books`."""
+    return [source if source == "python" else os.path.abspath(source) for source in sources]
+
+
+def _listed(sources: Sequence[str]) -> str:
+    """A few sources for a message."""
+    return ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
 
 
 def _assign(
@@ -261,9 +280,11 @@ def _documents(
 ) -> Iterator[tuple[RawDocument, int]]:
     """All documents with the number of their split."""
     if parts:
+        line, offset = 1, 0
         for split, content in enumerate(parts):
-            name, where = f"{files[0].name}:{SPLITS[split]}", f"{files[0].path} ({SPLITS[split]} part)"
-            yield RawDocument(name, where, "text", content, len(content)), split
+            name, where = f"{files[0].name}:{SPLITS[split]}", str(files[0].path)
+            yield RawDocument(name, where, "text", content, len(content), line, offset), split
+            line, offset = line + content.count(b"\n"), offset + len(content)
         return
     every = (document for file in files for document in raw_documents(file))
     try:

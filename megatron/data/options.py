@@ -24,4 +24,4 @@ class DataOptions(Section):
     vocab_file: str | None = key(None, "tokenizer.json, vocab.json or .model file of the tokenizer")
     merge_file: str | None = key(None, "merges.txt of GPT2BPETokenizer")
     eod_mask_loss: bool = key(False, "do not score the token that follows the end of a document")
-    num_workers: int = key(0, "processes that load batches", ge=0)
+    num_workers: int = key(0, "processes that load batches", ge=0, le=1024)

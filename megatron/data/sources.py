@@ -55,6 +55,8 @@ class RawDocument:
     format: Format
     content: bytes | Path
     size: int  # bytes of the source that it stands for, for progress
+    first_line: int = 1  # its line and offset (bytes) in the file, if it is a part of a text file
+    offset: int = 0
 
 
 def scan(sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[str] | None = None) -> list[SourceFile]:
@@ -128,10 +130,11 @@ def decode(document: RawDocument, jsonl_key: str = "text") -> str | None:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
+        at = error.start + len(content) - len(error.object)  # Python counts from after a byte order mark
+        line = document.first_line + content[:at].count(b"\n")
         place = document.where if document.format == "json" else f"{document.where}:{line}"
         raise UserError(
-            f"{place}: not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason})"
+            f"{place}: not UTF-8: byte 0x{content[at]:02x} at offset {document.offset + at} ({error.reason})"
         ) from None
     return text if document.format == "text" else _json_text(text, document.where, jsonl_key)
 

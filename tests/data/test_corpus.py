@@ -141,6 +141,16 @@ def test_a_lone_text_file_is_cut(tmp_path, reader):
     assert list(two.splits) == ["train", "test"]
 
 
+def test_bad_bytes_of_a_cut_file_are_placed_in_the_file(tmp_path):
+    path = tmp_path / "late.txt"
+    good = b"".join(b"line %d\n" % i for i in range(1000))
+    path.write_bytes(good + b"bad \xff\n" + b"end\n")
+    with pytest.raises(UserError) as error:
+        prepare([str(path)], tmp_path / "out")
+    offset = len(good) + 4
+    assert str(error.value) == f"{path}:1001: not UTF-8: byte 0xff at offset {offset} (invalid start byte)"
+
+
 def test_the_same_corpus_is_found_again(texts, tmp_path):
     arguments = {"sources": [str(texts)], "output": tmp_path / "out"}
     first = prepare(**arguments)
@@ -156,17 +166,34 @@ def test_the_same_corpus_is_found_again(texts, tmp_path):
         ({"seed": 5}, r"seed 1234, not 5"),
         ({"split": None}, r"split \[0.9, .*\], not None"),
         ({"tokenizer": "bpe", "vocab_size": 300}, r"tokenizer bytes, not bpe, 300 tokens"),
-        ({"suffixes": [".png"]}, "before they changed"),
+        ({"suffixes": [".png"]}, "of the same sources with other files .*--suffixes"),
     ]:
         with pytest.raises(UserError, match=rf"out: holds a corpus .*{message}.*--overwrite replaces it"):
             prepare(**arguments, **change)
     (texts / "a.txt").write_text("changed")
-    with pytest.raises(UserError, match="the same sources before they changed; --overwrite replaces it"):
+    with pytest.raises(UserError, match=r"of the same sources .*changed since.*--overwrite replaces it"):
         prepare(**arguments)
     assert contents(tmp_path / "out") == before
     assert not prepare(**arguments, overwrite=True).reused
     assert contents(tmp_path / "out") != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
+
+
+def test_a_corpus_of_other_sources_is_named(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    corpus = prepare(["texts"], "out")
+    before = contents(corpus.folder)
+    advice = "another --output keeps it, --overwrite replaces it"
+    with pytest.raises(UserError) as error:
+        prepare(["texts/a.txt"], "out")
+    assert str(error.value) == f"out: holds a corpus of other sources (sources texts, not texts/a.txt); {advice}"
+    with pytest.raises(UserError, match=r"of other sources, made differently \(sources texts, .*; seed 1234, not 5\)"):
+        prepare(["texts/a.txt"], "out", seed=5)
+    assert prepare([f"{texts}/"], "out").reused  # the same place, written differently
+    (texts / "a.txt").write_text("changed")
+    with pytest.raises(UserError, match="of the same sources with other files"):
+        prepare([f"{texts}/"], "out")
+    assert contents(corpus.folder) == before
 
 
 def test_a_damaged_corpus_is_noticed_and_replaced_on_demand(texts, tmp_path):

@@ -108,6 +108,9 @@ def test_bytes_that_are_not_text_are_named(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"fine\nstill fine\nbad \xff here")
     with pytest.raises(UserError, match=r"bad\.txt:3: not UTF-8: byte 0xff at offset 20"):
         read(tmp_path / "bad.txt")
+    (tmp_path / "bad.txt").write_bytes(b"\xef\xbb\xbfa\n\xfe")
+    with pytest.raises(UserError, match=r"bad\.txt:2: not UTF-8: byte 0xfe at offset 5 "):
+        read(tmp_path / "bad.txt")
     (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbftext")
     assert read(tmp_path / "mark.txt") == [("mark.txt", "text")]
 
