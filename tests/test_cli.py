@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.names import encodings, processors
+from megatron.config.reference import lookup
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPY = ROOT / "deepy.py"
@@ -156,6 +157,30 @@ def test_keys(tmp_path):
     done = deepy("keys", "rotary-pct", cwd=tmp_path)
     assert "pos_emb_options.fraction" in done.stdout
     assert deepy("keys", "no such key", cwd=tmp_path).returncode == 2
+
+
+def test_keys_are_readable_in_80_columns(tmp_path):
+    """Each key stands alone in its line, and what is said of it has nearly the whole width."""
+    lines = deepy("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
+    found = lookup("zero")
+    assert [line for line in lines if line and not line.startswith(" ")] == [row[0] for row in found]
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    for name, default, values, meaning in found:
+        facts = {"default": default, "values": values, "meaning": meaning}
+        expected = " ".join([name, *(f"{label} {fact}" for label, fact in facts.items() if fact)])
+        assert " ".join(expected.split()) in text
+
+
+def test_prepare_takes_the_files_with_the_suffixes(tmp_path):
+    (tmp_path / "src").mkdir()
+    for name in ("a.py", "b.rs", "c.txt"):
+        (tmp_path / "src" / name).write_text(f"the text of {name}")
+    done = deepy("prepare", "src", "--suffixes", ".py, .rs", "-o", "code", "--split", "none", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
+    wrong = deepy("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (2, "error: suffixes: 'rs' does not start with a dot, as .txt does\n")
 
 
 def test_broken_pipe_is_silent(tmp_path):

@@ -14,6 +14,7 @@ from tiny_runs import losses, tiny_config, write_corpora
 from megatron.checkpoint import random_states, save
 from megatron.checkpoint.progress import Progress
 from megatron.config.schema import Config
+from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import RunError
 from megatron.training.loop import train
 
@@ -39,7 +40,7 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
     assert progress["step"] == 4
     assert progress["train_samples"] == progress["consumed_samples"] == 16
     assert progress["consumed_tokens"] == 256
-    assert progress["vocabulary"] == {"size": 61, "name": "tiny"}
+    assert progress["vocabulary"] == {"size": 61, "name": load_tokenizer(corpus).name}
     weights = load_file(result.checkpoint / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.float32}
     matrix = weights["decoder.layers.0.mlp.linear_fc1.weight"]

@@ -7,44 +7,61 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers as hf
 
 from megatron.config.schema import Config
 
 VOCABULARY = 61
 
 
-def write_corpus(prefix: Path, *, tokens: int = 4000, seed: int = 0) -> Path:
-    """An indexed dataset of documents that a model can learn something of: noisy counting, ended by token 60."""
-    from megatron.data.megatron_core import IndexedDatasetBuilder
-
+def counting(tokens: int, seed: int) -> Iterator[np.ndarray]:
+    """Documents that a model can learn something of, at least `tokens` in all: noisy counting in 0 … 59."""
     rng = np.random.default_rng(seed)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint8)
     written = 0
     while written < tokens:
         length = int(rng.integers(20, 90))
         document = (np.arange(length) * int(rng.integers(1, 4)) + int(rng.integers(0, 60))) % 60
-        noisy = np.where(rng.random(length) < 0.1, rng.integers(0, 60, length), document)
-        builder.add_document(np.append(noisy, 60).astype(np.uint8), [length + 1])
+        yield np.where(rng.random(length) < 0.1, rng.integers(0, 60, length), document)
         written += length + 1
+
+
+def write_corpus(prefix: Path, *, tokens: int = 4000, seed: int = 0) -> Path:
+    """A single indexed dataset of such documents, each ended by token 60, without a corpus.json."""
+    from megatron.data.megatron_core import IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint8)
+    for document in counting(tokens, seed):
+        builder.add_document(np.append(document, 60).astype(np.uint8), [len(document) + 1])
     builder.finalize(f"{prefix}.idx")
     return prefix
 
 
 def write_corpora(folder: Path) -> Path:
-    """Train, valid and test datasets with a corpus.json, as `prepare` leaves them."""
-    splits = {}
-    for i, split in enumerate(("train", "valid", "test")):
-        write_corpus(folder / f"{split}_text_document", tokens=4000 if split == "train" else 600, seed=i)
-        splits[split] = {}
-    tokenizer = {"name": "tiny", "vocab_size": VOCABULARY, "eod": 60}
-    description = {"tokenizer": tokenizer, "splits": splits, "made_from": ["a random number generator"]}
-    (folder / "corpus.json").write_text(json.dumps(description), encoding="utf-8")
-    return folder
+    """A corpus of such documents, prepared: train, valid and test, with a tokenizer whose words are the numbers."""
+    from megatron.data.corpus import prepare
+
+    folder.mkdir(parents=True, exist_ok=True)
+    words = {str(number): number for number in range(VOCABULARY - 1)} | {"</s>": VOCABULARY - 1}
+    tokenizer = hf.Tokenizer(hf.models.WordLevel(words))
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "numbers.json"))
+    lines = [json.dumps({"text": " ".join(map(str, document))}) for document in counting(5200, seed=0)]
+    (folder / "counting.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    corpus = prepare(
+        [str(folder / "counting.jsonl")],
+        folder / "corpus",
+        tokenizer="HFTokenizer",
+        vocab_file=folder / "numbers.json",
+        split=(0.76, 0.12, 0.12),
+        workers=1,
+    )
+    return corpus.folder
 
 
 def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
