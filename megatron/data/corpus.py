@@ -232,7 +232,7 @@ def _already_there(output: Path, sources: Sequence[str], made_from: dict[str, An
         return None
     differences = [f"{key} {value}, not {made_from[key]}" for key, value in other.items() if key != "files"]
     if "files" in other and _places(corpus.sources) != _places(sources):
-        differences.insert(0, f"sources {_listed(corpus.sources)}, not {_listed(sources)}")
+        differences.insert(0, f"sources `{_listed(corpus.sources)}`, not `{_listed(sources)}`")
         held = "of other sources" if len(differences) == 1 else "of other sources, made differently"
     elif differences:
         held = "made differently"
@@ -251,8 +251,8 @@ def _places(sources: Sequence[str]) -> list[str]:
 
 
 def _listed(sources: Sequence[str]) -> str:
-    """A few sources for a message."""
-    return ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
+    """The first few sources, as typed on a command line."""
+    return " ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
 
 
 def _assign(

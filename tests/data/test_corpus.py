@@ -186,8 +186,8 @@ def test_a_corpus_of_other_sources_is_named(texts, tmp_path, monkeypatch):
     advice = "another --output keeps it, --overwrite replaces it"
     with pytest.raises(UserError) as error:
         prepare(["texts/a.txt"], "out")
-    assert str(error.value) == f"out: holds a corpus of other sources (sources texts, not texts/a.txt); {advice}"
-    with pytest.raises(UserError, match=r"of other sources, made differently \(sources texts, .*; seed 1234, not 5\)"):
+    assert str(error.value) == f"out: holds a corpus of other sources (sources `texts`, not `texts/a.txt`); {advice}"
+    with pytest.raises(UserError, match=r"other sources, made differently \(sources `texts`, .*; seed 1234, not 5\)"):
         prepare(["texts/a.txt"], "out", seed=5)
     assert prepare([f"{texts}/"], "out").reused  # the same place, written differently
     (texts / "a.txt").write_text("changed")
