@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..angles import angles
 from ..encoding import Encoding
 from ..shape import Shape, Span, at_least_float32
 
@@ -27,9 +28,7 @@ class Rotary(Encoding):
 
     def rotate(self, x: Tensor, span: Span) -> Tensor:
         half = self.rotated // 2
-        # float64: at position 65,536 a float32 angle is already off by 0.004 rad.
-        frequency = self.base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-        angle = span.positions(x.device).double()[:, None] * frequency
+        angle = angles(span.positions(x.device), half, self.base)
         first, second = at_least_float32(x[..., :half]), at_least_float32(x[..., half : self.rotated])
         cos, sin = (turn.to(first.dtype) for turn in (angle.cos(), angle.sin()))  # [T, r/2]
         turned = [torch.addcmul(first * cos, second, -sin), torch.addcmul(second * cos, first, sin)]

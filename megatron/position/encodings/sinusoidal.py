@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..angles import angles
 from ..encoding import Encoding
 from ..shape import Shape, Span
 
@@ -22,7 +23,5 @@ class Sinusoidal(Encoding):
 
     def embed(self, span: Span, like: Tensor) -> Tensor:
         half = self.shape.hidden_size // 2
-        # float64: at position 65,536 a float32 angle is already off by 0.004 rad.
-        frequency = self.base ** (-torch.arange(half, dtype=torch.float64, device=like.device) / half)
-        angle = span.positions(like.device).double()[:, None] * frequency
+        angle = angles(span.positions(like.device), half, self.base)
         return torch.cat([angle.sin(), angle.cos()], dim=-1).to(like.dtype)

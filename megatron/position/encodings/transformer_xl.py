@@ -6,6 +6,7 @@ The score (q + u)·k/√d + (q + v)·W_R·R_n/√d is q·k/√d plus contextual 
 import torch
 from torch import Tensor, nn
 
+from ..angles import angles
 from ..encoding import Encoding
 from ..parameters import Bounded, normal
 from ..shape import Shape, Span
@@ -31,8 +32,7 @@ class TransformerXL(Encoding):
     def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span) -> Tensor:
         heads, dim = self.shape.num_heads, self.shape.head_dim
         half = self.shape.hidden_size // 2
-        n = torch.arange(max(query.stop - key.start, 1), dtype=torch.float64, device=q.device)
-        angle = n[:, None] * self.base ** (-torch.arange(half, dtype=torch.float64, device=q.device) / half)
+        angle = angles(torch.arange(max(query.stop - key.start, 1), device=q.device), half, self.base)
         sinusoids = torch.cat([angle.sin(), angle.cos()], dim=-1).to(q.dtype)
         r = self.project(sinusoids).view(-1, heads, dim).permute(1, 2, 0)  # [H, d, N]
         u, v = (p().to(q.dtype)[:, None] for p in (self.u, self.v))

@@ -1,0 +1,13 @@
+"""Angles of sinusoidal and rotary positions."""
+
+import torch
+from torch import Tensor
+
+
+def angles(positions: Tensor, half: int, base: float) -> Tensor:
+    """positions [T] times the frequencies base^(−m/half), m = 0 … half − 1: float64 [T, half].
+
+    In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
+    """
+    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
+    return positions.double()[:, None] * frequency
