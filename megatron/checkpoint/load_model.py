@@ -17,6 +17,7 @@ from megatron.config.schema import Config
 from megatron.errors import RunError
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
+from megatron.model.options import PositionOptions
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class LoadedModel:
     progress: dict[str, Any]
     """`progress.json`: step, consumed samples and tokens, vocabulary."""
     checkpoint: Path
+    position: PositionOptions
+    """Of the model as it was rebuilt: the run's, with the window asked for."""
 
 
 def load_model(
@@ -37,6 +40,7 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     backend: str | None = None,
+    window: int | None = None,
 ) -> LoadedModel:
     """Rebuild the model of a run (its latest checkpoint) or of one checkpoint.
 
@@ -44,6 +48,7 @@ def load_model(
         path: a run's folder or a checkpoint's.
         device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
         backend: overrides attention_backend.
+        window: overrides attention_window; None keeps the run's.
 
     Raises:
         UserError: there is no checkpoint, or the backend cannot do this model.
@@ -56,11 +61,14 @@ def load_model(
     config = Config.read(checkpoint / folder.CONFIG)
     if progress.vocabulary is None:
         raise RunError(f"{checkpoint / folder.PROGRESS}: says nothing of the vocabulary")
+    position = config.position
+    if window is not None:
+        position = position.model_copy(update={"attention_window": window})
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):
-        model = build_model(config.model, config.position, progress.vocabulary["size"], backend=backend)
+        model = build_model(config.model, position, progress.vocabulary["size"], backend=backend)
     read_weights(model, checkpoint / folder.WEIGHTS)
     model = model.to(device=device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too
-    return LoadedModel(model, config, asdict(progress), checkpoint)
+    return LoadedModel(model, config, asdict(progress), checkpoint, position)

@@ -123,7 +123,7 @@ ADVICE: dict[str, dict[Any, str]] = {
 POSITIONS: dict[str, tuple[str, str | None, bool | None]] = {
     "rpe": ("t5", None, None),
     "kerple_power_ap_": ("kerple_power", None, None),
-    "kerple_power__ap": ("kerple_weight", None, None),
+    "kerple_power__ap": ("gaussian_weight2", None, None),
     "kerple_power_ap_ap": ("kerple_bias_weight", None, None),
     "kerple": ("kerple_log", None, True),
     "kerple_c": ("kerple_log", "dape", True),
@@ -314,7 +314,7 @@ _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
 
 REFUSED = (
     Refused(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
-    Refused(("sliding_window_width",), "attention windows are not offered yet"),
+    Refused(("sliding_window_width",), "use attention_window, which counts the token itself: sliding_window_width + 1"),
     Refused(("num_kv_heads",), "grouped-query attention is not supported; leave it out"),
     Refused(("use_qk_layernorm",), "normalised queries and keys are not supported"),
     Refused(("use_bias_in_norms",), "norms always have a bias; choose norm: rmsnorm, which has none", (None, True)),

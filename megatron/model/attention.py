@@ -1,6 +1,7 @@
 """The attention module that stands as `core_attention` in megatron-core's layer.
 
-It asks the encoding's hooks and the processor, never their names. T sequence, B batch, H heads, d head dimension.
+It asks the encoding's hooks and the processor, never their names.
+T sequence, B batch, H heads, h heads of this rank, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron.model import parallel
 from megatron.model.backends.backend import Backend, Rows
+from megatron.model.cache import Cache
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.shape import Span
@@ -17,50 +20,83 @@ from megatron.position.shape import Span
 
 @dataclass
 class LayerPosition:
-    """The encoding, processor and backend of one layer."""
+    """The encoding, processor, window and backend of one layer."""
 
     encoding: Encoding
     shared: bool
     """The encoding belongs to the whole model, which registers its parameters once."""
     processor: Processor | None
+    window: int | None
     backend: Backend
 
 
-class PositionedAttention(MegatronModule):
-    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys."""
+@dataclass(frozen=True)
+class Reading:
+    """What a forward pass reads: which places of the sequence its tokens stand at, and what came before them.
 
-    def __init__(self, config: TransformerConfig, position: LayerPosition) -> None:
+    It travels through megatron-core's layers in the place of their attention mask.
+    """
+
+    query: Span
+    key_mask: Tensor | None = None
+    """Bool [B, tokens so far], False for padding that must not be seen."""
+    cache: Cache | None = None
+
+
+class PositionedAttention(MegatronModule):
+    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys.
+
+    Args:
+        config: megatron-core's.
+        position: of this layer.
+        layer: its number, from 0.
+    """
+
+    def __init__(self, config: TransformerConfig, position: LayerPosition, layer: int) -> None:
         super().__init__(config=config)
         # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.
         self._shared = (position.encoding,) if position.shared else ()
         self._own = None if position.shared else position.encoding
         self.processor = position.processor
+        self.window = position.window
         self.backend = position.backend
+        self.layer = layer
+        self.heads = parallel.heads_of_this_rank(config.num_attention_heads)
 
     @property
     def encoding(self) -> Encoding:
         """This layer's position encoding."""
         return self._shared[0] if self._own is None else self._own
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: object):
-        """megatron-core's call: query, key, value [T, B, H, d] → [T, B, H·d].
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Reading | None = None, **_: object
+    ) -> Tensor:
+        """megatron-core's call: query, key, value [T, B, h, d] → [T, B, h·d].
 
-        `attention_mask` is bool [B, T], True where a key may be seen; None when all may. megatron-core passes more
-        (mask type, bias, packing) that its GPT layers leave at the causal default.
+        megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
         length, batch, heads, dim = query.shape
-        span = Span(0, length)
+        reading = attention_mask if attention_mask is not None else Reading(Span(0, length))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k = (self.encoding.rotate(x, reading.query) for x in (q, k))
+        seen = reading.query
+        if reading.cache is not None:
+            k, v = reading.cache.extend(self.layer, k, v)
+            seen = Span(0, reading.query.stop, reading.query.drawn)
+        if self.processor is not None:
+            q, k = parallel.gather_heads(q), parallel.gather_heads(k)
         output = self.backend(
             Rows(
-                q=self.encoding.rotate(q, span),
-                k=self.encoding.rotate(k, span),
+                q=q,
+                k=k,
                 v=v,
-                query=span,
-                key=span,
+                query=reading.query,
+                key=seen,
                 encoding=self.encoding,
                 processor=self.processor,
-                key_mask=attention_mask,
+                key_mask=reading.key_mask,
+                window=self.window,
+                heads=self.heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
         )

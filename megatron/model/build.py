@@ -1,5 +1,6 @@
 """From options to a model: the one place where encodings, processors, backends and megatron-core meet."""
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.errors import UserError
-from megatron.model import runtime
+from megatron.model import parallel, runtime
 from megatron.model.attention import LayerPosition, PositionedAttention
 from megatron.model.backends.choose import choose_backend
 from megatron.model.gpt import GPT
@@ -59,7 +60,43 @@ def _processor(options: PositionOptions, shape: Shape, encoding: Encoding) -> Pr
         raise UserError(f"score_processor: {error}") from error
 
 
-def _layer_spec(model: ModelOptions, position: LayerPosition) -> ModuleSpec:
+def _check_randomized(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
+    limit = position.randomized_positions
+    if limit is None:
+        return
+    if not encoding.takes_positions:
+        raise UserError(f"randomized_positions: {limit}, but pos_emb {position.pos_emb} takes no positions")
+    if limit < model.seq_length:
+        raise UserError(f"randomized_positions: {limit} is less than seq_length {model.seq_length}")
+    if encoding.max_length is not None and limit > encoding.max_length:
+        raise UserError(
+            f"randomized_positions: {limit}, but {position.pos_emb} positions end at {encoding.max_length} "
+            "(max_position_embeddings)"
+        )
+
+
+def _check_parallel(model: ModelOptions) -> None:
+    size = parallel.ranks()
+    width = model.intermediate_size or 4 * model.hidden_size
+    for key, value in (("num_attention_heads", model.num_attention_heads), ("intermediate_size", width)):
+        if value % size:
+            raise UserError(f"model_parallel_size {size} does not divide {key} {value}")
+    if size > 1 and model.attention_dropout:
+        raise UserError(
+            f"attention_dropout {model.attention_dropout}: with model_parallel_size {size} every rank would drop the "
+            "same entries of its heads; set it to 0"
+        )
+
+
+def _share_gradients(encoding: Encoding | None, processor: Processor | None) -> None:
+    """Parameters used for this rank's heads only get their whole gradient; those added to the embeddings have it."""
+    if encoding is not None and not type(encoding).overrides("embed"):
+        parallel.sum_gradients(encoding)
+    if processor is not None:
+        parallel.sum_gradients(processor)
+
+
+def _layer_spec(model: ModelOptions, position: LayerPosition, layer: int) -> ModuleSpec:
     """megatron-core's GPT layer with our layer class and our attention in it."""
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
     spec.module = Layer
@@ -68,7 +105,7 @@ def _layer_spec(model: ModelOptions, position: LayerPosition) -> ModuleSpec:
         spec.submodules.pre_mlp_layernorm = IdentityOp
 
     def core_attention(*, config: Any, **_: object) -> PositionedAttention:
-        return PositionedAttention(config, position)
+        return PositionedAttention(config, position, layer)
 
     spec.submodules.self_attention.submodules.core_attention = core_attention
     return spec
@@ -102,6 +139,7 @@ def build_model(
             f"num_attention_heads {model.num_attention_heads} does not divide hidden_size {model.hidden_size}"
         )
     runtime.initialize(torch.initial_seed() if seed is None else seed)
+    _check_parallel(model)
     with torch.device("meta" if str(device) == "meta" else "cpu"):
         gpt = _build(model, position, vocab_size, dtype, backend or model.attention_backend)
     return gpt.to(device=device, dtype=dtype)
@@ -111,23 +149,28 @@ def _build(model: ModelOptions, position: PositionOptions, vocab_size: int, dtyp
     shape = position_shape(model)
     shared = None if position.pos_emb_per_layer else _encoding(position, shape)
     layers = []
-    for _ in range(model.num_layers):
+    for layer in range(model.num_layers):
         encoding = shared if shared is not None else _encoding(position, shape)
+        _check_randomized(model, position, encoding)
         if shared is None and type(encoding).overrides("embed"):
             raise UserError(
                 f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer"
             )
         processor = _processor(position, shape, encoding)
         chosen = choose_backend(backend, model.attention_chunk_rows, encoding, processor)
-        layers.append(_layer_spec(model, LayerPosition(encoding, shared is not None, processor, chosen)))
+        window = position.attention_window
+        layers.append(_layer_spec(model, LayerPosition(encoding, shared is not None, processor, window, chosen), layer))
+        _share_gradients(encoding if shared is None else None, processor)
+    _share_gradients(shared, None)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
     return GPT(
         config=transformer_config(model, dtype),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
-        vocab_size=padded_vocabulary(vocab_size, model.make_vocab_size_divisible_by),
+        vocab_size=padded_vocabulary(vocab_size, math.lcm(model.make_vocab_size_divisible_by, parallel.ranks())),
         max_sequence_length=shape.max_length,
         position_embedding_type="none",
         share_embeddings_and_output_weights=not model.no_weight_tying,
         position=shared,
+        randomized=position.randomized_positions,
         checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,
     )

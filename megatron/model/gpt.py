@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.errors import UserError
-from megatron.model.attention import PositionedAttention
+from megatron.model import parallel
+from megatron.model.attention import PositionedAttention, Reading
+from megatron.model.cache import Cache
 from megatron.position.encoding import Encoding
-from megatron.position.shape import Span
+from megatron.position.randomized import draw_positions
+from megatron.position.shape import DrawnPositions, Span
 
 
 class GPT(GPTModel):
@@ -24,19 +28,48 @@ class GPT(GPTModel):
 
     Args:
         position: the encoding shared by all layers, or None if every layer has its own.
+        randomized: positions that a sequence's own are drawn from; None for the places themselves.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
         Others are megatron-core's.
     """
 
-    def __init__(self, *args: Any, position: Encoding | None, checkpoint_layers: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        position: Encoding | None,
+        randomized: int | None = None,
+        checkpoint_layers: int = 0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.position = position
+        self.randomized = randomized
         self.checkpoint_layers = checkpoint_layers
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence that the position encoding knows, or None for any length."""
-        return None if self.position is None else self.position.max_length
+        """The longest sequence that the model has positions for, or None for any length."""
+        return self.randomized or (None if self.position is None else self.position.max_length)
+
+    def new_cache(self, length: int) -> Cache:
+        """An empty cache with room for `length` tokens.
+
+        Raises:
+            UserError: the model has no positions for so many.
+        """
+        if self.max_length is not None and length > self.max_length:
+            raise UserError(
+                f"the model has {self.max_length} positions, but a sequence of length {length} was asked for"
+            )
+        return Cache(len(self.decoder.layers), length, self._draw(length))
+
+    def _draw(self, length: int) -> DrawnPositions | None:
+        if self.randomized is None:
+            return None
+        try:
+            return draw_positions(length, self.randomized, anew=self.training)
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
     def forward(  # type: ignore[override]
         self,
@@ -44,6 +77,7 @@ class GPT(GPTModel):
         labels: Tensor | None = None,
         last: int | None = None,
         attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Logits, or the loss of each token.
 
@@ -51,7 +85,8 @@ class GPT(GPTModel):
             tokens: int64 [B, T].
             labels: int64 [B, T], the token that follows each position.
             last: only the last n positions are scored.
-            attention_mask: bool [B, T], False for padding that must not be seen.
+            attention_mask: bool [B, T], False for padding that must not be seen; with a cache [B, all tokens so far].
+            cache: the tokens that came before, see `new_cache`; these are added to it.
 
         Returns:
             Without labels logits [B, T or last, V]; with labels the cross entropy in nats, float32 [B, T or last].
@@ -59,15 +94,23 @@ class GPT(GPTModel):
         Raises:
             UserError: the sequence is longer than the position encoding knows.
         """
+        length = tokens.shape[1]
+        if cache is None:
+            query = Span(0, length, self._draw(length))
+        else:
+            cache.check(length)
+            query = Span(cache.length, length, cache.drawn)
         hidden = self.embedding(input_ids=tokens, position_ids=None)  # [T, B, D]
         if self.position is not None:
             try:
-                vectors = self.position.embed(Span(0, tokens.shape[1]), hidden)
+                vectors = self.position.embed(query, hidden)
             except ValueError as error:
                 raise UserError(str(error)) from error
             if vectors is not None:
                 hidden = hidden + vectors[:, None]
-        hidden = self._layers(hidden, attention_mask)
+        hidden = self._layers(hidden, Reading(query, attention_mask, cache))
+        if cache is not None:
+            cache.length += length
         if last is not None:
             hidden = hidden[-last:]
             labels = labels[:, -last:] if labels is not None else None
@@ -76,20 +119,22 @@ class GPT(GPTModel):
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=tied)  # [T, B, V]
         if labels is None:
-            return logits.transpose(0, 1)
+            return parallel.gather_vocabulary(logits).transpose(0, 1)
+        if parallel.ranks() > 1:
+            return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).t()
         losses = F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten(), reduction="none")
         return losses.view(labels.shape[::-1]).t()
 
-    def _layers(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _layers(self, hidden: Tensor, reading: Reading) -> Tensor:
         layers = list(self.decoder.layers)
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
             for layer in layers:
-                hidden = layer(hidden, attention_mask)
+                hidden = layer(hidden, reading)
             return hidden
 
         def run(hidden: Tensor, start: int) -> Tensor:
             for layer in layers[start : start + self.checkpoint_layers]:
-                hidden = layer(hidden, attention_mask)
+                hidden = layer(hidden, reading)
             return hidden
 
         for start in range(0, len(layers), self.checkpoint_layers):
@@ -98,7 +143,7 @@ class GPT(GPTModel):
 
     def num_parameters(self) -> int:
         """Trainable parameters, position parameters and the padding of the vocabulary included."""
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self.parameters())
+        return sum(parallel.whole_size(p) for p in self.parameters())
 
     def flops_per_token(self, length: int) -> float:
         """Forward and backward FLOPs per token at a sequence length, counting causal scores only.
@@ -106,7 +151,7 @@ class GPT(GPTModel):
         Matrix products count 2 FLOPs per multiply-add and the backward pass twice the forward: 6 per weight, plus per
         score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the score processor says of itself.
         """
-        weights = sum(getattr(p, "ds_numel", p.numel()) for p in self._matrices())
+        weights = sum(parallel.whole_size(p) for p in self._matrices())
         scores = (length + 1) / 2  # causal scores per token and head
         per_score = 0.0
         for layer in self.decoder.layers:

@@ -12,6 +12,8 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron.model.attention import Reading
+
 
 class Layer(TransformerLayer):
     """One layer of the GPT; hidden states are [T, B, D].
@@ -31,9 +33,9 @@ class Layer(TransformerLayer):
             output_and_bias, residual, self.hidden_dropout
         )
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, reading: Reading | None = None) -> Tensor:  # type: ignore[override]
         normed = self.input_layernorm(hidden)
-        after_attention = self._add(self.self_attention(normed, attention_mask=attention_mask), hidden)
+        after_attention = self._add(self.self_attention(normed, attention_mask=reading), hidden)
         if self.parallel:
             normed = normed if self.tied_norm else self.pre_mlp_layernorm(hidden)
         else:

@@ -10,6 +10,9 @@ LARGEST = 10**6
 LONGEST = 10**9
 """Tokens of a sequence."""
 
+MOST_POSITIONS = 10**7
+"""Positions to draw from: a table of a method may hold a row for each."""
+
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
 
 
@@ -75,6 +78,17 @@ class PositionOptions(Section):
     )
     pos_emb_per_layer: bool = key(
         False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", architecture=True
+    )
+    attention_window: int | None = key(
+        None, "every token sees the last this many only, its own included; all if absent", architecture=True, ge=1, le=LONGEST
+    )
+    randomized_positions: int | None = key(
+        None,
+        "each sequence's positions are drawn from this many, in ascending order (Ruoss et al. 2023); at least the "
+        "longest length to be read",
+        architecture=True,
+        ge=1,
+        le=MOST_POSITIONS,
     )
     score_processor: str = key(
         "none", "score processor: none, or a file of megatron/position/processors", architecture=True

@@ -4,6 +4,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
+from megatron.model import parallel
 from megatron.model.initialization import init_method
 from megatron.model.options import ModelOptions
 
@@ -32,6 +33,7 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype) -> TransformerCo
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         use_cpu_initialization=True,
+        tensor_model_parallel_size=parallel.ranks(),
         params_dtype=dtype,
         # Fusions that need CUDA or change the numbers between devices stay off.
         masked_softmax_fusion=False,

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .shape import Shape, Span
+from .shape import ALL_HEADS, Shape, Span
 
 
 class Terms(NamedTuple):
@@ -49,6 +49,8 @@ class Encoding(nn.Module):
     """Where the definition comes from: paper and equation or section."""
     relative: ClassVar[bool] = True
     """Does moving all positions by the same amount change nothing?"""
+    takes_positions: ClassVar[bool] = True
+    """Is it told where tokens are? If not, only their order matters, through the causal mask."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class Encoding(nn.Module):
         """Does it add a bias (rather than only a weight, contextual terms, or nothing)? Asked of its code, at n = 0."""
         if type(self).overrides("table"):
             return self.table(torch.zeros(1)).bias is not None
-        return self.dense(Span(0, 1), Span(0, 1), torch.zeros(1)).bias is not None
+        return self.dense(Span(0, 1), Span(0, 1), torch.zeros(1), ALL_HEADS).bias is not None
 
     # The hooks.
 
@@ -97,10 +99,12 @@ class Encoding(nn.Module):
         """Bias and weight [H, N] at the distances n = i − j ≥ 0, given as float32 [N]."""
         return Terms()
 
-    def dense(self, query: Span, key: Span, like: Tensor) -> Terms:
-        """Bias and weight [H, R, C] for rows and columns; entries with j > i are never used but must be finite."""
+    # A tensor-parallel rank holds some of the heads: `heads` says which ones the answer is wanted for, h of them.
+
+    def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
+        """Bias and weight [h, R, C] for rows and columns; entries with j > i are never used but must be finite."""
         return Terms()
 
-    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span) -> Tensor | None:
-        """Terms [B, H, R, C] added to the scores, from q [B, H, R, d], k [B, H, C, d] and q·k/√d [B, H, R, C]."""
+    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor | None:
+        """Terms [B, h, R, C] added to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C]."""
         return None

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from .shape import Shape
+from .shape import ALL_HEADS, Shape
 
 
 class Processor(nn.Module):
@@ -18,6 +18,9 @@ class Processor(nn.Module):
     formula: ClassVar[str]
     parameters_text: ClassVar[str]
     source: ClassVar[str]
+    reach: int = 0
+    """Key columns left of a row's first visible one on which the row's logits depend. Where a window hides the columns
+    before, a backend may leave them out, except for the nearest `reach`."""
 
     def __init__(self, shape: Shape, *, has_bias: bool) -> None:
         super().__init__()
@@ -30,7 +33,11 @@ class Processor(nn.Module):
         parameters = inspect.signature(cls.__init__).parameters
         return {name: p for name, p in parameters.items() if name not in ("self", "shape", "has_bias")}
 
-    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor) -> Tensor:
+    def has_effect(self) -> bool:
+        """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""
+        return True
+
+    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
         """Logits before the softmax.
 
         Args:
@@ -38,9 +45,10 @@ class Processor(nn.Module):
             bias: float32 [H, R, C], or None when the encoding has none.
             visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
                 another document. Such entries count as zero, like columns outside the triangle.
+            heads: the heads whose logits are wanted, h of them; all are read.
 
         Returns:
-            float32 [B, H, R, C]; values at entries that are not visible mean nothing.
+            float32 [B, h, R, C]; values at entries that are not visible mean nothing.
         """
         raise NotImplementedError
 

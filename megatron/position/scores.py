@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .encoding import Encoding, Terms
 from .processor import Processor
-from .shape import Span, at_least_float32, causal
+from .shape import ALL_HEADS, Span, at_least_float32, causal, distance_count
 
 
 class _Toeplitz(torch.autograd.Function):
@@ -24,7 +24,7 @@ class _Toeplitz(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, query: Span, key: Span) -> Tensor:
         ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
-        distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
+        distance = query.places(table.device)[:, None] - key.places(table.device)[None, :]
         return table[:, distance.clamp_(min=0)]
 
     @staticmethod
@@ -51,7 +51,11 @@ def toeplitz(table: Tensor, query: Span, key: Span) -> Tensor:
     Args:
         table: [H, N] with N > the largest distance.
     """
-    return _Toeplitz.apply(table, query, key)
+    if query.drawn is None:
+        return _Toeplitz.apply(table, query, key)
+    # Drawn positions leave no diagonals to sum along.
+    distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
+    return table.index_select(1, distance.clamp_(min=0).flatten()).unflatten(1, distance.shape)
 
 
 def distances(count: int, device: torch.device | str | None = None) -> Tensor:
@@ -59,11 +63,20 @@ def distances(count: int, device: torch.device | str | None = None) -> Tensor:
     return torch.arange(count, dtype=torch.float32, device=device)
 
 
-def dense_terms(encoding: Encoding, table: Terms | None, query: Span, key: Span, like: Tensor) -> Terms:
-    """Bias and weight as matrices [H, R, C], from the table of a Toeplitz encoding or from its `dense` hook."""
+def table_for(encoding: Encoding, query: Span, key: Span, device: torch.device | str | None = None) -> Terms | None:
+    """The encoding's table [H, N] over every distance that occurs, or None for one that is not Toeplitz."""
+    if not type(encoding).overrides("table"):
+        return None
+    return encoding.table(distances(distance_count(query, key), device))
+
+
+def dense_terms(
+    encoding: Encoding, table: Terms | None, query: Span, key: Span, like: Tensor, heads: slice = ALL_HEADS
+) -> Terms:
+    """Bias and weight as matrices [h, R, C], from the table of a Toeplitz encoding or from its `dense` hook."""
     if table is None:
-        return encoding.dense(query, key, like)
-    return Terms(*(None if t is None else toeplitz(t, query, key) for t in table))
+        return encoding.dense(query, key, like, heads)
+    return Terms(*(None if t is None else toeplitz(t[heads], query, key) for t in table))
 
 
 def logits(
@@ -75,33 +88,38 @@ def logits(
     processor: Processor | None,
     table: Terms | None = None,
     key_mask: Tensor | None = None,
+    window: int | None = None,
+    heads: slice = ALL_HEADS,
 ) -> Tensor:
     """Masked logits of the query rows against the keys, ready for the softmax.
 
     The bias is added after the scaling by 1/√d, as KERPLE's released code does (its equation 2 has it inside).
 
     Args:
-        q: rotated queries [B, H, R, d].
-        k: rotated keys [B, H, C, d].
-        query, key: their positions.
-        table: `encoding.table(distances(N))` with N ≥ query.stop − key.start, for encodings that have one.
+        q: rotated queries [B, H, R, d] of all heads with a processor, else of the wanted ones, [B, h, R, d].
+        k: rotated keys [B, H or h, C, d].
+        query, key: where they stand.
+        table: `table_for(…)` of these rows and columns or of more, [H, N], for encodings that have one.
         key_mask: bool [B, C] or [B, R, C], False for padding and keys of another document.
+        window: a row sees the last `window` keys only, its own included.
+        heads: the heads whose logits are wanted, h of them.
 
     Returns:
-        float32 [B, H, R, C], −inf where the row may not see the column.
+        float32 [B, h, R, C], −inf where the row may not see the column.
     """
+    asked = ALL_HEADS if processor is not None else heads  # a processor reads the scores of all heads
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-    terms = dense_terms(encoding, table, query, key, q)
+    terms = dense_terms(encoding, table, query, key, q, asked)
     if terms.weight is not None:
         scores = scores * terms.weight.to(scores.dtype)
-    contextual = encoding.contextual(q, k, scores, query, key)
+    contextual = encoding.contextual(q, k, scores, query, key, asked)
     if contextual is not None:
         scores = scores + contextual
-    visible = causal(query, key, q.device)[None, None]
+    visible = causal(query, key, q.device, window)[None, None]
     if key_mask is not None:
         visible = visible & (key_mask[:, None, None, :] if key_mask.dim() == 2 else key_mask[:, None])
     if processor is not None:
-        return processor(scores, terms.bias, visible).masked_fill(~visible, float("-inf"))
+        return processor(scores, terms.bias, visible, heads).masked_fill(~visible, float("-inf"))
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
     return at_least_float32(scores) + (mask if terms.bias is None else mask + terms.bias)

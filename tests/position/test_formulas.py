@@ -9,7 +9,7 @@ import torch
 from megatron.position import registry
 from megatron.position.encodings.alibi import slopes
 from megatron.position.scores import distances
-from megatron.position.shape import Shape, Span
+from megatron.position.shape import ALL_HEADS, Shape, Span
 
 N = 300
 n = np.arange(N, dtype=np.float64)
@@ -209,7 +209,7 @@ def test_fire_against_a_loop() -> None:
     p = {name: value.detach().double() for name, value in encoding.named_parameters()}
     half = 16 / 2
     for query, key in ((Span(0, 12), Span(0, 12)), (Span(40, 3), Span(0, 43))):
-        bias = encoding.dense(query, key, torch.zeros(1)).bias
+        bias = encoding.dense(query, key, torch.zeros(1), ALL_HEADS).bias
         for r, i in enumerate(range(query.start, query.stop)):
             for j in range(min(i + 1, key.stop)):
                 x = math.log(1 + p["c.value"] * (i - j)) / (math.log(1 + p["c.value"] * max(half, i)) + 1e-6)
@@ -225,7 +225,7 @@ def test_cope_against_a_loop() -> None:
         encoding.vectors.value.normal_()
     q, k = torch.randn(2, 1, 2, 11, 4)
     scores = q @ k.transpose(-1, -2) / 2
-    ours = encoding.contextual(q, k, scores, Span(0, 11), Span(0, 11))
+    ours = encoding.contextual(q, k, scores, Span(0, 11), Span(0, 11), ALL_HEADS)
     e = encoding.vectors.value.double()
     for h in range(2):
         for i in range(11):
@@ -240,7 +240,7 @@ def test_cope_against_a_loop() -> None:
 
 def test_cope_starts_without_effect() -> None:
     q, k = torch.randn(2, 1, 5, 6, 8)
-    assert _build("cope").contextual(q, k, q @ k.transpose(-1, -2), Span(0, 6), Span(0, 6)).abs().max() == 0
+    assert _build("cope").contextual(q, k, q @ k.transpose(-1, -2), Span(0, 6), Span(0, 6), ALL_HEADS).abs().max() == 0
 
 
 def test_transformer_xl_against_a_loop() -> None:
@@ -250,7 +250,7 @@ def test_transformer_xl_against_a_loop() -> None:
         for parameter in encoding.parameters():
             parameter.normal_()
     q, k = torch.randn(2, 1, 2, 7, 4)
-    ours = encoding.contextual(q, k, q @ k.transpose(-1, -2) / 2, Span(0, 7), Span(0, 7))
+    ours = encoding.contextual(q, k, q @ k.transpose(-1, -2) / 2, Span(0, 7), Span(0, 7), ALL_HEADS)
     u, v = encoding.u.value.double(), encoding.v.value.double()
     w = encoding.project.weight.double().view(2, 4, 8)
     for h in range(2):

@@ -9,10 +9,12 @@ from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random
 from megatron.model.backends.backend import Rows
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
+from megatron.model.backends.sdpa import Sdpa
 from megatron.position import registry
 from megatron.position.processors.cdape import Cdape
-from megatron.position.scores import distances
-from megatron.position.shape import Shape, Span
+from megatron.position.randomized import draw_positions
+from megatron.position.scores import distances, logits, table_for
+from megatron.position.shape import ALL_HEADS, DrawnPositions, Shape, Span
 
 TOLERANCE = 5e-6  # float32 sums of a few dozen terms of order one, in another order
 
@@ -44,8 +46,8 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
 class LeakyCdape(Cdape):
     """CDAPE without tril: the published appendix D shows that it cheats."""
 
-    def forward(self, scores, bias, visible):
-        return super().forward(scores, bias, torch.ones_like(visible))
+    def forward(self, scores, bias, visible, heads=ALL_HEADS):
+        return super().forward(scores, bias, torch.ones_like(visible), heads)
 
 
 def test_the_causality_law_catches_a_processor_without_tril() -> None:
@@ -78,6 +80,103 @@ def test_moving_all_positions_changes_nothing(encoding: str, processor: str, len
     here = output(q, k, v, Span(0, length), Span(0, length), e, p)
     there = output(q, k, v, Span(offset, length), Span(offset, length), e, p)
     torch.testing.assert_close(here, there, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@given(length=st.integers(2, 30), window=st.integers(1, 12), data=st.data())
+def test_a_window_hides_what_is_before_it(encoding, processor, length: int, window: int, data) -> None:
+    """No output and no gradient reaches a key before the window, and none of the window is missing."""
+    e, p = build(encoding, processor)
+    e, p = e.double(), p.double() if p is not None else None  # whose smallest softmax weight here is no zero
+    row = data.draw(st.integers(0, length - 1))
+    q, k, v = random_qkv(length, dtype=torch.float64)
+    k.requires_grad_(), v.requires_grad_()
+    span = Span(0, length)
+    output(q, k, v, span, span, e, p, window)[:, :, row].square().sum().backward()
+    first = max(row - window + 1, 0)
+    assert v.grad[:, :, :first].abs().max() == 0 if first else True
+    assert k.grad[:, :, :first].abs().max() == 0 if first else True
+    assert v.grad[:, :, first : row + 1].abs().amin((0, 1, 3)).min() > 0
+    wide = output(q, k, v, span, span, e, p, length)
+    assert torch.equal(wide, output(q, k, v, span, span, e, p))
+
+
+@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@given(length=st.integers(1, 30), window=st.integers(1, 12), block=st.integers(1, 9))
+def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, processor, length, window, block) -> None:
+    """CDAPE's hidden map is alive on masked columns: leaving one too many out would show."""
+    e, p = build(encoding, processor)
+    e, p = e.double(), p.double() if p is not None else None
+    q, k, v = random_qkv(length, dtype=torch.float64)
+    span = Span(0, length)
+    rows = Rows(q, k, v, span, span, e, p, window=window)
+    torch.testing.assert_close(Chunked(block)(rows), Eager()(rows), rtol=1e-12, atol=1e-12)
+    if Sdpa().refuses(e, p) is None:
+        torch.testing.assert_close(Sdpa()(rows), Eager()(rows), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@given(length=st.integers(1, 20), spread=st.integers(1, 9), data=st.data())
+def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: int, spread: int, data) -> None:
+    """Consecutive draws equal the places they begin at; a spread-out draw is a longer sequence with tokens left out,
+    where no processor mixes neighbouring keys."""
+    e, p = build(encoding, processor)
+    q, k, v = random_qkv(length)
+    start = data.draw(st.integers(0, 30))
+    run = DrawnPositions(torch.arange(start, start + length), start + length)
+    whole = output(q, k, v, Span(0, length, run), Span(0, length, run), e, p)
+    if e.takes_positions:
+        moved = Span(start, length)
+        torch.testing.assert_close(whole, output(q, k, v, moved, moved, e, p), rtol=TOLERANCE, atol=TOLERANCE)
+    drawn = draw_positions(length, length + spread, anew=True)
+    span = Span(0, length, drawn)
+    ours = output(q, k, v, span, span, e, p)
+    if not e.takes_positions:
+        assert torch.equal(ours, output(q, k, v, Span(0, length), Span(0, length), e, p))
+    elif processor == "none" and not e.overrides("contextual"):
+        total = length + spread
+        qs, ks, vs = (x.new_zeros(*x.shape[:2], total, x.shape[3]) for x in (q, k, v))
+        for long, short in ((qs, q), (ks, k), (vs, v)):
+            long[:, :, drawn.values] = short
+        present = torch.zeros(2, total, dtype=torch.bool)
+        present[:, drawn.values] = True
+        every = Span(0, total)
+        exact = Eager()(Rows(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present))
+        torch.testing.assert_close(ours, exact[:, :, drawn.values], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor: str) -> None:
+    """The table's gradient, which has no diagonals to sum along here, against a gather; blocks against the whole."""
+    length, limit = 13, 40
+    e, p = build(encoding, processor)
+    e, p = e.double(), p.double() if p is not None else None
+    q, k, v = random_qkv(length, dtype=torch.float64)
+    span = Span(0, length, draw_positions(length, limit, anew=True))
+    results = []
+    for backend in (Eager(), Chunked(4)):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        parameters = [*e.parameters(), *(p.parameters() if p is not None else ())]
+        out = backend(Rows(*inputs, span, span, e, p))
+        grads = torch.autograd.grad(out.square().sum(), [*inputs, *parameters], allow_unused=True)
+        results.append([out, *(g for g in grads if g is not None)])
+    for eager, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(eager, chunked, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("encoding", "processor"), [pair for pair in ALL if pair[1] != "none"])
+def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str, processor: str) -> None:
+    """What tensor parallelism rests on: a range of heads equals that range of the whole."""
+    e, p = build(encoding, processor)
+    q, k, _ = random_qkv(11)
+    span = Span(0, 11)
+    table = table_for(e, span, span)
+    for some in (slice(0, 1), slice(1, 3)):
+        ours = logits(q, k, span, span, e, p, table=table, heads=some)
+        torch.testing.assert_close(ours, logits(q, k, span, span, e, p, table=table)[:, some], rtol=1e-6, atol=1e-6)
+        plain = logits(q[:, some], k[:, some], span, span, e, None, table=table, heads=some)
+        whole = logits(q, k, span, span, e, None, table=table)[:, some]
+        torch.testing.assert_close(plain, whole, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)

@@ -41,7 +41,7 @@ class Everything(Encoding):
     def table(self, n):
         return Terms(bias=torch.stack([-n, n.sqrt()]), weight=torch.stack([1 / (1 + n), torch.exp(-n)]))
 
-    def contextual(self, q, k, scores, query, key):
+    def contextual(self, q, k, scores, query, key, heads):
         return q[..., :1] + k[..., :1].transpose(-1, -2)
 
 

@@ -7,7 +7,7 @@ import torch
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.scores import attend, distances, logits
+from megatron.position.scores import attend, logits, table_for
 from megatron.position.shape import Shape, Span
 
 SHAPE = Shape(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
@@ -24,11 +24,13 @@ def build(encoding: str, processor: str, shape: Shape = SHAPE) -> tuple[Encoding
     return e, registry.build_processor(processor, shape, has_bias=e.has_bias())
 
 
-def output(q, k, v, query: Span, key: Span, encoding: Encoding, processor: Processor | None) -> torch.Tensor:
+def output(
+    q, k, v, query: Span, key: Span, encoding: Encoding, processor: Processor | None, window: int | None = None
+) -> torch.Tensor:
     """Attention of some rows, straight from the contract."""
-    table = encoding.table(distances(query.stop - key.start)) if type(encoding).overrides("table") else None
+    table = table_for(encoding, query, key)
     q, k = encoding.rotate(q, query), encoding.rotate(k, key)
-    return attend(logits(q, k, query, key, encoding, processor, table=table), v)
+    return attend(logits(q, k, query, key, encoding, processor, table=table, window=window), v)
 
 
 def random_qkv(length: int, shape: Shape = SHAPE, batch: int = 2, dtype=torch.float32) -> tuple[torch.Tensor, ...]:

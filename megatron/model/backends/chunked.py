@@ -1,6 +1,5 @@
 """Blocks of query rows, recomputed in the backward pass: memory linear in T on any device.
 
-Rows are independent in every method, so a block of rows against its causal columns is exactly those rows of the whole.
 What is kept between the passes is q, k, v, the table over distances, and the output.
 """
 
@@ -11,10 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.backends.backend import Rows
-from megatron.model.backends.eager import Eager, table_for
+from megatron.model.backends.blocks import row_blocks
+from megatron.model.backends.eager import Eager
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor
-from megatron.position.shape import Span
+from megatron.position.scores import table_for
 
 
 class Chunked:
@@ -27,30 +27,10 @@ class Chunked:
         return None
 
     def __call__(self, rows: Rows) -> Tensor:
-        table = table_for(rows)
-        outputs = []
-        for start in range(0, rows.query.length, self.block):
-            part = self._part(rows, start, min(start + self.block, rows.query.length))
-            outputs.append(_recomputed(part, table) if torch.is_grad_enabled() else Eager.with_table(part, table))
+        table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
+        run = _recomputed if torch.is_grad_enabled() else Eager.with_table
+        outputs = [run(block, table) for block in row_blocks(rows, self.block)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-    @staticmethod
-    def _part(rows: Rows, start: int, stop: int) -> Rows:
-        """Rows start … stop − 1 and the columns that the last of them sees."""
-        query = Span(rows.query.start + start, stop - start)
-        columns = max(min(query.stop - rows.key.start, rows.key.length), 1)
-        mask = rows.key_mask
-        if mask is not None:
-            mask = mask[:, :columns] if mask.dim() == 2 else mask[:, start:stop, :columns]
-        return replace(
-            rows,
-            q=rows.q[:, :, start:stop],
-            k=rows.k[:, :, :columns],
-            v=rows.v[:, :, :columns],
-            query=query,
-            key=Span(rows.key.start, columns),
-            key_mask=mask,
-        )
 
 
 def _recomputed(rows: Rows, table: Terms | None) -> Tensor:

@@ -5,14 +5,7 @@ from torch import Tensor
 from megatron.model.backends.backend import Rows
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor
-from megatron.position.scores import attend, distances, logits
-
-
-def table_for(rows: Rows) -> Terms | None:
-    """The encoding's table over every distance that occurs, or None for one that is not Toeplitz."""
-    if not type(rows.encoding).overrides("table"):
-        return None
-    return rows.encoding.table(distances(max(rows.query.stop - rows.key.start, 1), rows.q.device))
+from megatron.position.scores import attend, logits, table_for
 
 
 class Eager:
@@ -22,12 +15,21 @@ class Eager:
         return None
 
     def __call__(self, rows: Rows) -> Tensor:
-        return self.with_table(rows, table_for(rows))
+        return self.with_table(rows, table_for(rows.encoding, rows.query, rows.key, rows.q.device))
 
     @staticmethod
     def with_table(rows: Rows, table: Terms | None) -> Tensor:
         """The same, with a table that was made before."""
         scores = logits(
-            rows.q, rows.k, rows.query, rows.key, rows.encoding, rows.processor, table=table, key_mask=rows.key_mask
+            rows.q,
+            rows.k,
+            rows.query,
+            rows.key,
+            rows.encoding,
+            rows.processor,
+            table=table,
+            key_mask=rows.key_mask,
+            window=rows.window,
+            heads=rows.heads,
         )
         return attend(scores, rows.v, rows.dropout, rows_may_be_empty=rows.key_mask is not None)

@@ -4,9 +4,13 @@ import torch
 from torch import Tensor
 
 from megatron.model.backends.backend import Rows
+from megatron.model.backends.blocks import row_blocks
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.shape import causal
+
+WINDOWED_ROWS = 512
+"""Query rows per call with a window, which PyTorch takes as a mask: in blocks it and the work stay linear in T."""
 
 
 class Sdpa:
@@ -19,12 +23,19 @@ class Sdpa:
         return "it cannot add a position bias to the scores" if adds else None
 
     def __call__(self, rows: Rows) -> Tensor:
-        whole = rows.query == rows.key and rows.key_mask is None
-        mask = None
-        if not whole:
-            mask = causal(rows.query, rows.key, rows.q.device)[None, None]
-            if rows.key_mask is not None:
-                mask = mask & (rows.key_mask[:, None, None] if rows.key_mask.dim() == 2 else rows.key_mask[:, None])
+        unbounded = rows.window is None or rows.window >= rows.query.stop - rows.key.start
+        if unbounded and rows.query == rows.key and rows.key_mask is None:
+            return torch.nn.functional.scaled_dot_product_attention(
+                rows.q, rows.k, rows.v, dropout_p=rows.dropout, is_causal=True
+            )
+        size = rows.query.length if unbounded else WINDOWED_ROWS
+        return torch.cat([self._masked(block) for block in row_blocks(rows, size)], dim=2)
+
+    @staticmethod
+    def _masked(rows: Rows) -> Tensor:
+        mask = causal(rows.query, rows.key, rows.q.device, rows.window)[None, None]
+        if rows.key_mask is not None:
+            mask = mask & (rows.key_mask[:, None, None] if rows.key_mask.dim() == 2 else rows.key_mask[:, None])
         return torch.nn.functional.scaled_dot_product_attention(
-            rows.q, rows.k, rows.v, attn_mask=mask, dropout_p=rows.dropout, is_causal=whole
+            rows.q, rows.k, rows.v, attn_mask=mask, dropout_p=rows.dropout
         )

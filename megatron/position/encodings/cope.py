@@ -15,6 +15,7 @@ from ..shape import Shape, Span, causal
 class Cope(Encoding):
     formula = "q_i·(k_j + e[p_ij])/√d, p_ij = min(Σ_{t=j}^{i} σ(q_i·k_t/√d), positions − 1), e interpolated"
     parameters_text = "e [positions, d] = 0, one table for all heads"
+    takes_positions = False
     source = "CoPE: Golovneva et al. 2024, equations 2 to 5"
 
     def __init__(self, shape: Shape, *, positions: int = 64) -> None:
@@ -24,7 +25,7 @@ class Cope(Encoding):
         self.positions = positions
         self.vectors = Bounded((positions, shape.head_dim), nn.init.zeros_)
 
-    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span) -> Tensor:
+    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor:
         visible = causal(query, key, q.device)
         gates = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32))) * visible
         # From the right: the count for column j includes j itself and everything up to the query.

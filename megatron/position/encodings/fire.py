@@ -31,7 +31,7 @@ class Fire(Encoding):
         self.weight2 = Bounded((shape.num_heads, width), uniform(-bound, bound))
         self.bias2 = Bounded((shape.num_heads,), uniform(-bound, bound))
 
-    def dense(self, query: Span, key: Span, like: Tensor) -> Terms:
+    def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
         c = self.c()
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)
@@ -39,4 +39,4 @@ class Fire(Encoding):
         normaliser = torch.maximum(self.multiplier() * (self.shape.train_length / 2), i)
         x = torch.log1p(c * n) / (torch.log1p(c * normaliser) + 1e-6)[:, None]  # [R, C]
         hidden = F.relu(F.linear(x[..., None], self.weight1(), self.bias1()))
-        return Terms(bias=F.linear(hidden, self.weight2(), self.bias2()).permute(2, 0, 1))
+        return Terms(bias=F.linear(hidden, self.weight2()[heads], self.bias2()[heads]).permute(2, 0, 1))

@@ -21,9 +21,9 @@ class Learned(Encoding):
             nn.init.normal_(self.vectors.weight, 0.0, std)
 
     def embed(self, span: Span, like: Tensor) -> Tensor:
-        if span.stop > self.shape.max_length:
-            raise ValueError(
-                f"learned positions end at {self.shape.max_length} (max_position_embeddings), "
-                f"but a sequence of length {span.stop} was given"
-            )
+        if span.bound > self.shape.max_length:
+            what = f"a sequence of length {span.stop} was given"
+            if span.drawn is not None:
+                what = f"positions are drawn from {span.bound} (randomized_positions)"
+            raise ValueError(f"learned positions end at {self.shape.max_length} (max_position_embeddings), but {what}")
         return self.vectors(span.positions(like.device)).to(like.dtype)

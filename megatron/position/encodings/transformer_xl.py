@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..angles import angles
 from ..encoding import Encoding
 from ..parameters import Bounded, normal
-from ..shape import Shape, Span
+from ..shape import Shape, Span, distance_count
 
 
 class TransformerXL(Encoding):
@@ -29,14 +29,14 @@ class TransformerXL(Encoding):
         self.project = nn.Linear(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
         nn.init.normal_(self.project.weight, 0.0, 0.02)
 
-    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span) -> Tensor:
-        heads, dim = self.shape.num_heads, self.shape.head_dim
+    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor:
+        dim = self.shape.head_dim
         half = self.shape.hidden_size // 2
-        angle = angles(torch.arange(max(query.stop - key.start, 1), device=q.device), half, self.base)
+        angle = angles(torch.arange(distance_count(query, key), device=q.device), half, self.base)
         sinusoids = torch.cat([angle.sin(), angle.cos()], dim=-1).to(q.dtype)
-        r = self.project(sinusoids).view(-1, heads, dim).permute(1, 2, 0)  # [H, d, N]
-        u, v = (p().to(q.dtype)[:, None] for p in (self.u, self.v))
-        by_distance = torch.matmul(q + v, r)  # [B, H, R, N]
+        r = self.project(sinusoids).view(-1, self.shape.num_heads, dim).permute(1, 2, 0)[heads]  # [h, d, N]
+        u, v = (p()[heads].to(q.dtype)[:, None] for p in (self.u, self.v))
+        by_distance = torch.matmul(q + v, r)  # [B, h, R, N]
         distance = query.positions(q.device)[:, None] - key.positions(q.device)[None, :]
         index = distance.clamp_(min=0).expand(*by_distance.shape[:3], -1)
         return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * dim**-0.5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..processor import Processor
-from ..shape import Shape, at_least_float32
+from ..shape import ALL_HEADS, Shape, at_least_float32
 
 
 def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,14 +49,15 @@ class KeyConvolution(nn.Module):
             nn.init.uniform_(self.weight, -bound, bound)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, *groups: Tensor) -> Tensor:
-        """Channel groups [B or 1, channels, R, C] → [B, outputs, R, C]."""
-        first, *others = self.weight.split([group.shape[1] for group in groups], dim=1)
+    def forward(self, *groups: Tensor, outputs: slice = ALL_HEADS) -> Tensor:
+        """Channel groups [B or 1, channels, R, C] → the wanted ones of the outputs [B, outputs, R, C]."""
+        bias = self.bias[outputs]
+        first, *others = self.weight[outputs].split([group.shape[1] for group in groups], dim=1)
         if not others:
-            return F.conv2d(groups[0], first, self.bias, padding=self.padding)
+            return F.conv2d(groups[0], first, bias, padding=self.padding)
         result = F.conv2d(groups[0], first, None, padding=self.padding)
-        for position, (group, weight) in enumerate(zip(groups[1:], others, strict=True)):
-            result = result + F.conv2d(group, weight, self.bias if position == 0 else None, padding=self.padding)
+        for place, (group, weight) in enumerate(zip(groups[1:], others, strict=True)):
+            result = result + F.conv2d(group, weight, bias if place == 0 else None, padding=self.padding)
         return result
 
 
@@ -82,6 +83,7 @@ class Cdape(Processor):
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"option kernel_size of {name} is {kernel_size}; it must be odd: 1, 3, 5, 7 …")
         self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
+        self.reach = kernel_size // 2  # hidden values there are not zero, although what they see is
         heads = shape.num_heads
         self.hidden = KeyConvolution(2 * heads if has_bias else heads, width, kernel_size)
         self.output = KeyConvolution(width, heads, kernel_size)
@@ -89,16 +91,19 @@ class Cdape(Processor):
             nn.init.zeros_(self.output.weight)
             nn.init.zeros_(self.output.bias)
 
-    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor) -> Tensor:
+    def has_effect(self) -> bool:
+        return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)
+
+    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
         columns, extension = scores.shape[-1], (0, self.kernel_size // 2)
         groups = [F.pad(scores.masked_fill(~visible, 0), extension)]
         if bias is not None:
             rounded = _saturated(bias, scores.dtype)
             groups.append(F.pad(rounded.masked_fill(~visible, 0), extension))
         hidden = F.leaky_relu(_saturated(self.hidden(*groups), scores.dtype), inplace=True)
-        processed = _saturated(self.output(hidden)[..., :columns], scores.dtype)
-        result = at_least_float32(scores) + at_least_float32(processed)
-        return result + bias if bias is not None and self.residual_bias else result
+        processed = _saturated(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
+        result = at_least_float32(scores[:, heads]) + at_least_float32(processed)
+        return result + bias[heads] if bias is not None and self.residual_bias else result
 
     def flops_per_score(self) -> float:
         # The bias half of Conv1 is computed once per batch and not counted.

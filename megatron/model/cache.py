@@ -1,0 +1,51 @@
+"""Keys and values of the tokens read so far, so that decoding computes each of them once.
+
+    cache = gpt.new_cache(length)          room for `length` tokens
+    gpt(prompt, cache=cache)               all its tokens at once, or in chunks
+    gpt(token, cache=cache)                one token at a time
+
+A step is the same code as a full forward pass: query rows that begin at a later place. Keys are stored rotated by their
+own positions, which never change. B batch, H heads, T tokens, d head dimension.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron.errors import UserError
+from megatron.position.shape import DrawnPositions
+
+
+class Cache:
+    """One sequence batch's keys and values in every layer. Use it without gradients.
+
+    Args:
+        layers: layers of the model.
+        room: tokens that fit.
+        drawn: positions of all of them, where they are randomized.
+    """
+
+    def __init__(self, layers: int, room: int, drawn: DrawnPositions | None = None) -> None:
+        self.room, self.drawn = room, drawn
+        self.length = 0
+        """Tokens read so far."""
+        self._stored: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    def check(self, tokens: int) -> None:
+        """Refuse tokens for which there is no room, and use with gradients, which writing in place would spoil."""
+        if self.length + tokens > self.room:
+            raise UserError(
+                f"the cache has room for {self.room} tokens; {self.length} are in it and {tokens} more were given"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError("a cache is for inference: use it under torch.no_grad() or torch.inference_mode()")
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's keys and values [B, H, T, d] of the tokens at hand; returns those of all tokens so far."""
+        stored = self._stored[layer]
+        if stored is None:
+            size = (*k.shape[:2], self.room, k.shape[3])
+            stored = self._stored[layer] = (k.new_zeros(size), v.new_zeros(size))
+        stop = self.length + k.shape[2]
+        for kept, fresh in zip(stored, (k, v), strict=True):
+            kept[:, :, self.length : stop] = fresh
+        return stored[0][:, :, :stop], stored[1][:, :, :stop]

@@ -1,0 +1,109 @@
+"""Decoding with a key/value cache equals the full forward pass, for every method and processor of the registry."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from position_methods import ALL
+
+from megatron.errors import UserError
+from megatron.model.build import build_model
+from megatron.model.gpt import GPT
+from megatron.model.options import ModelOptions, PositionOptions
+from megatron.position import registry
+
+VOCABULARY = 40
+LENGTH = 26
+MODEL = ModelOptions(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=3,
+    seq_length=LENGTH,
+    max_position_embeddings=LENGTH + 20,
+    attention_chunk_rows=8,
+    init_method_std=0.2,  # large enough for attention to matter
+    make_vocab_size_divisible_by=8,
+)
+TOLERANCE = 2e-5  # two layers of float32 sums in another order, logits of order one
+TAKES_POSITIONS = [pair for pair in ALL if registry.encoding_class(pair[0]).takes_positions]
+
+chunks = st.lists(st.integers(1, 9), min_size=1, max_size=LENGTH)
+
+
+def gpt_of(encoding: str, processor: str, **place: object) -> GPT:
+    position = PositionOptions(pos_emb=encoding, score_processor=processor, **place)
+    return build_model(MODEL, position, VOCABULARY, seed=5).eval()
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch, length))
+
+
+@torch.inference_mode()
+def decoded(gpt: GPT, x: torch.Tensor, steps: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of all tokens, read in steps of the given sizes and then one by one."""
+    cache, outputs = gpt.new_cache(x.shape[1]), []
+    while cache.length < x.shape[1]:
+        size = steps[len(outputs)] if len(outputs) < len(steps) else 1
+        part = x[:, cache.length : cache.length + size]
+        seen = None if mask is None else mask[:, : cache.length + part.shape[1]]
+        outputs.append(gpt(part, cache=cache, attention_mask=seen))
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize(("encoding", "processor"), ALL)
+@settings(max_examples=4)
+@given(steps=chunks)
+def test_decoding_equals_the_full_forward(encoding: str, processor: str, steps: list[int]) -> None:
+    gpt, x = gpt_of(encoding, processor), tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(decoded(gpt, x, steps), gpt(x), rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(decoded(gpt, x, []), gpt(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("encoding", "processor"), ALL)
+def test_decoding_in_a_window(encoding: str, processor: str) -> None:
+    gpt, x = gpt_of(encoding, processor, attention_window=5), tokens()
+    with torch.no_grad():
+        whole = gpt(x)
+        torch.testing.assert_close(decoded(gpt, x, [7, 1, 6]), whole, rtol=TOLERANCE, atol=TOLERANCE)
+        free = gpt_of(encoding, processor)(x)
+    torch.testing.assert_close(whole[:, :5], free[:, :5], rtol=TOLERANCE, atol=TOLERANCE)
+    assert (whole[:, 12:] - free[:, 12:]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("encoding", "processor"), TAKES_POSITIONS)
+def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None:
+    gpt, x = gpt_of(encoding, processor, randomized_positions=LENGTH + 20), tokens()
+    with torch.no_grad():
+        whole = gpt(x)
+        torch.testing.assert_close(decoded(gpt, x, [3, 10]), whole, rtol=TOLERANCE, atol=TOLERANCE)
+        assert torch.equal(gpt(x), whole), "evaluation draws the same positions every time"
+        free = gpt_of(encoding, processor)(x)
+    assert (whole - free).abs().max() > 100 * TOLERANCE
+    gpt.train()
+    assert not torch.equal(gpt(x), gpt(x)), "training draws anew"
+
+
+@pytest.mark.parametrize("processor", ["none", "cdape"])
+@pytest.mark.parametrize("encoding", ["rotary", "kerple_log", "cope"])
+def test_decoding_sequences_padded_on_the_left(encoding: str, processor: str) -> None:
+    gpt, x = gpt_of(encoding, processor), tokens()
+    mask = torch.arange(LENGTH)[None] >= torch.tensor([[0], [4]])
+    with torch.no_grad():
+        whole = gpt(x, attention_mask=mask)
+        ours = decoded(gpt, x, [6, 2], mask)
+    torch.testing.assert_close(ours[mask], whole[mask], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_cache_says_what_it_cannot_do() -> None:
+    gpt = gpt_of("alibi", "none")
+    cache = gpt.new_cache(5)
+    with torch.no_grad():
+        gpt(tokens(1, 4), cache=cache)
+        with pytest.raises(UserError, match="room for 5 tokens; 4 are in it and 2 more"):
+            gpt(tokens(1, 2), cache=cache)
+    with pytest.raises(RuntimeError, match="inference"):
+        gpt(tokens(1, 1), cache=gpt.new_cache(5))
+    with pytest.raises(UserError, match="has 46 positions, but a sequence of length 47"):
+        gpt_of("learned", "none").new_cache(47)

@@ -1,0 +1,84 @@
+"""Two ranks that share each layer compute one rank's losses and gradients, for every method and processor."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from position_methods import ALL
+from tensor_parallel_cases import gradients
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SWIGLU = {"activation": "swiglu", "no_weight_tying": True, "gpt_j_residual": True}
+EXTRA: dict[str, dict[str, Any]] = {
+    "per layer": {
+        "model": {},
+        "position": {"pos_emb": "kerple_log", "score_processor": "cdape", "pos_emb_per_layer": True},
+    },
+    "chunked": {
+        "model": {"attention_backend": "chunked"},
+        "position": {"pos_emb": "fire", "score_processor": "cdape", "attention_window": 6},
+    },
+    "recomputed": {
+        "model": {"checkpoint_activations": True},
+        "position": {"pos_emb": "transformer_xl", "score_processor": "dape"},
+    },
+    "swiglu, untied, parallel residual": {"model": SWIGLU, "position": {"pos_emb": "rotary"}},
+    "rmsnorm": {"model": {"norm": "rmsnorm", "use_bias_in_attn_linear": False}, "position": {"pos_emb": "t5"}},
+}
+CASES = {f"{e}+{p}": {"model": {}, "position": {"pos_emb": e, "score_processor": p}} for e, p in ALL} | EXTRA
+REFUSED = {
+    "heads": ({"hidden_size": 24, "num_attention_heads": 3}, "model_parallel_size 2 does not divide num_attention_hea"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout 0.1: with model_parallel_size 2"),
+    "width": ({"intermediate_size": 65}, "does not divide intermediate_size 65"),
+}
+# Sums of some hundred float32 terms, divided in two. Gradients are compared with the largest of their tensor or, where
+# they cancel to nothing (a constant added to all logits of a row), with a hundredth of the model's largest.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two ranks computed: one pair of processes for all cases."""
+    folder = tmp_path_factory.mktemp("ranks")
+    refused = {name: {"model": model, "position": {"pos_emb": "none"}} for name, (model, _) in REFUSED.items()}
+    torch.save(CASES | refused, folder / "cases.pt")
+    command = [sys.executable, str(SUPPORT / "tensor_parallel_rank.py"), str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Tensor:
+    """One rank's parameter from the parts of all: strips of `stride` blocks each, or the same whole everywhere."""
+    if dim is None:
+        assert torch.equal(parts[0], parts[1]), "a parameter that both ranks hold got different gradients"
+        return parts[0]
+    strips = [part.chunk(stride, dim) for part in parts]
+    return torch.cat([strip[index] for index in range(stride) for strip in strips], dim)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_compute_what_one_does(two_ranks: list[dict[str, Any]], name: str) -> None:
+    one = gradients(**CASES[name])
+    both = [rank[name] for rank in two_ranks]
+    for rank in both:
+        assert rank["parameters"] == one["parameters"]
+        assert rank["flops"] == one["flops"]
+        torch.testing.assert_close(rank["losses"], one["losses"], rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(rank["logits"], one["logits"], rtol=TOLERANCE, atol=TOLERANCE * 10)
+    assert list(both[0]["gradients"]) == list(one["gradients"])
+    largest = max(gradient.abs().max().item() for gradient, *_ in one["gradients"].values())
+    for parameter, (gradient, *_) in one["gradients"].items():
+        dim, stride = both[0]["gradients"][parameter][1:]
+        ours = joined([rank["gradients"][parameter][0] for rank in both], dim, stride)
+        scale = max(gradient.abs().max().item(), largest / 100)
+        assert (ours - gradient).abs().max() <= TOLERANCE * scale, parameter
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_two_ranks_cannot_share_is_refused_by_name(two_ranks: list[dict[str, Any]], name: str) -> None:
+    assert all(REFUSED[name][1] in rank[name] for rank in two_ranks)

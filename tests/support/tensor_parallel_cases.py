@@ -1,0 +1,46 @@
+"""What one and two ranks compute in the test of tensor parallelism."""
+
+from typing import Any
+
+import torch
+
+from megatron.model.build import build_model
+from megatron.model.options import ModelOptions, PositionOptions
+
+VOCABULARY = 30  # padded to 32: 16 for each rank
+LENGTH = 14
+
+
+def gradients(model: dict[str, Any], position: dict[str, Any]) -> dict[str, Any]:
+    """Losses, logits and gradients of a fresh model on fixed tokens, in float64 but for what is float32 by design."""
+    options = ModelOptions(
+        **{
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "seq_length": LENGTH,
+            "attention_chunk_rows": 5,
+            "init_method_std": 0.2,
+            "make_vocab_size_divisible_by": 16,
+            **model,
+        }
+    )
+    gpt = build_model(options, PositionOptions(**position), VOCABULARY, seed=11)
+    generator = torch.Generator().manual_seed(3)
+    x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator)
+    with torch.no_grad():
+        logits = gpt(x)
+    losses = gpt(x, labels)
+    losses.mean().backward()
+    return {
+        "parameters": gpt.num_parameters(),
+        "flops": gpt.flops_per_token(LENGTH),
+        "logits": logits,
+        "losses": losses.detach(),
+        "gradients": {name: (p.grad, *_division(p)) for name, p in gpt.named_parameters()},
+    }
+
+
+def _division(parameter: torch.nn.Parameter) -> tuple[int | None, int]:
+    divided = getattr(parameter, "tensor_model_parallel", False)
+    return (parameter.partition_dim if divided else None), getattr(parameter, "partition_stride", 1)

@@ -1,0 +1,37 @@
+"""One of two ranks that share each layer: `tensor_parallel_rank.py FOLDER RANK` writes losses and gradients.
+
+FOLDER/cases.pt says which models; FOLDER/RANK.pt gets, for each, the losses and every parameter's gradient with how it
+is divided (dimension and stride; None where every rank holds the whole).
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+
+    from tensor_parallel_cases import gradients
+
+    from megatron.errors import UserError
+    from megatron.model import runtime
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    runtime.initialize(0, model_parallel_size=2)
+    results = {}
+    for name, case in torch.load(folder / "cases.pt", weights_only=True).items():
+        try:
+            results[name] = gradients(**case)
+        except UserError as error:
+            results[name] = str(error)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
