@@ -15,6 +15,7 @@ from megatron.checkpoint.save import DEEPSPEED, Agree
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
+from megatron.model.parameters import dispensable, shared_names
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,29 @@ def find_start(config: Config) -> Start:
     )
 
 
+WEIGHTLESS = ("seq_length", "attention_window", "randomized_positions")
+"""Keys of the architecture that no weight depends on: finetuning may change them."""
+
+
 def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = False) -> None:
-    """Refuse a checkpoint of another model. Finetuning may change the training length.
+    """Refuse a checkpoint of another model.
+
+    Finetuning may change what no weight depends on, give every layer position parameters of its own, and add a score
+    processor (`load_weights` sees to it that it has no effect at first).
 
     Raises:
         UserError: naming the first key that differs and both values.
     """
     new, old = config.architecture(), _config_of(checkpoint).architecture()
+    free: set[str] = set()
+    if finetune:
+        free.update(WEIGHTLESS)
+        if new["pos_emb_per_layer"]:
+            free.add("pos_emb_per_layer")
+        if old.get("score_processor") == "none":
+            free.update(("score_processor", "score_processor_options"))
     for key in sorted(set(new) | set(old)):
-        if finetune and key == "seq_length":
+        if key in free:
             continue
         if key == "tokenizer_type" and None in (new.get(key), old.get(key)):
             continue  # said by the data; the vocabularies are compared
@@ -123,10 +138,24 @@ def _notes(config: Config, checkpoint: Path) -> list[str]:
     ]
 
 
-def load_weights(start: Start, model: Any) -> None:
-    """Finetuning: copy the weights of the checkpoint into a model that no engine has yet."""
+def load_weights(start: Start, config: Config, model: Any) -> None:
+    """Finetuning: copy the weights of the checkpoint into a model that no engine has yet, and that computes the same.
+
+    Raises:
+        UserError: the model has a score processor with an effect, which the checkpoint's has not.
+    """
     assert start.checkpoint is not None
-    read_weights(model, start.checkpoint / folder.WEIGHTS)
+    optional = dispensable(model)
+    processor = config.position.score_processor
+    added = processor != "none" and _config_of(start.checkpoint).position.score_processor == "none"
+    if added and not optional:
+        raise UserError(
+            f"score_processor: {start.checkpoint} was trained without one; {processor} may be added with "
+            "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
+        )
+    read_weights(
+        model, start.checkpoint / folder.WEIGHTS, dispensable=optional if added else (), stand_ins=shared_names(model)
+    )
 
 
 def check_engine(start: Start, config: Config, *, world: int, precision: str) -> None:

@@ -10,7 +10,7 @@ A tied weight is one parameter with two uses; it is stored once, under its first
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron.errors import RunError
+from megatron.model.parameters import project
 
 
 def full_weights(engine: Any, *, keep: bool) -> dict[str, Tensor] | None:
@@ -76,8 +77,16 @@ def write_weights(weights: dict[str, Tensor], path: Path, metadata: dict[str, st
         raise OSError(f"{path.name}: {error}") from error
 
 
-def read_weights(model: nn.Module, path: Path) -> None:
+def read_weights(
+    model: nn.Module, path: Path, *, dispensable: Collection[str] = (), stand_ins: Mapping[str, str] | None = None
+) -> None:
     """Copy the weights of a file into a model, converting to its types and device.
+
+    Args:
+        model: takes the weights.
+        path: a safetensors file.
+        dispensable: weights that the file may lack; they stay as they are.
+        stand_ins: for a weight that the file lacks, the name of the one to take instead.
 
     Raises:
         RunError: the file is missing or damaged, or its tensors are not this model's; names the first difference.
@@ -87,12 +96,17 @@ def read_weights(model: nn.Module, path: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
     targets = dict(model.named_parameters()) | dict(_buffers(model))
-    missing, unknown = sorted(set(targets) - set(stored)), sorted(set(stored) - set(targets))
+    sources = {name: name if name in stored else (stand_ins or {}).get(name, name) for name in targets}
+    sources = {name: source for name, source in sources.items() if source in stored or name not in dispensable}
+    missing = sorted(name for name, source in sources.items() if source not in stored)
+    unknown = sorted(set(stored) - set(sources.values()))
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
         raise RunError(f"{path}: does not fit the model: it {what} ({len(missing)} missing, {len(unknown)} unknown)")
     with torch.no_grad():
-        for name, target in targets.items():
-            if stored[name].shape != target.shape:
-                raise RunError(f"{path}: {name} is {list(stored[name].shape)}, the model's {list(target.shape)}")
-            target.copy_(stored[name])
+        for name, source in sources.items():
+            weight, target = stored[source], targets[name]
+            if weight.shape != target.shape:
+                raise RunError(f"{path}: {source} is {list(weight.shape)}, the model's {list(target.shape)}")
+            target.copy_(weight)
+    project(model)

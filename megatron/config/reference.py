@@ -88,14 +88,12 @@ def _section(name: str) -> str:
 
 
 def _position_names() -> str:
-    there, processors = names.encodings(), names.processors()
     rows = []
     for alias, (encoding, processor, per_layer) in neox.POSITIONS.items():
         meaning = f"`pos_emb: {encoding}`"
         meaning += f", `score_processor: {processor}`" if processor else ""
         meaning += ", `pos_emb_per_layer: true`" if per_layer else ""
-        missing = encoding not in there or (processor is not None and processor not in processors)
-        rows.append([f"`{alias}`", meaning + (" (not offered yet)" if missing else "")])
+        rows.append([f"`{alias}`", meaning])
     return f"### Their names of position encodings\n\n{table(['pos_emb', 'means'], rows)}"
 
 

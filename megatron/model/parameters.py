@@ -1,11 +1,13 @@
-"""Which parameters decay, which do not, and which have bounds: the optimizer's groups."""
+"""What a model's parameters are to others: groups to the optimizer, weights to a checkpoint."""
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.position.encoding import Encoding
 from megatron.position.parameters import Bounded
+from megatron.position.processor import Processor
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -37,3 +39,31 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             {"name": f"in [{low:g}, {high:g}]", "params": parameters, "weight_decay": 0.0, "low": low, "high": high}
         )
     return [group for group in groups if group["params"]]
+
+
+@torch.no_grad()
+def project(model: nn.Module) -> None:
+    """Move every bounded parameter to the nearest value inside its bounds."""
+    for module in model.modules():
+        if isinstance(module, Bounded):
+            module.value.clamp_(module.low, module.high)
+
+
+def dispensable(model: nn.Module) -> set[str]:
+    """Weights without which the model computes the same: those of processors that have no effect yet."""
+    return {
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if isinstance(module, Processor) and not module.has_effect()
+        for weight, _ in module.named_parameters()
+    }
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """For each parameter of a layer's own encoding the name it has where all layers share one."""
+    return {
+        f"{name}.{weight}": f"position.{weight}"
+        for name, module in model.named_modules()
+        if isinstance(module, Encoding) and name != "position"
+        for weight, _ in module.named_parameters()
+    }

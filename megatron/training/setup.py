@@ -101,7 +101,7 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
 
     model = build_model(config.model, config.position, known.size, seed=config.training.seed)
     if start.weights_only:
-        resume.load_weights(start, model)
+        resume.load_weights(start, config, model)
     flops_per_token = model.flops_per_token(config.model.seq_length)
     runtime.initialize(config.training.seed + processes.rank)  # dropout differs between ranks
     engine = Engine(config, model, processes)

@@ -1,9 +1,11 @@
 """One behaviour from all of DeepSpeed's optimizers: the updates of a plain PyTorch loop, whatever the ZeRO stage."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from position_methods import SHAPE
 from tiny_runs import VOCABULARY, tiny_config
 
 from megatron.checkpoint.weights import full_weights
@@ -11,11 +13,21 @@ from megatron.config.schema import Config
 from megatron.model import runtime
 from megatron.model.build import build_model
 from megatron.model.parameters import parameter_groups
+from megatron.position import registry
+from megatron.position.parameters import Bounded
 from megatron.training import processes as places
 from megatron.training.engine import Engine
 from megatron.training.optimizer import BoundedAdamW
 
 STAGES = (0, 1, 2, 3)
+BOUNDED = [
+    name
+    for name in registry.encodings()
+    if any(
+        isinstance(module, Bounded) and not (math.isinf(module.low) and math.isinf(module.high))
+        for module in registry.build_encoding(name, SHAPE).modules()
+    )
+]
 TOKENS = torch.randint(0, VOCABULARY, (6, 2, 17), generator=torch.Generator().manual_seed(5))
 MASKS = (torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(6)) < 0.7).float()
 
@@ -38,8 +50,8 @@ def start(config: Config) -> Engine:
     return engine
 
 
-def run(engine: Engine, steps: int, lr: float, accumulate: int) -> list[float]:
-    """Loss of each step over micro-batches of TOKENS, round and round."""
+def run(engine: Engine, steps: int, lr: float, accumulate: int, sign: int = 1) -> list[float]:
+    """Loss of each step over micro-batches of TOKENS, round and round; sign −1 climbs."""
     losses = []
     for step in range(steps):
         chosen = [(step * accumulate + i) % len(TOKENS) for i in range(accumulate)]
@@ -47,7 +59,7 @@ def run(engine: Engine, steps: int, lr: float, accumulate: int) -> list[float]:
         total = 0.0
         for i in chosen:
             loss = (engine.losses(TOKENS[i, :, :-1].contiguous(), TOKENS[i, :, 1:].contiguous()) * MASKS[i]).sum()
-            engine.backward(loss, counted)
+            engine.backward(sign * loss, counted)
             total += loss.item()
             engine.step(lr)
         losses.append(total / counted)
@@ -95,33 +107,42 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int) -> None:
         torch.testing.assert_close(got[name], weight, rtol=0, atol=2e-5, msg=name)
 
 
-def bounded_masters(engine: Engine) -> torch.Tensor:
+def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
+    """How many values of the float32 masters lie outside their bounds, and how many exactly on one."""
     weights = full_weights(engine.deepspeed, keep=True)
     assert weights is not None
-    named = {id(p): name for name, p in engine.model.named_parameters()}
-    groups = parameter_groups(engine.model, 0.0)
-    names = [named[id(p)] for group in groups if "low" in group for p in group["params"]]
-    assert len(names) == 2  # r1 and r2 of kerple_log
-    return torch.cat([weights[name].flatten() for name in names])
+    beyond = on = 0
+    for name, module in engine.model.named_modules():
+        if isinstance(module, Bounded):
+            value = weights[f"{name}.value"]
+            low, high = (torch.tensor(bound, dtype=torch.float32) for bound in (module.low, module.high))
+            assert value.dtype == torch.float32
+            beyond += int(((value < low) | (value > high)).sum())
+            on += int(((value == low) | (value == high)).sum())
+    return beyond, on
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_float32_masters_stay_within_bounds(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2}
-    engine = start(config(stage, precision, **keys))
-    run(engine, 8, 1.0, 1)  # steps of about 1 at a bound of 0.01
-    values = bounded_masters(engine)
-    engine.close()
-    assert values.dtype == torch.float32
-    assert bool((values >= torch.tensor(0.01)).all())
-    assert bool((values == torch.tensor(0.01)).any())  # to the bit: the projection, not the model's own clamp
+@pytest.mark.parametrize("encoding", BOUNDED)
+def test_float32_masters_stay_within_bounds(encoding: str, stage: int, precision: str, monkeypatch) -> None:
+    keys = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "pos_emb": encoding}
 
+    def after_hard_pushes() -> tuple[int, int]:
+        """Steps of about 1 at bounds of 0.01 and 2, down the loss and up again: one of the two goes outward."""
+        counts = []
+        for sign in (1, -1):
+            engine = start(config(stage, precision, **keys))
+            run(engine, 6, 1.0, 1, sign)
+            counts.append(beyond_and_on_bounds(engine))
+            engine.close()
+        return sum(beyond for beyond, _ in counts), sum(on for _, on in counts)
+
+    beyond, on = after_hard_pushes()
+    assert beyond == 0
+    assert on > 0  # to the bit: the projection, not the model's own clamp
     monkeypatch.setattr(BoundedAdamW, "project", lambda self: None)
-    engine = start(config(stage, precision, **keys))
-    run(engine, 8, 1.0, 1)
-    assert bool((bounded_masters(engine) < 0.01).any())
-    engine.close()
+    assert after_hard_pushes()[0] > 0
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])

@@ -1,0 +1,112 @@
+"""A trained model can be given CDAPE at zero effect: its loss at step 0 is the one it had."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_runs import losses, tiny_config, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.load_model import load_model
+from megatron.errors import RunError, UserError
+from megatron.position import registry
+from megatron.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("trained")
+    train(tiny_config(corpus, run, train_iters=12))
+    return run
+
+
+def finetuned(corpus: Path, run: Path, trained: Path, **keys: object) -> list[float]:
+    keys = {"train_iters": 3, "optimizer": {"params": {"lr": 1e-2}}, **keys}
+    train(tiny_config(corpus, run, load=str(trained), finetune=True, **keys))
+    return losses(run)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.parametrize("processor", registry.processors())
+def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, trained: Path, tmp_path: Path) -> None:
+    """Shared position parameters may become each layer's own on the way, which changes nothing either."""
+    zero = {"score_processor": processor, "score_processor_options": {"zero_init": True}}
+    plain = finetuned(corpus, tmp_path / "plain", trained)
+    given = finetuned(corpus, tmp_path / "given", trained, **zero, pos_emb_per_layer=per_layer)
+    assert given[0] == plain[0]
+    assert given[2] != plain[2]
+    weights = load_file(folder.resolve(tmp_path / "given") / "model.safetensors")
+    outputs = [name for name in weights if "processor.output.weight" in name]
+    assert len(outputs) == 2
+    assert all(weights[name].any() for name in outputs)
+    assert sum(name.endswith("r1.value") for name in weights) == (2 if per_layer else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "place"), [({}, {}), ({"zero_init": True, "residual_bias": False}, {}), ({"zero_init": False}, {})]
+)
+def test_one_with_an_effect_is_refused(options: dict, place: dict, corpus, trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trained without one; cdape may be added with .*zero_init: true"):
+        finetuned(corpus, tmp_path, trained, score_processor="cdape", score_processor_options=options, **place)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_nothing_else_may_change(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
+    with pytest.raises(UserError, match="pos_emb: this run has 'alibi'"):
+        finetuned(corpus, tmp_path / "alibi", trained, pos_emb="alibi", **zero)
+    given = tmp_path / "given"
+    finetuned(corpus, given, trained, pos_emb_per_layer=True, **zero)
+    with pytest.raises(UserError, match="score_processor: this run has 'none'"):
+        finetuned(corpus, tmp_path / "taken", given, pos_emb_per_layer=True)
+    with pytest.raises(UserError, match="pos_emb_per_layer: this run has False"):
+        finetuned(corpus, tmp_path / "shared", given, **zero)
+    with pytest.raises(UserError, match="score_processor: this run has 'cdape'"):
+        train(tiny_config(corpus, trained, load=str(trained), train_iters=20, **zero))
+
+
+def test_a_window_needs_no_weights(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    assert finetuned(corpus, tmp_path / "wide", trained, attention_window=16) == finetuned(
+        corpus, tmp_path / "plain", trained
+    )
+    assert finetuned(corpus, tmp_path / "narrow", trained, attention_window=2) != losses(tmp_path / "plain")
+    x = torch.arange(16)[None]
+    with torch.no_grad():
+        own, windowed = load_model(trained), load_model(trained, window=2)
+        assert windowed.position.attention_window == 2
+        assert windowed.config == own.config
+        assert torch.equal(windowed.model(x)[:, :2], own.model(x)[:, :2])
+        assert not torch.equal(windowed.model(x)[:, 2:], own.model(x)[:, 2:])
+
+
+def test_bounds_hold_after_loading(trained: Path, tmp_path: Path) -> None:
+    """Weights from elsewhere may lie outside; the value that is used and the one that is kept do not."""
+    checkpoint = folder.resolve(trained)
+    for name in ("config.yml", "progress.json"):
+        (tmp_path / name).write_text((checkpoint / name).read_text())
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["position.r1.value"] = torch.tensor([-3.0, 0.5])
+    save_file(weights, tmp_path / "model.safetensors")
+    encoding = load_model(tmp_path).model.position
+    expected = torch.tensor([0.01, 0.5])
+    assert torch.equal(encoding.r1.value, expected)
+    assert torch.equal(encoding.r1(), expected)
+
+
+def test_a_missing_weight_is_still_an_error(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    """Only a processor that is being added may be missing from the file."""
+    zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}, "train_iters": 1}
+    run = tmp_path / "run"
+    train(tiny_config(corpus, run, **zero))
+    checkpoint = folder.resolve(run)
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["decoder.layers.0.self_attention.core_attention.processor.output.bias"]
+    save_file(weights, checkpoint / "model.safetensors")
+    with pytest.raises(RunError, match=r"lacks decoder\.layers\.0"):
+        finetuned(corpus, tmp_path / "next", run, **zero)

@@ -1,0 +1,63 @@
+"""Every position method and processor trains, is stored whole, and goes on as if it had not stopped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from position_methods import ALL
+from safetensors.torch import load_file
+from tiny_runs import losses, tiny_config, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.load_model import load_model
+from megatron.config.load import SHIPPED, load
+from megatron.errors import UserError
+from megatron.position import registry
+from megatron.training.loop import train
+
+OVERLAYS = sorted((SHIPPED / "position").glob("*.yml"))
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> None:
+    """Twenty steps lower the loss, and nothing that can learn stays where it was."""
+    position = load(["125M", overlay]).config.position.model_dump()
+    keys = {"train_iters": 20, "checkpoint_factor": 1, "keep_last_n_checkpoints": None, "warmup": 0.0, **position}
+    train(tiny_config(corpus, tmp_path, **keys))
+    first, *_, last = losses(tmp_path)
+    assert last < first - 0.05
+    before, after = (
+        load_file(folder.resolve(tmp_path / "checkpoints" / f"step_{step:07d}") / "model.safetensors")
+        for step in (1, 20)
+    )
+    still = [name for name in before if torch.equal(before[name], after[name])]
+    assert still == []
+
+
+@pytest.mark.parametrize(("encoding", "processor"), ALL)
+def test_a_checkpoint_goes_on_as_if_it_had_not_stopped(encoding, processor, corpus: Path, tmp_path: Path) -> None:
+    keys = {"pos_emb": encoding, "score_processor": processor, "lr_decay_iters": 4, "precision": "bf16"}
+    keys |= {"zero_optimization": {"stage": 1}, "make_vocab_size_divisible_by": 1}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny_config(corpus, whole, **keys))
+    train(tiny_config(corpus, parts, **keys, train_iters=2))
+    train(tiny_config(corpus, parts, **keys, load=str(parts)))
+    one, two = (load_file(folder.resolve(run) / "model.safetensors") for run in (whole, parts))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+    loaded = load_model(parts).model
+    assert all(torch.equal(weight, two[name]) for name, weight in loaded.named_parameters())
+    x = torch.randint(0, 61, (1, 32 * LENGTH))
+    with torch.no_grad():
+        if registry.build_encoding(encoding, loaded.position.shape).max_length is None:
+            assert loaded(x).isfinite().all(), "32 times the training length"
+        else:
+            with pytest.raises(UserError, match=f"end at {LENGTH}.* length {32 * LENGTH} was given"):
+                loaded(x)
