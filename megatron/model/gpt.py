@@ -146,20 +146,22 @@ class GPT(GPTModel):
         return sum(parallel.whole_size(p) for p in self.parameters())
 
     def flops_per_token(self, length: int) -> float:
-        """Forward and backward FLOPs per token at a sequence length, counting causal scores only.
+        """Forward and backward FLOPs per token at a sequence length, counting the scores that are seen only.
 
         Matrix products count 2 FLOPs per multiply-add and the backward pass twice the forward: 6 per weight, plus per
-        score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the score processor says of itself.
+        score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the encoding's contextual terms and the score processor
+        say of themselves.
         """
-        weights = sum(parallel.whole_size(p) for p in self._matrices())
-        scores = (length + 1) / 2  # causal scores per token and head
-        per_score = 0.0
+        forward = 2.0 * sum(parallel.whole_size(p) for p in self._matrices())
         for layer in self.decoder.layers:
             attention: PositionedAttention = layer.self_attention.core_attention
-            per_score += 4.0 * self.config.kv_channels * self.config.num_attention_heads
+            seen = min(attention.window or length, length)
+            scores = seen - seen * (seen - 1) / 2 / length  # the mean of min(i + 1, window)
+            per_score = 4.0 * self.config.kv_channels * self.config.num_attention_heads
             if attention.processor is not None:
                 per_score += attention.processor.flops_per_score()
-        return 3.0 * (2.0 * weights + per_score * scores)
+            forward += per_score * scores + attention.encoding.contextual_flops(scores)
+        return 3.0 * forward
 
     def _matrices(self) -> list[torch.nn.Parameter]:
         """Weights that multiply every token: linear layers and the output layer, not the embedding look-up."""

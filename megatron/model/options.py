@@ -80,7 +80,11 @@ class PositionOptions(Section):
         False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", architecture=True
     )
     attention_window: int | None = key(
-        None, "every token sees the last this many only, its own included; all if absent", architecture=True, ge=1, le=LONGEST
+        None,
+        "every token sees the last this many only, its own included; all if absent",
+        architecture=True,
+        ge=1,
+        le=LONGEST,
     )
     randomized_positions: int | None = key(
         None,

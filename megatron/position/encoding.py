@@ -47,6 +47,8 @@ class Encoding(nn.Module):
     """Learned parameters, start values and bounds, in one line."""
     source: ClassVar[str]
     """Where the definition comes from: paper and equation or section."""
+    advice: ClassVar[str]
+    """When to use it, in one to three sentences, and who found so."""
     relative: ClassVar[bool] = True
     """Does moving all positions by the same amount change nothing?"""
     takes_positions: ClassVar[bool] = True
@@ -108,3 +110,13 @@ class Encoding(nn.Module):
     def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor | None:
         """Terms [B, h, R, C] added to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C]."""
         return None
+
+    def contextual_flops(self, scores: float) -> float:
+        """Forward FLOPs of the contextual terms' matrix products per token, over all heads.
+
+        Bias and weight are computed once for all sequences of a batch and not counted.
+
+        Args:
+            scores: keys that a token sees, on average.
+        """
+        return 0.0

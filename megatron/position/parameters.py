@@ -81,3 +81,19 @@ def uniform(low: float, high: float) -> Callable[[Tensor], object]:
 def normal(std: float) -> Callable[[Tensor], object]:
     """Start values from N(0, std²)."""
     return lambda tensor: nn.init.normal_(tensor, 0.0, std)
+
+
+def constant(value: float) -> Callable[[Tensor], object]:
+    """The same start value everywhere."""
+    return lambda tensor: nn.init.constant_(tensor, value)
+
+
+def per_head(option: str, num_heads: int, below: float, *, low: float = 1e-2, high: float = math.inf) -> Bounded:
+    """A scalar per head that starts from U(0, below), moved inside its bounds: the parameters of KERPLE's kernels.
+
+    Raises:
+        ValueError: `below` is outside the bounds; names the option that gave it.
+    """
+    if not low < below <= high:
+        raise ValueError(f"option {option} is {below}; it must be in ({low:g}, {high:g}]")
+    return Bounded((num_heads,), uniform(0, below), low, high)

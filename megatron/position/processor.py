@@ -18,6 +18,8 @@ class Processor(nn.Module):
     formula: ClassVar[str]
     parameters_text: ClassVar[str]
     source: ClassVar[str]
+    advice: ClassVar[str]
+    """When to use it, in one to three sentences, and who found so."""
     reach: int = 0
     """Key columns left of a row's first visible one on which the row's logits depend. Where a window hides the columns
     before, a backend may leave them out, except for the nearest `reach`."""

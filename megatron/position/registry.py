@@ -85,7 +85,7 @@ def build_processor(name: str, shape: Shape, options: dict[str, Any] | None = No
 
 
 def describe() -> list[dict[str, Any]]:
-    """One record per method: kind, name, formula, parameters, options with defaults, traits, source."""
+    """One record per method: kind, name, formula, parameters, options with defaults, traits, source, advice."""
     records = []
     for kind, names, find in (("encoding", encodings(), encoding_class), ("processor", processors(), processor_class)):
         for name in names:
@@ -99,6 +99,7 @@ def describe() -> list[dict[str, Any]]:
                     "options": {option: p.default for option, p in method.options().items()},
                     "traits": list(method.traits()) if issubclass(method, Encoding) else ["rows independent"],
                     "source": method.source,
+                    "advice": method.advice,
                 }
             )
     return records

@@ -211,6 +211,19 @@ def test_parameter_count_and_flops_are_the_closed_formulas() -> None:
     assert gpt.flops_per_token(length) == 3 * (2 * matrices + per_score * (length + 1) / 2)
 
 
+@pytest.mark.parametrize(("name", "products"), [("alibi", 0), ("transformer_xl", 4.5), ("cope", 64)])
+def test_flops_of_contextual_terms_and_windows(name: str, products: float) -> None:
+    """Twenty tokens see 1, 2, 3, 4 and then 5 keys each: 4.5 on average; d·H = 24."""
+    gpt = build_model(options(), position(name, attention_window=5), VOCABULARY, seed=3)
+    free = build_model(options(), position("none", attention_window=5), VOCABULARY, seed=3)
+    layers = 2
+    extra = gpt.flops_per_token(20) - free.flops_per_token(20)
+    assert extra == pytest.approx(3 * layers * 2 * 24 * products)
+    whole = build_model(options(), position("none"), VOCABULARY, seed=3)
+    difference = whole.flops_per_token(20) - free.flops_per_token(20)
+    assert difference == pytest.approx(3 * layers * 4 * 24 * (10.5 - 4.5))
+
+
 @pytest.mark.parametrize(("name", "limit"), [("learned", 20), ("kerple_log", None)])
 def test_length_past_the_position_table(name: str, limit: int | None) -> None:
     gpt = build_model(options(), position(name), VOCABULARY, seed=3)

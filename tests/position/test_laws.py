@@ -244,6 +244,24 @@ def test_a_half_precision_model_has_the_float32_bias_at_any_distance(name: str) 
     assert all(term is None or term.isfinite().all() for term in exact)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in registry.encodings() if registry.encoding_class(name).overrides("dense")]
+)
+def test_a_half_precision_model_has_the_float32_bias_where_it_is_no_table(name: str) -> None:
+    query, key = Span(65_534, 3), Span(0, 5)
+    for dtype in (torch.bfloat16, torch.float16):
+        half, full = (build(name, "none")[0] for _ in range(2))
+        half = half.to(dtype)
+        full.load_state_dict(half.state_dict())
+        ours = half.dense(query, key, torch.zeros(1, dtype=dtype), ALL_HEADS)
+        reference = full.dense(query, key, torch.zeros(1), ALL_HEADS)
+        for term, exact in zip(ours, reference, strict=True):
+            assert (term is None) == (exact is None)
+            if term is not None:
+                assert term.dtype == torch.float32
+                assert torch.equal(term, exact)
+
+
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
 def test_float16_stays_finite_at_distance_65536(encoding: str, processor: str) -> None:
     shape = Shape(2, 4, 8, 16, 16)

@@ -2,12 +2,15 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.position import registry
 from megatron.position.parameters import Bounded, uniform
 from megatron.position.powers import power
+from megatron.position.shape import Shape
 
 finite = st.floats(-5, 5, allow_nan=False, width=32)
 
@@ -39,3 +42,27 @@ def test_power_has_the_limit_as_its_gradient_at_zero() -> None:
     power(n, r).sum().backward()
     exact = sum(x ** r.detach() * math.log(x) for x in (1.0, 3.0))
     torch.testing.assert_close(r.grad, exact)
+
+
+STARTS = [
+    (name, option)
+    for name in registry.encodings()
+    for option in registry.encoding_class(name).options()
+    if option.endswith(("_below", "_start"))
+]
+
+
+@pytest.mark.parametrize(("name", "option"), STARTS)
+def test_start_values_are_options(name: str, option: str) -> None:
+    """`r1_below` is the upper end of r1's start values, `c_start` the start value of c."""
+    parameter, kind = option.rsplit("_", 1)
+    encoding = registry.build_encoding(name, Shape(200, 4, 800, 16, 16), {option: 0.3})
+    values = getattr(encoding, parameter)()
+    if kind == "start":
+        assert torch.equal(values, torch.full_like(values, 0.3))
+    else:
+        assert values.min() >= 0.01
+        assert values.max() <= 0.3
+        assert abs(values.mean() - 0.15) < 0.03  # the mean of 200 from U(0, 0.3) has deviation 0.006
+    with pytest.raises(ValueError, match=f"option {option}.* is -1"):
+        registry.build_encoding(name, Shape(3, 4, 12, 16, 16), {option: -1.0})

@@ -20,6 +20,10 @@ def slopes(num_heads: int) -> list[float]:
 class Alibi(Encoding):
     formula = "−m_h·n, m_h = 2^(−8h/H)"
     source = "Press et al. 2022, section 3; heads that are no power of two as in its released code"
+    advice = (
+        "Not unless necessary: as the sequence grows it soon becomes local attention (DAPE V2, appendix A). Its "
+        "perplexity stays flat past the training length, but kerple_log's is lower there (KERPLE, table 3)."
+    )
 
     def table(self, distances: Tensor) -> Terms:
         m = torch.tensor(slopes(self.shape.num_heads), dtype=torch.float32, device=distances.device)

@@ -6,26 +6,35 @@ The bias depends on i through the normaliser, so it is not Toeplitz: rows beyond
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..encoding import Encoding, Terms
-from ..parameters import Bounded, uniform
+from ..parameters import Bounded, constant, uniform
 from ..shape import Shape, Span
 
 
 class Fire(Encoding):
     formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
-    parameters_text = "c = 0.1 ≥ 0.0001; multiplier = 1 ≥ 0; MLP as torch.nn.Linear starts"
+    parameters_text = "c = c_start ≥ 0.0001; multiplier = multiplier_start ≥ 0; MLP as torch.nn.Linear starts"
     source = "FIRE: Li et al. 2023, equation 3; normaliser and start values of its released code"
+    advice = (
+        "May be the better one with enough training length and tokens to train its network; with DAPE it diverged "
+        "when trained at 128 and did well at 512 (DAPE V2, appendix A). Without a processor it does not extrapolate "
+        "(4.06 at 1,024 tokens, 441 at 8,192; DAPE V2, table 2)."
+    )
     relative = False
 
-    def __init__(self, shape: Shape, *, width: int = 32) -> None:
+    def __init__(self, shape: Shape, *, width: int = 32, c_start: float = 0.1, multiplier_start: float = 1.0) -> None:
         super().__init__(shape)
         if width < 1:
             raise ValueError(f"option width of fire is {width}; it must be at least 1")
-        self.c = Bounded((1,), lambda t: nn.init.constant_(t, 0.1), low=1e-4)
-        self.multiplier = Bounded((1,), nn.init.ones_, low=0.0)
+        if c_start < 1e-4:
+            raise ValueError(f"option c_start of fire is {c_start}; it must be at least 0.0001")
+        if multiplier_start < 0:
+            raise ValueError(f"option multiplier_start of fire is {multiplier_start}; it must not be negative")
+        self.c = Bounded((1,), constant(c_start), low=1e-4)
+        self.multiplier = Bounded((1,), constant(multiplier_start), low=0.0)
         bound = 1 / math.sqrt(width)
         self.weight1, self.bias1 = Bounded((width, 1), uniform(-1, 1)), Bounded((width,), uniform(-1, 1))
         self.weight2 = Bounded((shape.num_heads, width), uniform(-bound, bound))

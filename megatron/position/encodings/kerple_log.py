@@ -1,24 +1,27 @@
 """KERPLE's logarithmic kernel, its best: a learned penalty that flattens with distance."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from ..encoding import Encoding, Terms
-from ..parameters import Bounded, uniform
+from ..parameters import per_head
 from ..shape import Shape
 
 
 class KerpleLog(Encoding):
     formula = "−r1·log(1 + r2·n)"
-    parameters_text = "r1 [H] ~ U(0, 2) ≥ 0.01; r2 [H] ~ U(0, 1) ≥ 0.01"
+    parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01"
     source = "KERPLE: Chi et al. 2022, section 4, logarithmic variant; start values of its released code"
+    advice = (
+        "The one to take if you do not know which: good in almost all settings and easy to train, with few parameters "
+        "(DAPE V2, appendix A). Better than kerple_power at every length (KERPLE, section 5.2); a head is sure to "
+        "extrapolate where r1 > 1 (Exploring Transformer Extrapolation, appendix B)."
+    )
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, r1_below: float = 2.0, r2_below: float = 1.0) -> None:
         super().__init__(shape)
-        self.r1 = Bounded((shape.num_heads,), uniform(0, 2), low=1e-2, high=math.inf)
-        self.r2 = Bounded((shape.num_heads,), uniform(0, 1), low=1e-2, high=math.inf)
+        self.r1 = per_head("r1_below", shape.num_heads, r1_below)
+        self.r2 = per_head("r2_below", shape.num_heads, r2_below)
 
     def table(self, distances: Tensor) -> Terms:
         r1, r2 = self.r1()[:, None], self.r2()[:, None]

@@ -11,6 +11,10 @@ class Learned(Encoding):
     formula = "x_i + p_i, p a learned table"
     parameters_text = "p [max_position_embeddings, D] ~ N(0, std²)"
     source = "GPT-2: Radford et al. 2019"
+    advice = (
+        "For models that never read past the training length; it refuses what is longer than its table. Absolute "
+        "positions generalise poorly to longer sequences (DAPE V2, section 2)."
+    )
     relative = False
 
     def __init__(self, shape: Shape, *, std: float = 0.02) -> None:

@@ -11,6 +11,10 @@ from ..shape import Shape, Span
 class Sinusoidal(Encoding):
     formula = "x_i + p_i, p_i = [sin(i/base^(2m/D)) for m < D/2; cos(i/base^(2m/D)) for m < D/2]"
     source = "Vaswani et al. 2017, section 3.5 (sines and cosines in two halves, as GPT-NeoX lays them out)"
+    advice = (
+        "A baseline: it is defined at any length, but perplexity explodes past the training length (33 at 512 tokens, "
+        "30,046 at 16,384 on OpenWebText2; KERPLE, table 3)."
+    )
     relative = False
 
     def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:

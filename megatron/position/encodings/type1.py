@@ -9,6 +9,10 @@ from ..encoding import Encoding, Terms
 class Type1(Encoding):
     formula = "−2·ln(n + 1)"
     source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1"
+    advice = (
+        "A fixed bias that is sure to extrapolate, with the wider receptive field of the two: about as good as alibi, "
+        "close to kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
+    )
 
     def table(self, distances: Tensor) -> Terms:
         bias = -2 * torch.log1p(distances)

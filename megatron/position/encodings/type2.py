@@ -9,6 +9,10 @@ from ..encoding import Encoding, Terms
 class Type2(Encoding):
     formula = "−ln²(n + 1)"
     source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 2"
+    advice = (
+        "A fixed bias that is sure to extrapolate, for a small receptive field; never better than type1 (Exploring "
+        "Transformer Extrapolation, section 3.4, tables 4 and 5)."
+    )
 
     def table(self, distances: Tensor) -> Terms:
         bias = -torch.log1p(distances).square()
