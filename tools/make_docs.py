@@ -5,20 +5,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import draw_positions  # noqa: E402
+import make_positions  # noqa: E402
 
 from megatron.config import reference  # noqa: E402
 
-PAGES: dict[Path, Callable[[], str]] = {reference.PAGE: reference.markdown}
+PAGES: dict[Path, Callable[[], str]] = {
+    reference.PAGE: reference.markdown,
+    make_positions.PAGE: make_positions.markdown,
+}
 
 
 def main() -> None:
-    """Write every page whose text has changed and name it."""
+    """Write every page and picture that has changed and name it."""
     for page, make in PAGES.items():
         path, text = ROOT / page, make()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             print(f"written: {page}")
+    pictures = {ROOT / picture: content for picture, content in draw_positions.pictures().items()}
+    folder = ROOT / draw_positions.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in pictures.items():
+        if not path.is_file() or path.read_bytes() != content:
+            path.write_bytes(content)
+            print(f"written: {path.relative_to(ROOT)}")
+    for path in set(folder.iterdir()) - set(pictures):
+        path.unlink()
+        print(f"removed: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

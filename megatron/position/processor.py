@@ -1,11 +1,29 @@
 """The interface of a score processor: a learned map of all heads' scores and biases, one query row at a time."""
 
 import inspect
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from .shape import ALL_HEADS, Shape
+from .shape import ALL_HEADS, Shape, Span
+from .toeplitz import toeplitz
+
+
+class Share(NamedTuple):
+    """A Toeplitz bias's own share of a processor's first layer of W channels, for key columns from place 0."""
+
+    table: Tensor
+    """float32 [W, reach + N] at the distances n = −reach … N − 1."""
+    edge: Tensor
+    """float32 [W, N, reach]: the first columns of rows 0 … N − 1, which see the left edge and are no function of n."""
+
+    def rows(self, query: Span, columns: int) -> Tensor:
+        """[W, R, columns + reach] for query rows and keys 0 … columns − 1, and as many as `reach` after them."""
+        reach = self.edge.shape[-1]
+        # Entry n of the table stands at n + reach, so the rows are read as if they were that much further on.
+        inside = toeplitz(self.table, Span(query.start + reach, query.length), Span(reach, columns))
+        return torch.cat([self.edge[:, query.start : query.stop], inside], dim=-1) if reach else inside
 
 
 class Processor(nn.Module):
@@ -39,7 +57,25 @@ class Processor(nn.Module):
         """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""
         return True
 
-    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+    def share(self, table: Tensor) -> Share | None:
+        """What the processor makes of the bias alone before the scores join it: computed once for all rows.
+
+        Args:
+            table: the encoding's bias, float32 [H, N]. Every key up to a row's own must be seen.
+
+        Returns:
+            None if it makes nothing of the bias alone.
+        """
+        return None
+
+    def forward(
+        self,
+        scores: Tensor,
+        bias: Tensor | None,
+        visible: Tensor,
+        heads: slice = ALL_HEADS,
+        share: Tensor | None = None,
+    ) -> Tensor:
         """Logits before the softmax.
 
         Args:
@@ -48,6 +84,7 @@ class Processor(nn.Module):
             visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
                 another document. Such entries count as zero, like columns outside the triangle.
             heads: the heads whose logits are wanted, h of them; all are read.
+            share: `Share.rows(…)` of these rows, [W, R, C + reach], instead of working it out from the bias.
 
         Returns:
             float32 [B, h, R, C]; values at entries that are not visible mean nothing.

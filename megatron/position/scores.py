@@ -4,58 +4,13 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances.
 Every backend either calls this or is tested to equal it.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .encoding import Encoding, Terms
-from .processor import Processor
+from .processor import Processor, Share
 from .shape import ALL_HEADS, Span, at_least_float32, causal, distance_count
-
-
-class _Toeplitz(torch.autograd.Function):
-    """table [H, N] → matrix [H, R, C] with matrix[h, r, c] = table[h, i − j], and the table's first entry where j > i.
-
-    Backward sums along diagonals by shearing the gradient, which is a plain reduction: no scatter, hence fast on CPU
-    and deterministic on GPUs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, query: Span, key: Span) -> Tensor:
-        ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
-        distance = query.places(table.device)[:, None] - key.places(table.device)[None, :]
-        return table[:, distance.clamp_(min=0)]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        heads, rows, columns = grad.shape
-        # Row r is moved right by rows − 1 − r, so that equal i − j stand in one column of width rows + columns − 1:
-        # column m then holds the distance n = offset + (columns − 1) − m.
-        width = rows + columns - 1
-        sheared = torch.nn.functional.pad(grad.flip(1), (0, rows))  # [H, R, C + R]
-        sheared = sheared.reshape(heads, -1)[:, : rows * width].view(heads, rows, width)
-        diagonal = sheared.sum(1).flip(-1)  # index m' ↔ n = m' + (first row − last column)
-        first = ctx.query.start - (ctx.key.stop - 1)
-        result = grad.new_zeros(heads, ctx.size)
-        negative = min(max(-first, 0), width)  # entries with n < 0 read table[0]
-        result[:, 0] += diagonal[:, :negative].sum(-1)
-        start = first + negative
-        result[:, start : start + width - negative] += diagonal[:, negative:]
-        return result, None, None
-
-
-def toeplitz(table: Tensor, query: Span, key: Span) -> Tensor:
-    """Spread a table over n = i − j into a matrix [H, R, C]; entries with j > i hold the table's value at n = 0.
-
-    Args:
-        table: [H, N] with N > the largest distance.
-    """
-    if query.drawn is None:
-        return _Toeplitz.apply(table, query, key)
-    # Drawn positions leave no diagonals to sum along.
-    distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
-    return table.index_select(1, distance.clamp_(min=0).flatten()).unflatten(1, distance.shape)
+from .toeplitz import toeplitz
 
 
 def distances(count: int, device: torch.device | str | None = None) -> Tensor:
@@ -68,6 +23,21 @@ def table_for(encoding: Encoding, query: Span, key: Span, device: torch.device |
     if not type(encoding).overrides("table"):
         return None
     return encoding.table(distances(distance_count(query, key), device))
+
+
+def share_for(
+    processor: Processor | None,
+    table: Terms | None,
+    query: Span,
+    key: Span,
+    key_mask: Tensor | None = None,
+    window: int | None = None,
+) -> Share | None:
+    """The bias's own share of the processor, or None where it has none or keys are hidden that stand before a row."""
+    plain = key_mask is None and window is None and query.drawn is None and key.start == 0
+    if processor is None or table is None or table.bias is None or not plain:
+        return None
+    return processor.share(table.bias)
 
 
 def dense_terms(
@@ -90,6 +60,7 @@ def logits(
     key_mask: Tensor | None = None,
     window: int | None = None,
     heads: slice = ALL_HEADS,
+    share: Share | None = None,
 ) -> Tensor:
     """Masked logits of the query rows against the keys, ready for the softmax.
 
@@ -103,6 +74,7 @@ def logits(
         key_mask: bool [B, C] or [B, R, C], False for padding and keys of another document.
         window: a row sees the last `window` keys only, its own included.
         heads: the heads whose logits are wanted, h of them.
+        share: `share_for(…)`, computed once for many blocks of rows.
 
     Returns:
         float32 [B, h, R, C], −inf where the row may not see the column.
@@ -119,7 +91,8 @@ def logits(
     if key_mask is not None:
         visible = visible & (key_mask[:, None, None, :] if key_mask.dim() == 2 else key_mask[:, None])
     if processor is not None:
-        return processor(scores, terms.bias, visible, heads).masked_fill(~visible, float("-inf"))
+        of_rows = None if share is None else share.rows(query, key.length)
+        return processor(scores, terms.bias, visible, heads, of_rows).masked_fill_(~visible, float("-inf"))
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
     return at_least_float32(scores) + (mask if terms.bias is None else mask + terms.bias)

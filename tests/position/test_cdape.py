@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from megatron.position import registry
+from megatron.position.randomized import draw_positions
+from megatron.position.scores import share_for, table_for
 from megatron.position.shape import Shape, Span, causal
+from megatron.position.toeplitz import toeplitz
 
 
 class Appendix(nn.Module):
@@ -106,3 +109,36 @@ def test_start_values_are_conv2d_s() -> None:
 def test_bad_options_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="cdape"):
         registry.build_processor("cdape", Shape(3, 8, 24, 16, 16), options, has_bias=True)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 7])
+@pytest.mark.parametrize("length", [1, 2, 5, 23])
+def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, length: int) -> None:
+    """Left edge included, and rows in blocks."""
+    shape = Shape(3, 8, 24, 16, 16)
+    encoding = registry.build_encoding("kerple_log3", shape).double()
+    processor = registry.build_processor("cdape", shape, {"width": 5, "kernel_size": k}, has_bias=True).double()
+    whole, p = Span(0, length), k // 2
+    table = table_for(encoding, whole, whole)
+    share = share_for(processor, table, whole, whole)
+    lower = causal(whole, whole)
+    dense = toeplitz(table.bias, whole, whole).masked_fill(~lower, 0)
+    exact = processor.hidden(torch.nn.functional.pad(dense, (0, p))[None].double(), processor.biases)[0]
+    used = causal(Span(p, length), Span(0, length + p))  # what any output that is seen reads
+    for start in range(length):
+        rows = Span(start, length - start)
+        ours = share.rows(rows, length)
+        torch.testing.assert_close(ours.where(used[start:], 0), exact[:, start:].where(used[start:], 0))
+
+
+def test_no_share_where_keys_are_hidden() -> None:
+    encoding = registry.build_encoding("alibi", Shape(3, 8, 24, 16, 16))
+    processor = registry.build_processor("cdape", encoding.shape, has_bias=True)
+    whole = Span(0, 9)
+    table = table_for(encoding, whole, whole)
+    assert share_for(processor, table, whole, whole) is not None
+    assert share_for(processor, table, whole, whole, key_mask=torch.ones(1, 9, dtype=torch.bool)) is None
+    assert share_for(processor, table, whole, whole, window=4) is None
+    drawn = Span(0, 9, draw_positions(9, 20, anew=True))
+    assert share_for(processor, table_for(encoding, drawn, drawn), drawn, drawn) is None
+    assert share_for(processor, table, Span(4, 5), Span(4, 5)) is None

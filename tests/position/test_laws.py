@@ -46,7 +46,7 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
 class LeakyCdape(Cdape):
     """CDAPE without tril: the published appendix D shows that it cheats."""
 
-    def forward(self, scores, bias, visible, heads=ALL_HEADS):
+    def forward(self, scores, bias, visible, heads=ALL_HEADS, share=None):
         return super().forward(scores, bias, torch.ones_like(visible), heads)
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.position.encoding import Encoding, Terms
-from megatron.position.scores import attend, distances, logits, toeplitz
+from megatron.position.scores import attend, distances, logits
 from megatron.position.shape import Shape, Span
+from megatron.position.toeplitz import toeplitz
 
 SHAPE = Shape(2, 4, 8, 16, 16)
 

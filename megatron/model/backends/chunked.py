@@ -13,8 +13,8 @@ from megatron.model.backends.backend import Rows
 from megatron.model.backends.blocks import row_blocks
 from megatron.model.backends.eager import Eager
 from megatron.position.encoding import Encoding, Terms
-from megatron.position.processor import Processor
-from megatron.position.scores import table_for
+from megatron.position.processor import Processor, Share
+from megatron.position.scores import share_for, table_for
 
 
 class Chunked:
@@ -28,17 +28,16 @@ class Chunked:
 
     def __call__(self, rows: Rows) -> Tensor:
         table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
+        share = share_for(rows.processor, table, rows.query, rows.key, rows.key_mask, rows.window)
         run = _recomputed if torch.is_grad_enabled() else Eager.with_table
-        outputs = [run(block, table) for block in row_blocks(rows, self.block)]
+        outputs = [run(block, table, share) for block in row_blocks(rows, self.block)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _recomputed(rows: Rows, table: Terms | None) -> Tensor:
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
-        terms = None if table is None else Terms(bias, weight)
-        return Eager.with_table(replace(rows, q=q, k=k, v=v), terms)
+def _recomputed(rows: Rows, table: Terms | None, share: Share | None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Terms | None, share: Share | None) -> Tensor:
+        return Eager.with_table(replace(rows, q=q, k=k, v=v), table, share)
 
-    bias, weight = table if table is not None else (None, None)
     return checkpoint(
-        run, rows.q, rows.k, rows.v, bias, weight, use_reentrant=False, preserve_rng_state=rows.dropout > 0
+        run, rows.q, rows.k, rows.v, table, share, use_reentrant=False, preserve_rng_state=rows.dropout > 0
     )

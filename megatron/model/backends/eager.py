@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron.model.backends.backend import Rows
 from megatron.position.encoding import Encoding, Terms
-from megatron.position.processor import Processor
+from megatron.position.processor import Processor, Share
 from megatron.position.scores import attend, logits, table_for
 
 
@@ -18,8 +18,8 @@ class Eager:
         return self.with_table(rows, table_for(rows.encoding, rows.query, rows.key, rows.q.device))
 
     @staticmethod
-    def with_table(rows: Rows, table: Terms | None) -> Tensor:
-        """The same, with a table that was made before."""
+    def with_table(rows: Rows, table: Terms | None, share: Share | None = None) -> Tensor:
+        """The same, with tables that were made before."""
         scores = logits(
             rows.q,
             rows.k,
@@ -31,5 +31,6 @@ class Eager:
             key_mask=rows.key_mask,
             window=rows.window,
             heads=rows.heads,
+            share=share,
         )
         return attend(scores, rows.v, rows.dropout, rows_may_be_empty=rows.key_mask is not None)

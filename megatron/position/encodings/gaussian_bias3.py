@@ -11,7 +11,7 @@ from ..shape import Shape
 
 class GaussianBias3(Encoding):
     formula = "+r1·exp(−r2·n^r3)"
-    parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01; r3 [H] ~ U(0, r3_below) in [0.01, 2]"
+    parameters_text = "r1, r2 [H] ~ U(0, r*_below) ≥ 0.01; r3 [H] ~ U(0, r3_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, appendix A.3, 3-para-bias"
     advice = (
         "For comparison: perplexity explodes past the training length (26 at 512 tokens, 189,216 at 8,192 on "

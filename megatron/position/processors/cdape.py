@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..processor import Processor
-from ..shape import ALL_HEADS, Shape, at_least_float32
+from ..processor import Processor, Share
+from ..shape import ALL_HEADS, Shape, Span, at_least_float32, causal
+from ..toeplitz import toeplitz
+
+EVERY = slice(None)
 
 
 def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -30,7 +33,7 @@ def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class KeyConvolution(nn.Module):
-    """A 1×k convolution along the keys whose input channels may come in several tensors.
+    """A 1×k convolution along the keys, of some of its input channels at a time.
 
     Channels that have no batch dimension (the bias) are convolved once, not once per sequence.
     """
@@ -49,16 +52,13 @@ class KeyConvolution(nn.Module):
             nn.init.uniform_(self.weight, -bound, bound)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, *groups: Tensor, outputs: slice = ALL_HEADS) -> Tensor:
-        """Channel groups [B or 1, channels, R, C] → the wanted ones of the outputs [B, outputs, R, C]."""
-        bias = self.bias[outputs]
-        first, *others = self.weight[outputs].split([group.shape[1] for group in groups], dim=1)
-        if not others:
-            return F.conv2d(groups[0], first, bias, padding=self.padding)
-        result = F.conv2d(groups[0], first, None, padding=self.padding)
-        for place, (group, weight) in enumerate(zip(groups[1:], others, strict=True)):
-            result = result + F.conv2d(group, weight, bias if place == 0 else None, padding=self.padding)
-        return result
+    def forward(self, x: Tensor, inputs: slice = EVERY, outputs: slice = EVERY, constant: bool = True) -> Tensor:
+        """Some of the input channels [B, inputs, R, C] → their part of some of the outputs [B, outputs, R, C].
+
+        The parts of all inputs add up to the convolution; `constant` says which part has the constant.
+        """
+        weight = self.weight[outputs, inputs].to(x.dtype)
+        return F.conv2d(x, weight, self.bias[outputs].to(x.dtype) if constant else None, padding=self.padding)
 
 
 class Cdape(Processor):
@@ -90,6 +90,7 @@ class Cdape(Processor):
         self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
         self.reach = kernel_size // 2  # hidden values there are not zero, although what they see is
         heads = shape.num_heads
+        self.scores, self.biases = slice(0, heads), slice(heads, 2 * heads)  # Conv1's input channels
         self.hidden = KeyConvolution(2 * heads if has_bias else heads, width, kernel_size)
         self.output = KeyConvolution(width, heads, kernel_size)
         if zero_init:  # the processor starts as the identity, so a trained model keeps its loss
@@ -99,16 +100,41 @@ class Cdape(Processor):
     def has_effect(self) -> bool:
         return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)
 
-    def forward(self, scores: Tensor, bias: Tensor | None, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
-        columns, extension = scores.shape[-1], (0, self.kernel_size // 2)
-        groups = [F.pad(scores.masked_fill(~visible, 0), extension)]
+    def share(self, table: Tensor) -> Share | None:
+        # The bias half of Conv1, its constant included, is a function of n wherever no tap falls off the left edge: a
+        # row's key axis read backwards is the table's axis of distances, and the triangle's zeros are those at n < 0.
+        table = table.to(torch.promote_types(table.dtype, self.hidden.weight.dtype))
+        backwards = F.pad(table.flip(-1), (0, self.reach))
+        by_distance = self.hidden(backwards[None, :, None], self.biases)[0, :, 0].flip(-1)
+        rows, strip = Span(0, table.shape[-1]), Span(0, 2 * self.reach)
+        seen = toeplitz(table, rows, strip).masked_fill(~causal(rows, strip, table.device), 0)
+        # Without reach the strip has no columns, and neither has the edge.
+        edge = (
+            self.hidden(seen[None], self.biases)[0, ..., : self.reach]
+            if self.reach
+            else by_distance[:, :, None][..., :0]
+        )
+        return Share(by_distance, edge)
+
+    def forward(
+        self,
+        scores: Tensor,
+        bias: Tensor | None,
+        visible: Tensor,
+        heads: slice = ALL_HEADS,
+        share: Tensor | None = None,
+    ) -> Tensor:
+        columns, extension = scores.shape[-1], (0, self.reach)
+        hidden = self.hidden(F.pad(scores.masked_fill(~visible, 0), extension), self.scores, constant=bias is None)
         if bias is not None:
-            rounded = _saturated(bias, scores.dtype)
-            groups.append(F.pad(rounded.masked_fill(~visible, 0), extension))
-        hidden = F.leaky_relu(_saturated(self.hidden(*groups), scores.dtype), inplace=True)
+            if share is None:
+                seen = _saturated(bias, scores.dtype).masked_fill(~visible, 0)
+                share = self.hidden(F.pad(seen, extension), self.biases)
+            hidden = hidden.add_(_saturated(share, scores.dtype))
+        hidden = F.leaky_relu(_saturated(hidden, scores.dtype), inplace=True)
         processed = _saturated(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
         result = at_least_float32(scores[:, heads]) + at_least_float32(processed)
-        return result + bias[heads] if bias is not None and self.residual_bias else result
+        return result.add_(bias[heads]) if bias is not None and self.residual_bias else result
 
     def flops_per_score(self) -> float:
         # The bias half of Conv1 is computed once per batch and not counted.

@@ -1,0 +1,219 @@
+"""docs/positions.md is current, complete, and its pictures show what the formulas say."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from megatron.position import registry
+from megatron.position.encoding import Encoding, Terms
+from megatron.position.processor import Processor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+import draw_positions  # noqa: E402
+import make_positions  # noqa: E402
+import position_panels as panels  # noqa: E402
+
+METHODS = (*registry.encodings(), *registry.processors())
+FLOAT32 = 2.0**-23
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return make_positions.markdown()
+
+
+def test_page_is_current(page: str) -> None:
+    assert (ROOT / make_positions.PAGE).read_text(encoding="utf-8") == page, "run: make docs"
+
+
+def test_every_method_has_what_the_page_needs(page: str) -> None:
+    for record in registry.describe():
+        assert f"### {record['name']}\n" in page
+        for key in ("advice", "formula", "source"):
+            assert record[key].strip()
+            assert record[key] in page
+        for option in record["options"]:
+            assert f"`{option}`" in page
+
+
+def test_advice_names_its_source() -> None:
+    for record in registry.describe():
+        if not any(paper in record["advice"] for paper in ("DAPE V2", "KERPLE", "Exploring Transformer Extrapolation")):
+            pytest.fail(record["name"])
+
+
+def test_meanings_are_of_options_that_exist() -> None:
+    options = {option for name in registry.processors() for option in registry.processor_class(name).options()}
+    assert set(make_positions.OPTIONS_OF_PROCESSORS) <= options
+
+
+def test_every_method_has_one_picture_and_no_picture_is_left_over(page: str) -> None:
+    expected = {draw_positions.picture(name) for name in METHODS}
+    there = {path.relative_to(ROOT) for path in (ROOT / draw_positions.FOLDER).iterdir()}
+    assert there == expected
+    assert sum((ROOT / path).stat().st_size for path in there) < 1.5e6
+    for path in expected:
+        assert page.count(f"]({path.relative_to(make_positions.PAGE.parent).as_posix()})") == 1
+        pixels = imread(ROOT / path)
+        assert pixels[..., :3].std() > 0.01  # something is drawn
+
+
+def test_same_page_and_pictures_every_time(page: str) -> None:
+    state = torch.random.get_rng_state()
+    assert make_positions.markdown() == page
+    first, second = (draw_positions.png(panels.of_processor("cdape")) for _ in range(2))
+    assert first == second
+    assert imread(io.BytesIO(first)).shape[0] > 100
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kerple_log", "24 for all layers, 288 with a set per layer"),
+        ("t5", f"{32 * 12} for all layers, {12 * 32 * 12:,} with a set per layer"),
+        ("learned", f"{512 * 768:,}\n"),
+        ("alibi", "**Parameters:** none"),
+        # Conv1 2H·W·k + W, Conv2 W·H·k + H, with H = 12, W = 32, k = 3
+        ("cdape", f"{24 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} per layer"),
+        ("cdape", f"; {12 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} and "),
+        ("cdape", "keys up to 2 apart"),  # two kernels of 3
+        ("dape", "each key by itself"),
+        ("kerple_bias_weight", "gives a bias and a weight"),
+        ("fire", "not relative"),
+    ],
+)
+def test_counts_and_traits(name: str, text: str, page: str) -> None:
+    section = page.split(f"\n### {name}\n")[1].split("\n### ")[0]
+    assert text in section
+
+
+def _lines(name: str, panel: int = 0) -> dict[str, np.ndarray]:
+    found = panels.of_encoding(panels.build_encoding(name))[0][panel]
+    return {label: values.double().numpy() for label, values in found.lines.items()}
+
+
+N = np.arange(panels.FAR, dtype=np.float64)
+
+
+def test_bias_curves_are_the_bias() -> None:
+    found = _lines("alibi")
+    # 12 heads: 2^-1 … 2^-8, then the 1st, 3rd, 5th and 7th of 16 heads.
+    for head, slope in ((1, 2.0**-1), (4, 2.0**-4), (8, 2.0**-8), (12, 2.0**-3.5)):
+        np.testing.assert_allclose(found[f"head {head}"], -slope * N, rtol=2 * FLOAT32)
+    np.testing.assert_allclose(_lines("type1")["every head"], -2 * np.log(N + 1), rtol=4 * FLOAT32)
+
+
+def test_rotary_curve_is_the_mean_of_cosines() -> None:
+    frequencies = 10000.0 ** (-np.arange(32) / 32)
+    expected = np.cos(N[:, None] * frequencies).mean(1)
+    # 64 products of float32 numbers of size 1/64 or less, each rounded at most four times
+    np.testing.assert_allclose(_lines("rotary")["every head"], expected, atol=8 * FLOAT32)
+
+
+def test_sinusoidal_curve_is_the_mean_of_cosines() -> None:
+    frequencies = 10000.0 ** (-np.arange(384) / 384)
+    expected = np.cos(N[:, None] * frequencies).mean(1)
+    np.testing.assert_allclose(_lines("sinusoidal")["from i = 2,047"], expected, atol=16 * FLOAT32)
+
+
+def test_without_hooks_every_visible_key_gets_the_same() -> None:
+    curves, square = panels.of_encoding(panels.build_encoding("none"))[0]
+    np.testing.assert_allclose(curves.lines["i = 511"], np.full(512, 1 / 512), rtol=4 * FLOAT32)
+    row = square.values[9]
+    np.testing.assert_allclose(row[:10], np.full(10, 0.1), rtol=4 * FLOAT32)
+    assert row[10:].isnan().all()
+
+
+def test_maps_are_the_curves_along_diagonals() -> None:
+    curves, first, _ = panels.of_encoding(panels.build_encoding("kerple_log"))[0]
+    bias = curves.lines["head 1"].double().numpy()
+    i, j = np.tril_indices(panels.SIDE)
+    np.testing.assert_allclose(first.values.numpy()[i, j], np.exp(bias[i - j]), rtol=16 * FLOAT32)
+
+
+def test_a_term_that_starts_at_zero_is_woken_and_said_to_be() -> None:
+    encoding = panels.build_encoding("cope")
+    shown, note = panels.of_encoding(encoding)
+    assert "zero at the start" in note
+    line = shown[0].lines["head 1"]
+    # Gates of about 1/2 each reach the 63rd position near n = 126 and stay there.
+    assert line[:100].unique().numel() == 100
+    assert line[300:].unique().numel() == 1
+    assert panels.of_encoding(panels.build_encoding("transformer_xl"))[1] == ""
+
+
+@pytest.mark.parametrize(("options", "reach"), [({"kernel_size": 1}, 0), ({}, 2), ({"kernel_size": 7}, 6)])
+def test_reach_is_that_of_two_kernels(options: dict, reach: int) -> None:
+    processor = panels.seeded(lambda: registry.build_processor("cdape", panels.SHAPE, options, has_bias=False))
+    assert panels.reach_of(processor) == reach
+
+
+class Everything(Encoding):
+    """Answers every hook."""
+
+    formula = "a | b"
+    source = "nobody 2000"
+    advice = "Never (KERPLE)."
+
+    def embed(self, span, like):
+        return span.positions().to(like.dtype)[:, None].expand(-1, self.shape.hidden_size) + 1
+
+    def rotate(self, x, span):
+        return -x
+
+    def dense(self, query, key, like, heads):
+        n = (query.positions()[:, None] - key.positions()[None, :]).clamp(min=0).float()
+        every = torch.arange(1.0, self.shape.num_heads + 1)[heads, None, None] * n
+        return Terms(bias=-every, weight=1 / (1 + every))
+
+    def contextual(self, q, k, scores, query, key, heads):
+        return 2 * scores
+
+
+class Doubled(Processor):
+    """Adds what is there once more."""
+
+    formula = "2·(S + B)"
+    parameters_text = "none"
+    source = "nobody 2000"
+    advice = "Never (KERPLE)."
+
+    def forward(self, scores, bias, visible, heads=slice(None)):
+        return 2 * (scores if bias is None else scores + bias)[:, heads]
+
+    def flops_per_score(self):
+        return 1.0
+
+
+def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = {"everything": Everything, "doubled": Doubled}
+    for kind in ("encoding", "processor"):
+        find, known = getattr(registry, f"{kind}_class"), getattr(registry, f"{kind}s")()
+        monkeypatch.setattr(registry, f"{kind}_class", lambda name, find=find: classes.get(name) or find(name))
+        new = "everything" if kind == "encoding" else "doubled"
+        monkeypatch.setattr(registry, f"{kind}s", lambda names=(*known, new): list(names))
+    page = make_positions.markdown()
+    section = page.split("\n### everything\n")[1].split("\n### ")[0]
+    assert "`embed`, adds to the embeddings; `rotate`, turns queries and keys; `dense`" in section
+    assert "images/positions/everything.png" in section
+    assert "| [`everything`](#everything) | `a \\| b` |" in page
+    assert "each key by itself" in page.split("\n### doubled\n")[1]
+    shown, note = panels.of_encoding(panels.build_encoding("everything"))
+    assert [panel.title.split(",")[0] for panel in shown if isinstance(panel, panels.Curves)] == [
+        "cosine of p(i) and p(i − n)",
+        "q·k/|q||k| of equal vectors",
+        "bias over distance",
+        "weight over distance",
+        "contextual term",
+    ]
+    assert note == ""
+    np.testing.assert_array_equal(shown[4].lines["head 8, i = 511"], -8 * N[:512])
+    assert draw_positions.png(shown).startswith(b"\x89PNG")

@@ -1,0 +1,280 @@
+"""What can be drawn of a position method: numbers that its own hooks answer, and nothing else.
+
+No method is named here, so a new file in `megatron/position/` has its pictures. Each hook has panels of its own; a
+method that answers several has several, and one that answers none shows what the causal mask alone does.
+
+H heads, d head dimension, T sequence, N distances, R query rows, C key columns.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.position import registry
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.scores import attend, dense_terms, logits, table_for
+from megatron.position.shape import ALL_HEADS, Shape, Span, causal
+
+SHAPE = Shape(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
+"""The 125M model's."""
+SEED = 0
+FAR = 2048
+"""Curves reach to this distance, four times the training length."""
+SIDE = 2 * SHAPE.train_length
+"""Rows and columns of a map."""
+NEAR = 64
+"""Rows and columns of a processor's map."""
+CURVE_HEADS = (0, 3, 7, 11)
+MAP_HEADS = (0, 7)
+BASE = "kerple_log"
+"""The encoding under a processor: the one that DAPE V2 builds on."""
+LIKE = torch.zeros(())
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines over the distance n, or over whatever `across` says."""
+
+    title: str
+    lines: dict[str, Tensor]
+    """Label → values [N] at 0, 1, …, N − 1."""
+    across: str = "distance n"
+    cut: bool = False
+    """May low values be cut off? So for a bias, whose exponential is nothing there."""
+    logarithmic: bool = True
+
+    @property
+    def far(self) -> int:
+        """The last place that a line reaches."""
+        return max(len(values) for values in self.lines.values()) - 1
+
+
+@dataclass(frozen=True)
+class Map:
+    """A matrix as colours."""
+
+    title: str
+    values: Tensor
+    """[R, C], NaN where there is nothing to show."""
+    scale: Literal["decades", "signed"]
+    """Factors, logarithmic where they span more than a decade; or linear with zero in the middle."""
+    down: str = "query i"
+    across: str = "key j"
+    first: tuple[int, int] = (0, 0)
+    """What the first row and the first column stand for."""
+
+
+Panel = Curves | Map
+
+
+def seeded(build: Callable[[], Encoding | Processor]) -> Encoding | Processor:
+    """Build with start values that are the same every time, leaving torch's random state alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return build()
+
+
+def build_encoding(name: str, shape: Shape = SHAPE) -> Encoding:
+    """An encoding at its start values."""
+    return seeded(lambda: registry.build_encoding(name, shape))
+
+
+def build_processor(name: str, shape: Shape = SHAPE, *, has_bias: bool = True) -> Processor:
+    """A processor at its start values."""
+    return seeded(lambda: registry.build_processor(name, shape, has_bias=has_bias))
+
+
+@torch.no_grad()
+def of_encoding(encoding: Encoding) -> tuple[list[Panel], str]:
+    """What to draw, and what a reader must know besides (or nothing)."""
+    method = type(encoding)
+    panels: list[Panel] = []
+    note = ""
+    if method.overrides("embed"):
+        panels += _embedded(encoding)
+    if method.overrides("rotate"):
+        panels += _rotated(encoding)
+    if method.overrides("table") or method.overrides("dense"):
+        panels += _terms(encoding)
+    if method.overrides("contextual"):
+        note = _wake(encoding)
+        panels += _contextual(encoding)
+    return panels or _mask_alone(encoding), note
+
+
+def _length(encoding: Encoding, wanted: int) -> int:
+    return min(wanted, encoding.max_length or wanted)
+
+
+def _last_rows(encoding: Encoding) -> tuple[int, ...]:
+    """Query rows to look back from: the last of training and the last of all."""
+    return tuple(sorted({_length(encoding, SHAPE.train_length) - 1, _length(encoding, FAR) - 1}))
+
+
+def _lower(square: Tensor) -> Tensor:
+    """A square [T, T] with NaN where the key is in the future."""
+    size = square.shape[-1]
+    return square.float().masked_fill(~causal(Span(0, size), Span(0, size)), float("nan"))
+
+
+def _by_head(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
+    """Values [H, …] of some heads by label; one entry where all heads are alike."""
+    if torch.equal(values, values[:1].expand_as(values)):
+        return {"every head": values[0]}
+    return {f"head {head + 1}": values[head] for head in heads}
+
+
+def _embedded(encoding: Encoding) -> list[Panel]:
+    """Directions of the added vectors: near 1 where two positions look alike, near 0 where they look unrelated."""
+    vectors = encoding.embed(Span(0, _length(encoding, FAR)), LIKE)
+    unit = vectors / vectors.norm(dim=-1, keepdim=True)
+    lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _last_rows(encoding)}
+    square = unit[:SIDE] @ unit[:SIDE].T
+    return [Curves("cosine of p(i) and p(i − n)", lines), Map("cosine of p(i) and p(j)", _lower(square), "signed")]
+
+
+def _rotated(encoding: Encoding) -> list[Panel]:
+    """Queries and keys that are all (1, …, 1) before they are turned: what remains is the positions' doing."""
+    ones = torch.ones(1, SHAPE.num_heads, FAR, SHAPE.head_dim)
+
+    def product(query: Span, key: Span) -> Tensor:
+        q, k = (encoding.rotate(ones[:, :, : span.length], span)[0, 0] for span in (query, key))
+        return q @ k.T / SHAPE.head_dim
+
+    title = "q·k/|q||k| of equal vectors"
+    line = product(Span(FAR - 1, 1), Span(0, FAR))[0].flip(0)
+    square = product(Span(0, SIDE), Span(0, SIDE))
+    return [Curves(title, {"every head": line}), Map(title, _lower(square), "signed")]
+
+
+def _terms(encoding: Encoding) -> list[Panel]:
+    """Bias and weight over the distance, and the factors exp(bias) and weight over (i, j)."""
+    toeplitz = type(encoding).overrides("table")
+    far = _length(encoding, FAR)
+    rows = (far - 1,) if toeplitz else _last_rows(encoding)
+    heads = CURVE_HEADS if toeplitz else MAP_HEADS
+    side = Span(0, _length(encoding, SIDE))
+
+    def at(query: Span, key: Span, which: str) -> Tensor | None:
+        return getattr(dense_terms(encoding, table_for(encoding, query, key), query, key, LIKE), which)
+
+    panels: list[Panel] = []
+    for which, title, factor in (("bias", "exp(bias)", torch.exp), ("weight", "weight", lambda x: x)):
+        lines: dict[str, Tensor] = {}
+        for row in rows:
+            values = at(Span(row, 1), Span(0, row + 1), which)
+            if values is not None:
+                where = "" if toeplitz else f", i = {row:,}"
+                found = _by_head(values[:, 0].flip(-1), heads)
+                lines |= {label + where: line for label, line in found.items()}
+        square = at(side, side, which)
+        if square is None:
+            continue
+        panels.append(Curves(f"{which} over distance", lines, cut=which == "bias"))
+        panels += [
+            Map(f"{title}, {label}", _lower(factor(values)), "decades")
+            for label, values in _by_head(square, MAP_HEADS).items()
+        ]
+    return panels
+
+
+def _random_qk(length: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys [1, H, T, d] ~ N(0, 1), the same every time."""
+    generator = torch.Generator().manual_seed(SEED)
+    q, k = torch.randn(2, 1, SHAPE.num_heads, length, SHAPE.head_dim, generator=generator)
+    return q, k
+
+
+def _contextual_rows(encoding: Encoding, query: Span, heads: slice) -> Tensor:
+    """Contextual terms [h, R, C] of some rows, every key up to the last of them being there."""
+    q, k = _random_qk(FAR)
+    key = Span(0, query.stop)
+    q, k = encoding.rotate(q[:, heads, query.start : query.stop], query), encoding.rotate(k[:, heads, : key.stop], key)
+    scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
+    terms = encoding.contextual(q, k, scores, query, key, heads)
+    return scores.new_zeros(scores.shape)[0] if terms is None else terms[0]
+
+
+def _wake(encoding: Encoding) -> str:
+    """A term that is zero at the start says nothing: give the parameters values, and say so."""
+    last = Span(SHAPE.train_length - 1, 1)
+    if _contextual_rows(encoding, last, ALL_HEADS).any():
+        return ""
+    generator = torch.Generator().manual_seed(SEED)
+    for parameter in encoding.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return "Its term is zero at the start; it is drawn with parameters from N(0, 1) instead."
+
+
+def _contextual(encoding: Encoding) -> list[Panel]:
+    """The terms for queries and keys from N(0, 1)."""
+    far = _length(encoding, FAR)
+    lines = _by_head(_contextual_rows(encoding, Span(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS)
+    side = Span(0, _length(encoding, SIDE))
+    head = MAP_HEADS[0]
+    square = _contextual_rows(encoding, side, slice(head, head + 1))[0]
+    return [
+        Curves(f"contextual term, i = {far - 1:,}", lines),
+        Map(f"contextual term, head {head + 1}", _lower(square), "signed"),
+    ]
+
+
+def _mask_alone(encoding: Encoding) -> list[Panel]:
+    """A method without hooks: attention when all scores are equal."""
+    zero = torch.zeros(1, 1, FAR, SHAPE.head_dim)
+
+    def attention(query: Span, key: Span) -> Tensor:
+        q, k = zero[:, :, : query.length], zero[:, :, : key.length]
+        one_hot = torch.eye(key.length)[None, None]  # values that read the attention off
+        return attend(logits(q, k, query, key, encoding, None), one_hot)[0, 0]
+
+    lines = {f"i = {row:,}": attention(Span(row, 1), Span(0, row + 1))[0].flip(0) for row in _last_rows(encoding)}
+    square = attention(Span(0, SIDE), Span(0, SIDE))
+    return [
+        Curves("attention when all scores are equal", lines),
+        Map("attention when all scores are equal", _lower(square), "decades"),
+    ]
+
+
+@torch.no_grad()
+def of_processor(name: str) -> list[Panel]:
+    """What a processor adds to the scores of random queries and keys, and how far one score reaches."""
+    processor = build_processor(name)
+    encoding = build_encoding(BASE)
+    q, k = _random_qk(NEAR)
+    side = Span(0, NEAR)
+    bias = dense_terms(encoding, table_for(encoding, side, side), side, side, LIKE).bias
+    scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
+    added = (processor(scores, bias, causal(side, side)[None, None]) - scores - bias)[0]
+    head = MAP_HEADS[0]
+    lines = {
+        f"S + B, head {head + 1}": (scores[0] + bias)[head, -1].flip(0),
+        f"processed, head {head + 1}": (scores[0] + bias + added)[head, -1].flip(0),
+    }
+    return [
+        Curves(f"logits of row {NEAR - 1}, random q and k", lines, logarithmic=False),
+        Map(f"what it adds, head {head + 1}", _lower(added[head]), "signed"),
+        _response(build_processor(name, has_bias=False), head),
+    ]
+
+
+@torch.no_grad()
+def _response(processor: Processor, head: int, reach: int = 8) -> Map:
+    """Without a bias: what changes in all heads when one score of one head rises from 0 to 1, itself not counted."""
+    scores = torch.zeros(2, SHAPE.num_heads, 1, 2 * reach + 1)
+    scores[1, head, 0, reach] = 1
+    visible = torch.ones(1, 1, 1, 2 * reach + 1, dtype=torch.bool)
+    zero, raised = processor(scores, None, visible) - scores
+    title = f"added when head {head + 1}'s score at 0 rises by 1"
+    return Map(title, (raised - zero)[:, 0], "signed", "head", "key, relative", (1, -reach))
+
+
+def reach_of(processor: Processor) -> int:
+    """The largest distance between two keys of which one's score changes the other's logit."""
+    response = _response(processor, MAP_HEADS[0])
+    changed = response.values.any(0).nonzero().flatten() + response.first[1]
+    return int(changed.abs().max()) if len(changed) else 0
