@@ -11,6 +11,8 @@ from megatron.config import names, neox
 from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
 from megatron.errors import UserError
+from megatron.position import registry
+from megatron.position.shape import Shape
 
 _spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))
 stock = importlib.util.module_from_spec(_spec)
@@ -218,3 +220,16 @@ def test_tables_are_consistent():
         find = names.encoding_options if option.chooser == "pos_emb" else names.processor_options
         for method in option.methods:
             assert option.option in find(method)
+
+
+@pytest.mark.parametrize("alias", neox.POSITIONS)
+def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: str) -> None:
+    encoding, processor, per_layer = neox.POSITIONS[alias]
+    loaded = load(["125M"], [f"pos_emb={alias}"])
+    position = loaded.config.position
+    assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")
+    assert position.pos_emb_per_layer == bool(per_layer)
+    assert any(f"pos_emb {alias} is {encoding}" in note for note in loaded.notes)
+    built = registry.build_encoding(encoding, Shape(4, 8, 32, 16, 16))
+    if processor is not None:
+        registry.build_processor(processor, built.shape, has_bias=built.has_bias())
