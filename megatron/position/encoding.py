@@ -87,6 +87,12 @@ class Encoding(nn.Module):
             return self.table(torch.zeros(1)).bias is not None
         return self.dense(Span(0, 1), Span(0, 1), torch.zeros(1), ALL_HEADS).bias is not None
 
+    def has_weight(self) -> bool:
+        """Does it multiply the scores by something?"""
+        if type(self).overrides("table"):
+            return self.table(torch.zeros(1)).weight is not None
+        return self.dense(Span(0, 1), Span(0, 1), torch.zeros(1), ALL_HEADS).weight is not None
+
     # The hooks.
 
     def embed(self, span: Span, like: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..processor import Processor, Share
+from ..processor import Convolutions, Processor, Share
 from ..shape import ALL_HEADS, Shape, Span, at_least_float32, causal
 from ..toeplitz import toeplitz
 
@@ -52,11 +52,16 @@ class KeyConvolution(nn.Module):
             nn.init.uniform_(self.weight, -bound, bound)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, inputs: slice = EVERY, outputs: slice = EVERY, constant: bool = True) -> Tensor:
+    def forward(
+        self, x: Tensor | None, inputs: slice = EVERY, outputs: slice = EVERY, constant: bool = True
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Some of the input channels [B, inputs, R, C] → their part of some of the outputs [B, outputs, R, C].
 
-        The parts of all inputs add up to the convolution; `constant` says which part has the constant.
+        The parts of all inputs add up to the convolution; `constant` says which part has the constant. Without x: the
+        weight and the constant themselves (copies: ZeRO-3 frees the parameters after this call).
         """
+        if x is None:
+            return self.weight.clone(), self.bias.clone()
         weight = self.weight[outputs, inputs].to(x.dtype)
         return F.conv2d(x, weight, self.bias[outputs].to(x.dtype) if constant else None, padding=self.padding)
 
@@ -99,6 +104,10 @@ class Cdape(Processor):
 
     def has_effect(self) -> bool:
         return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)
+
+    def convolutions(self) -> Convolutions | None:
+        (weight1, bias1), (weight2, bias2) = self.hidden(None), self.output(None)
+        return Convolutions(weight1, bias1, weight2, bias2, self.residual_bias)
 
     def share(self, table: Tensor) -> Share | None:
         # The bias half of Conv1, its constant included, is a function of n wherever no tap falls off the left edge: a

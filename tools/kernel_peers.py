@@ -1,0 +1,176 @@
+"""What the kernel benchmark compares: one problem, and the ways to compute it.
+
+B batch, H heads, T sequence, d head dimension, W processor width, k kernel size. A peer takes q, k, v [B, H, T, d] and
+gives the attention output of the same shape; all peers of a problem share one encoding and one processor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron.model.backends.backend import Rows
+from megatron.model.backends.chunked import Chunked
+from megatron.model.backends.eager import Eager
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.registry import build_encoding, build_processor
+from megatron.position.scores import distances
+from megatron.position.shape import Shape, Span
+from tools.plain_gpt import AppendixCdape
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+OPS = ("biased_attention", "cdape")
+CHUNK = 64
+"""Query rows per block of the chunked backend: the fastest of 16, 32, 64 and 128 at T = 512 and 2048 on two cores."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention with kerple_log's bias and, for `cdape`, the processor on it."""
+
+    op: str
+    batch: int
+    heads: int
+    dim: int
+    length: int
+    width: int = 32
+    kernel_size: int = 3
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+
+    @cached_property
+    def methods(self) -> tuple[Encoding, Processor | None]:
+        """The encoding, with float32 parameters, and the processor in the compute type."""
+        shape = Shape(self.heads, self.dim, self.heads * self.dim, self.length, self.length)
+        torch.manual_seed(self.seed)
+        encoding = build_encoding("kerple_log", shape).to(self.device)
+        if self.op != "cdape":
+            return encoding, None
+        options = {"width": self.width, "kernel_size": self.kernel_size}
+        processor = build_processor("cdape", shape, options, has_bias=True)
+        return encoding, processor.to(self.device, self.dtype)
+
+    def inputs(self) -> list[Tensor]:
+        """Fresh q, k, v that want gradients, the same every time."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        size = (self.batch, self.heads, self.length, self.dim)
+        drawn = [torch.randn(size, generator=generator) for _ in range(3)]
+        return [x.to(self.device, self.dtype).requires_grad_() for x in drawn]
+
+    def output_gradient(self) -> Tensor:
+        """dL/d(output): none on the last k//2 rows, in which the published module depends on T."""
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        size = (self.batch, self.heads, self.length, self.dim)
+        gradient = torch.randn(size, generator=generator).to(self.device, self.dtype)
+        if self.op == "cdape" and self.kernel_size > 1:
+            gradient[:, :, -(self.kernel_size // 2) :] = 0
+        return gradient
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the encoding and the processor."""
+        encoding, processor = self.methods
+        return [*encoding.parameters(), *(processor.parameters() if processor is not None else ())]
+
+    def in_float64(self) -> "Problem":
+        """The same numbers, as this problem's type rounds them, computed exactly."""
+        exact = replace(self, dtype=torch.float64)
+        encoding, processor = self.methods
+        exact.methods[0].load_state_dict(encoding.state_dict())
+        exact.methods[0].double()
+        if processor is not None and exact.methods[1] is not None:
+            exact.methods[1].load_state_dict(processor.state_dict())
+        return exact
+
+    def matrix(self, table: Tensor) -> Tensor:
+        """A table [H, T] as a matrix [H, T, T] the way one writes it by hand: by indexing."""
+        i = torch.arange(self.length, device=self.device)
+        return table[:, (i[:, None] - i[None, :]).clamp(min=0)]
+
+    def future(self) -> Tensor:
+        """Bool [T, T], True where the key is in the future."""
+        return torch.ones(self.length, self.length, dtype=torch.bool, device=self.device).triu(1)
+
+
+def peers(problem: Problem) -> dict[str, Attention]:
+    """Every way to compute the problem on its device; "flash" is a floor that leaves out bias and processor."""
+    cuda = problem.device != "cpu"
+    found = {"eager": _backend(problem, Eager()), "chunked": _backend(problem, Chunked(CHUNK)), "flash": _flash}
+    if problem.op == "cdape":
+        found["appendix"] = _appendix(problem)
+    else:
+        found["sdpa mask"] = _masked(problem)
+    if cuda:
+        by_hand = "appendix" if problem.op == "cdape" else "eager"
+        found[f"{by_hand} compiled"] = torch.compile(found[by_hand])
+        if problem.op == "biased_attention":
+            found["flex learned"] = _flex(problem, learned=True)
+            found["flex frozen"] = _flex(problem, learned=False)
+    return found
+
+
+def _backend(problem: Problem, backend: Eager | Chunked) -> Attention:
+    encoding, processor = problem.methods
+    span = Span(0, problem.length)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return backend(Rows(q, k, v, span, span, encoding, processor))
+
+    return attention
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _bias(problem: Problem) -> Tensor:
+    bias = problem.methods[0].table(distances(problem.length, problem.device)).bias
+    assert bias is not None
+    return bias
+
+
+def _masked(problem: Problem) -> Attention:
+    """PyTorch's attention with a dense learned mask."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = problem.matrix(_bias(problem)).masked_fill(problem.future(), float("-inf"))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)[None])
+
+    return attention
+
+
+def _appendix(problem: Problem) -> Attention:
+    """DAPE V2's module as its appendix N prints it, with the same weights."""
+    processor = problem.methods[1]
+    assert processor is not None
+    module = AppendixCdape(problem.heads, problem.width, problem.kernel_size).to(problem.device, problem.dtype)
+    for ours, theirs in ((processor.hidden, module.mlp[0]), (processor.output, module.mlp[2])):
+        theirs.weight, theirs.bias = ours.weight, ours.bias
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+        bias = problem.matrix(_bias(problem)).to(q.dtype)[None]
+        logits = module(scores, bias).float().masked_fill(problem.future(), float("-inf"))
+        return torch.matmul(torch.softmax(logits, dim=-1).to(v.dtype), v)
+
+    return attention
+
+
+def _flex(problem: Problem, *, learned: bool) -> Attention:
+    """FlexAttention with the table captured in its score function."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = problem.length
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = _bias(problem)
+        table = bias if learned else bias.detach()
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask)
+
+    return attention
