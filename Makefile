@@ -10,10 +10,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup setup-dev quickstart test lint docs clean
+.PHONY: help setup setup-dev quickstart zoo test lint docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
+	@echo "make zoo          set-up, then every position method at the quickstart's budget; it says how long that takes"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
@@ -37,6 +38,9 @@ setup-dev: $(VENV)/.dev
 
 quickstart: setup
 	@$(BIN)/python deepy.py sweep configs/quickstart.yml
+
+zoo: setup
+	@$(BIN)/python deepy.py sweep configs/quickstart.yml configs/zoo.yml
 
 lint: setup-dev
 	@$(BIN)/ruff check .

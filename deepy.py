@@ -232,6 +232,10 @@ def evaluate(
     backend: Annotated[
         str | None, typer.Option(help="Attention backend; the run's own if absent.", show_default=False)
     ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, help="Attend to the last W keys only, the own included.", metavar="W", show_default=False),
+    ] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per forward pass.", show_default=False)
     ] = None,
@@ -248,6 +252,8 @@ def evaluate(
       ./deepy.py evaluate runs/rotary runs/kerple runs/cdape --lengths 1x,4x,16x -o results/books
 
       ./deepy.py evaluate runs/kerple/checkpoints/step_0010000 --protocol nonoverlapping
+
+      ./deepy.py evaluate runs/rotary --window 512 -o results/window
     """
     from megatron.launch.console import explained, run_console, temporary_log
 
@@ -265,6 +271,7 @@ def evaluate(
             device=device,
             precision=precision,
             backend=backend,
+            window=window,
             batch_tokens=batch_tokens,
             console=console,
         )

@@ -4,6 +4,9 @@
     cdape+kerple_log                    a processor on an encoding
     cdape(kernel_size=5)+kerple_log     options that are not the default's
     kerple_log(per_layer)               parameters of its own in every layer
+    rotary(window=64)                   trained and evaluated with attention_window 64
+    rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
+    rotary(randomized=2048)             trained at positions drawn from 2,048
 
 Runs that differ in more than the seed but would share a name get their run folder added, so that no table ever
 averages two different things.
@@ -27,11 +30,22 @@ INCIDENTAL = {
 """Keys that say where, how fast and how loudly a run was trained, and nothing about what was trained."""
 
 
-def method_name(position: PositionOptions) -> str:
-    """The name of a position configuration, as above."""
+def method_name(position: PositionOptions, window: int | None = None) -> str:
+    """The name of a position configuration, as above.
+
+    Args:
+        position: what was trained.
+        window: attention window of the evaluation; None is the run's own.
+    """
     options = _differing(position.pos_emb_options, encoding_class(position.pos_emb).options())
     if position.pos_emb_per_layer:
         options.append("per_layer")
+    if position.randomized_positions is not None:
+        options.append(f"randomized={position.randomized_positions}")
+    if window is not None and window != position.attention_window:
+        options.append(f"window={window} at evaluation")
+    elif position.attention_window is not None:
+        options.append(f"window={position.attention_window}")
     name = _called(position.pos_emb, options)
     if position.score_processor == "none":
         return name
@@ -39,9 +53,9 @@ def method_name(position: PositionOptions) -> str:
     return f"{_called(position.score_processor, options)}+{name}"
 
 
-def distinct_names(configs: Sequence[Config], runs: Sequence[str]) -> list[str]:
+def distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int | None = None) -> list[str]:
     """A name per run: equal for runs that differ in their seed alone, different for all others."""
-    names = [method_name(config.position) for config in configs]
+    names = [method_name(config.position, window) for config in configs]
     same_but_seed = {*INCIDENTAL, "seed"}
     trained = [{key: value for key, value in config.flat().items() if key not in same_but_seed} for config in configs]
     result = []

@@ -20,10 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.errors import RunError
+from megatron.errors import RunError, UserError
+from megatron.evaluation.bootstrap import intervals
 from megatron.evaluation.names import method_name
 from megatron.evaluation.protocols import Plan, make_plan
 from megatron.evaluation.records import Record
+
+LARGEST_NLL = 700.0
+"""Nats per token that still have a perplexity: exp overflows at 709."""
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -55,9 +59,20 @@ def default_targets(train_length: int, lengths: Sequence[int], protocol: str) ->
     return min(train_length, min(lengths, default=train_length)) if protocol == "last" else 1
 
 
+def known_lengths(model: "GPT", lengths: Sequence[int]) -> list[int]:
+    """Those of the lengths that the model has positions for, ascending. Raises UserError if there is none."""
+    known = sorted(length for length in lengths if model.max_length is None or length <= model.max_length)
+    if not known:
+        raise UserError(f"its positions end at {model.max_length:,}, length {min(lengths):,} is past them")
+    return known
+
+
 def forward_flops(model: "GPT", plan: Plan) -> dict[int, float]:
     """FLOPs of scoring each length, a third of forward and backward: they set the pace of the progress bar."""
-    return {length: model.flops_per_token(length) / 3 * length * plan.windows(length) for length in plan.lengths}
+    return {
+        length: model.flops_per_token(length) / 3 * length * plan.windows(length)
+        for length in known_lengths(model, plan.lengths)
+    }
 
 
 @torch.inference_mode()
@@ -164,10 +179,11 @@ def evaluate(
         batch_tokens: input tokens per forward pass.
 
     Returns:
-        One record per length, in ascending order, without the fields that say where model and text come from.
+        One record per length that the model has positions for, in ascending order, without the fields that say where
+        model and text come from. The targets are those of all lengths, so that they are the same for every model.
 
     Raises:
-        UserError: the plan cannot be made (see `make_plan`).
+        UserError: the plan cannot be made (see `make_plan`), or the model has positions for none of the lengths.
         RunError: a loss is not finite, or the memory is too small.
     """
     config, model = loaded.config, loaded.model
@@ -179,7 +195,7 @@ def evaluate(
         targets=default_targets(train_length, lengths, protocol) if targets is None else targets,
         windows=windows,
     )
-    name = method_name(config.position)
+    name = method_name(config.position, loaded.position.attention_window)
     parameter = next(model.parameters())
     positions = plan.target_positions(plan.lengths[0])
     labels = np.asarray(stream[positions])
@@ -195,8 +211,10 @@ def evaluate(
     work = forward_flops(model, plan)
     total, done = sum(work.values()), 0.0
 
+    counts = counted.sum(axis=1)
+    sums: dict[int, np.ndarray] = {}
     records = []
-    for length in plan.lengths:
+    for length in work:
         finished = 0
 
         def after_batch(count: int, length: int = length, before: float = done) -> None:
@@ -218,9 +236,10 @@ def evaluate(
         seconds = time.perf_counter() - begun
         done += work[length]
         summary = summarize(losses, counted)
-        # exp overflows at 709; such a model predicts nothing, and a table could not hold it.
-        if not math.isfinite(summary.nll) or summary.nll > 700:
+        # Such a model predicts nothing, and a table could not hold it.
+        if not math.isfinite(summary.nll) or summary.nll > LARGEST_NLL:
             raise RunError(f"{name}: the loss at length {length:,} is {summary.nll}, no perplexity to report")
+        sums[length] = np.where(counted, losses, 0.0).sum(axis=1)
         records.append(
             Record(
                 method=name,
@@ -238,6 +257,7 @@ def evaluate(
                 blocks=plan.blocks,
                 target_digest=digest,
                 position=name,
+                max_length=model.max_length,
                 parameters=model.num_parameters(),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 device=_device_name(parameter.device),
@@ -245,7 +265,35 @@ def evaluate(
                 date=datetime.now(UTC).isoformat(timespec="seconds"),
             )
         )
-    return records
+    return with_intervals(records, np.stack(list(sums.values())), counts)
+
+
+def with_intervals(records: Sequence[Record], sums: np.ndarray, counts: np.ndarray) -> list[Record]:
+    """Records of one model with their bootstrap intervals and their change against the first of them.
+
+    Args:
+        records: K of them, ascending in length, with nll.
+        sums: summed losses of each block, float64 [K, blocks].
+        counts: tokens counted in each block, int [blocks].
+    """
+    found = intervals(sums, counts)
+    result = []
+    for row, record in enumerate(records):
+        about: dict[str, float | int] = {}
+        if found is not None:
+            low, high = found.nll[row]
+            about |= {"perplexity_low": _exp(low), "perplexity_high": _exp(high)}
+        if row > 0:
+            about |= {"change": _exp(record.nll - records[0].nll), "change_from": records[0].length}
+            if found is not None:
+                low, high = found.change[row]
+                about |= {"change_low": _exp(low), "change_high": _exp(high)}
+        result.append(record.model_copy(update=about))
+    return result
+
+
+def _exp(nats: float) -> float:
+    return math.exp(min(nats, LARGEST_NLL))  # the upper end of an interval may lie beyond what floats hold
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

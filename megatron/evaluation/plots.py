@@ -3,7 +3,8 @@
 Colours are Okabe and Ito's, told apart by colour-blind eyes too; markers and dashes repeat the distinction in grey.
 The length axis is logarithmic (lengths double); the perplexity axis becomes logarithmic where curves differ by more
 than a factor of 4, since on a linear one an exploding curve would flatten all others. Bands: with several seeds,
-smallest to largest; with one, the 95% interval of the mean over windows.
+smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would hide the
+curves.
 """
 
 import io
@@ -23,6 +24,9 @@ from megatron.evaluation.tables import Layout, layouts, multiple
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
+MOST_BANDS = len(COLOURS)
+ROWS = 24
+"""Lines of a legend's column that fit beside a panel."""
 
 
 def png(records: Sequence[Record]) -> bytes:
@@ -35,7 +39,8 @@ def png(records: Sequence[Record]) -> bytes:
     if not groups:
         raise UserError("no records to plot")
     # Figure instead of pyplot: no window system, no global state.
-    figure = Figure(figsize=(8.6, 4.6 * len(groups)), dpi=160, layout="constrained")
+    columns = max(-(-len(layout.methods) // ROWS) for layout in groups)
+    figure = Figure(figsize=(6.4 + 2.2 * columns, 4.6 * len(groups)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     for row, layout in enumerate(groups, start=1):
         _draw(figure.add_subplot(len(groups), 1, row), layout)
@@ -52,7 +57,7 @@ def _draw(axes: Axes, layout: Layout) -> None:
         colour, style = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
         marker = MARKERS[index % len(MARKERS)]
         curves += axes.plot(lengths, means, style, color=colour, marker=marker, markersize=5, linewidth=1.8)
-        if all(band is not None for band in bands):
+        if len(layout.methods) <= MOST_BANDS and all(band is not None for band in bands):
             lower, upper = zip(*(band for band in bands if band is not None), strict=True)
             axes.fill_between(lengths, lower, upper, color=colour, alpha=0.15, linewidth=0)
             banded = True
@@ -83,7 +88,7 @@ def _draw(axes: Axes, layout: Layout) -> None:
     # Beside the axes, where no curve can run through it.
     legend = axes.legend(
         curves, layout.methods, frameon=False, fontsize=9, title=band if banded else None, alignment="left",
-        loc="upper left", bbox_to_anchor=(1.01, 1.0),
+        loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=-(-len(curves) // ROWS),
     )  # fmt: skip
     legend.get_title().set_fontsize(8)
 

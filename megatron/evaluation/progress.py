@@ -36,10 +36,15 @@ class Job:
             self.first = (done, seconds)
 
     @property
+    def measured(self) -> bool:
+        """Has work been seen twice, so that starting up can be told from working?"""
+        return self.first is not None and self.done > self.first[0] and self.seconds > self.first[1]
+
+    @property
     def speed(self) -> float | None:
         """Work per second since the first work was seen, as starting up is over by then; None before there is one."""
         done, seconds = self.first or (0.0, 0.0)
-        if self.done > done and self.seconds > seconds:
+        if self.measured:
             return (self.done - done) / (self.seconds - seconds)
         return self.done / self.seconds if self.done > 0 and self.seconds > 0 else None
 
@@ -63,6 +68,13 @@ def seconds_left(jobs: Sequence[Job]) -> float | None:
     return left
 
 
+def flop(count: float) -> str:
+    """Floating-point operations: 950 FLOP, 12.3 GFLOP, 4.56 TFLOP."""
+    units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+    power = min(max(len(f"{count:.0f}") - 1, 0) // 3, len(units) - 1)
+    return f"{count / 1000**power:.3g} {units[power]}FLOP"
+
+
 def duration(seconds: float) -> str:
     """45 s, 3 min 05 s, 2 h 04 min."""
     whole = round(seconds)
@@ -81,6 +93,7 @@ class Meter:
         jobs: all jobs, in order.
         clock: seconds; for tests.
         interval: seconds between plain lines.
+        forecast: called once, with the seconds that are left, when the speed of a job has first been measured.
     """
 
     def __init__(
@@ -90,8 +103,10 @@ class Meter:
         *,
         clock: Callable[[], float] = time.monotonic,
         interval: float = 15.0,
+        forecast: Callable[[float], None] | None = None,
     ) -> None:
         self.console, self.jobs = console, list(jobs)
+        self._forecast = forecast
         self._clock, self._interval = clock, interval
         self._current: Job | None = None
         self._since = self._spoke = clock()
@@ -129,6 +144,11 @@ class Meter:
         """So much of the current job's work is done."""
         assert self._current is not None
         self._current.advance(done, self._clock() - self._since)
+        if self._forecast is not None and self._current.measured:
+            told, self._forecast = self._forecast, None
+            left = seconds_left(self.jobs)
+            assert left is not None  # this job has a speed
+            told(left)
         self._show(detail, speak=False)
 
     def finish(self) -> None:

@@ -7,7 +7,10 @@ and nothing else, so a file made by hand or by another codebase works as well as
     mean negative log-likelihood   nll = −1/N Σ log p(target | its context)      nats per token
     perplexity                     exp(nll)
     standard error                 of nll, over the windows (which are independent pieces of text; tokens are not)
-    interval of the perplexity     exp(nll ± 1.96 · stderr)
+    interval of the perplexity     95%, by bootstrap over the windows (`megatron.evaluation.bootstrap`)
+    change                         ppl(length) / ppl(change_from), its interval by the same bootstrap, paired
+
+Files that know a standard error and no bootstrap interval are shown with exp(nll ± 1.96 · stderr).
 """
 
 import csv
@@ -40,18 +43,29 @@ class Record(BaseModel):
 
     nll: float | None = Field(default=None, description="mean negative log-likelihood, nats per token")
     stderr: float | None = Field(default=None, ge=0, description="standard error of nll over windows")
+    perplexity_low: float | None = Field(
+        default=None, gt=0, description="95% bootstrap interval over blocks: lower end"
+    )
+    perplexity_high: float | None = Field(default=None, gt=0, description="its upper end")
+    change: float | None = Field(default=None, gt=0, description="perplexity / that at the length change_from")
+    change_low: float | None = Field(default=None, gt=0, description="its 95% paired bootstrap interval: lower end")
+    change_high: float | None = Field(default=None, gt=0, description="its upper end")
+    change_from: int | None = Field(default=None, ge=1, description="shortest length that was scored with this one")
     bits_per_byte: float | None = Field(
         default=None, ge=0, description="for the bytes tokenizer: bits per byte of text"
     )
     targets: int | None = Field(default=None, ge=1, description="tokens scored at the end of each window")
     windows: int | None = Field(default=None, ge=1, description="windows the model was given")
-    blocks: int | None = Field(default=None, ge=1, description="independent pieces of text that stderr was taken over")
+    blocks: int | None = Field(
+        default=None, ge=1, description="independent pieces of text that stderr and intervals were taken over"
+    )
     target_digest: str | None = Field(
         default=None, description="hash of the scored tokens: equal digests, equal targets"
     )
     dataset: str | None = Field(default=None, description="where the scored tokens come from")
     tokenizer: str | None = Field(default=None, description="name of the tokenizer")
     position: str | None = Field(default=None, description="position encoding and processor with their options")
+    max_length: int | None = Field(default=None, ge=1, description="positions that the model knows, if they end")
     parameters: int | None = Field(default=None, ge=0, description="parameters of the model")
     run: str | None = Field(default=None, description="run folder or checkpoint")
     step: int | None = Field(default=None, ge=0, description="optimizer steps trained")
@@ -70,12 +84,28 @@ class Record(BaseModel):
         return self.length / self.train_length
 
     @property
+    def bootstrapped(self) -> tuple[float, float] | None:
+        """95% bootstrap interval of the perplexity over blocks, if known."""
+        if self.perplexity_low is None or self.perplexity_high is None:
+            return None
+        return self.perplexity_low, self.perplexity_high
+
+    @property
     def interval(self) -> tuple[float, float] | None:
-        """95% interval of the perplexity over windows, or None where no standard error is known."""
+        """95% interval of the perplexity over windows: by bootstrap, else from stderr, else None."""
+        if self.bootstrapped is not None:
+            return self.bootstrapped
         if self.stderr is None:
             return None
         nll = math.log(self.perplexity) if self.nll is None else self.nll
         return math.exp(nll - 1.96 * self.stderr), math.exp(nll + 1.96 * self.stderr)
+
+    @property
+    def verdict(self) -> str | None:
+        """What the change's interval says: rises (above 1), falls (below 1), holds (1 is inside), None: not known."""
+        if self.change_low is None or self.change_high is None:
+            return None
+        return "rises" if self.change_low > 1 else "falls" if self.change_high < 1 else "holds"
 
 
 def write(path: str | Path, records: Sequence[Record]) -> Path:

@@ -46,7 +46,7 @@ table { border-collapse: collapse; margin: 0.8rem 0; font-variant-numeric: tabul
 caption { caption-side: bottom; text-align: left; color: #555; font-size: 0.9rem; padding-top: 0.4rem; }
 th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; font-weight: normal; }
 thead th { border-bottom: 2px solid #888; vertical-align: bottom; } th[scope=row], th:first-child { text-align: left; }
-th small { display: block; color: #555; } td.best { font-weight: bold; } td.text { text-align: left; }
+small { display: block; color: #555; font-weight: normal; } td.best { font-weight: bold; } .text { text-align: left; }
 code, pre { font: 0.88em/1.4 ui-monospace, monospace; } pre { background: #f6f6f6; padding: 0.8rem; overflow-x: auto; }
 dt { color: #555; } dd { margin: 0 0 0.4rem 1.2rem; } footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
 </style>
@@ -113,7 +113,7 @@ def render(
 
 
 def _summary(layout: Layout) -> str:
-    """The result in words: the ranking at the largest length, and how far each is from its own start."""
+    """The result in words: the ranking at the largest length, and how far each is from its own start: beyond chance?"""
     first, last = layout.lengths[0], layout.lengths[-1]
     ends = sorted(
         (layout.cells[method, last].mean, method) for method in layout.methods if (method, last) in layout.cells
@@ -121,7 +121,11 @@ def _summary(layout: Layout) -> str:
     parts = []
     for mean, method in ends:
         start = layout.cells.get((method, first))
-        change = "" if start is None or first == last else f" ({mean / start.mean - 1:+.0%} from {first:,} tokens)"
+        known = layout.changes.get(method)
+        verdict = "" if known is None or known.verdict is None else f", {known.verdict}"
+        change = ""
+        if start is not None and first != last:
+            change = f" ({mean / start.mean - 1:+.0%} from {first:,} tokens{verdict})"
         parts.append(f"{method} {number(mean)}{change}")
     return (
         f"Trained at {layout.train_length:,} tokens; perplexity at {last:,} tokens "
@@ -147,8 +151,13 @@ def _measured(layout: Layout) -> str:
         text += f" Cells are means over {layout.repeats} seeds with their standard deviation; bands span the seeds."
     elif any(entry.stderr is not None for entry in layout.records):
         text += (
-            " Bands are 95% intervals of the mean over windows of text; all methods and lengths share the text, so "
-            "differences between them are known better than the bands suggest."
+            " Bands are 95% intervals over windows of text; all methods and lengths share the text, so differences "
+            "between them are known better than the bands suggest."
+        )
+    if layout.changes:
+        text += (
+            " Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
+            "lengths, so that what makes a window hard at every length cancels."
         )
     return html.escape(text)
 

@@ -1,9 +1,9 @@
 """`./deepy.py evaluate RUN…`: trained runs in, records, a table and files out.
 
 Each model is rebuilt from the configuration in its checkpoint, and every run is scored on the same tokens of the same
-text by the same protocol; whatever would prevent that (other tokenizers, other data, a position table that ends) is
-refused before the first model is loaded. Files are written after each run, so what was measured is kept whatever
-happens later.
+text by the same protocol; whatever would prevent that (other tokenizers, other data) is refused before the first
+model is loaded. A model whose positions end is scored up to there, which is said, on the same targets as the others.
+Files are written after each run, so what was measured is kept whatever happens later.
 """
 
 import os
@@ -31,9 +31,9 @@ from megatron.data.paths import Split, basename, description_of, split_prefixes
 from megatron.errors import UserError
 from megatron.evaluation import records as record_files
 from megatron.evaluation import tables
-from megatron.evaluation.files import write_bytes
+from megatron.evaluation.files import write_bytes, write_text
 from megatron.evaluation.names import distinct_names
-from megatron.evaluation.perplexity import default_lengths, default_targets, evaluate, forward_flops
+from megatron.evaluation.perplexity import default_lengths, default_targets, evaluate, forward_flops, known_lengths
 from megatron.evaluation.plots import png
 from megatron.evaluation.progress import Job, Meter
 from megatron.evaluation.protocols import Plan, make_plan
@@ -86,6 +86,7 @@ def evaluate_runs(
     device: str = "auto",
     precision: str = "auto",
     backend: str | None = None,
+    window: int | None = None,
     batch_tokens: int | None = None,
     console: Console | None = None,
     names: Sequence[str] | None = None,
@@ -100,10 +101,11 @@ def evaluate_runs(
             32×.
         protocol, windows, targets: see `megatron.evaluation.protocols`.
         data: a dataset prefix or a corpus folder to score instead of each run's own test (or else valid) split.
-        output: folder for results.json, results.csv and results.png; a single run folder writes into itself if None.
+        output: folder for results.json, .csv, .md and .png; a single run folder writes into itself if None.
         device: auto, cpu or cuda.
         precision: fp32, bf16 or fp16; auto is fp32 on CPU and what the run was trained in on a GPU.
         backend: attention backend; the run's own if None.
+        window: attention window instead of each run's own: every token sees the last this many, its own included.
         batch_tokens: input tokens per forward pass.
         console: where the progress, the table and the names of the files go; None is silent.
         names: methods' names, one per run, instead of those made from the configurations.
@@ -123,16 +125,18 @@ def evaluate_runs(
     if len({run.checkpoint.resolve() for run in opened}) < len(opened):
         raise UserError(f"the same checkpoint is given twice: {', '.join(run.name for run in opened)}")
     chosen_device = find_device(device)
+    if window is not None and window < 1:
+        raise UserError(f"window = {window}: at least 1 is needed, the token itself")
     types = [_dtype(precision, run, chosen_device) for run in opened]
     wanted = parse_lengths(lengths, [run.config.model.seq_length for run in opened])
-    sketches = [_sketch(run.name, run.config, wanted[-1], backend) for run in opened]
+    sketches = [_sketch(run.name, run.config, wanted, backend, window) for run in opened]
     text = _common_text(opened, data)
     scored = targets
     if scored is None:
         scored = default_targets(min(run.config.model.seq_length for run in opened), wanted, protocol)
     plan = make_plan(len(text.tokens), wanted, protocol, targets=scored, windows=windows)
     if names is None:
-        names = distinct_names([run.config for run in opened], [run.name for run in opened])
+        names = distinct_names([run.config for run in opened], [run.name for run in opened], window)
     folder = Path(output) if output is not None else _own_folder(opened)
     if folder is not None:
         _make_writable(folder)
@@ -141,11 +145,15 @@ def evaluate_runs(
         Job(f"{name} seed {run.config.training.seed}", "evaluate", sum(forward_flops(model, plan).values()))
         for name, run, model in zip(names, opened, sketches, strict=True)
     ]
+    if console is not None:
+        for run, model in zip(opened, sketches, strict=True):
+            if (note := ends_early(run.name, run.config, model, wanted)) is not None:
+                console.print(note, highlight=False, markup=False, soft_wrap=True)
     found: list[Record] = []
     with Meter(console if progress is None else None, jobs) as meter:
         for run, name, dtype, job in zip(opened, names, types, jobs, strict=True):
             meter.begin(job, "loading")
-            loaded = load_model(run.checkpoint, device=str(chosen_device), dtype=dtype, backend=backend)
+            loaded = load_model(run.checkpoint, device=str(chosen_device), dtype=dtype, backend=backend, window=window)
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
             scores = evaluate(
                 loaded, text.tokens, wanted, protocol, scored, windows, report,
@@ -181,10 +189,11 @@ def evaluate_runs(
 
 
 def write_results(folder: Path, records: Sequence[Record]) -> list[Path]:
-    """Write results.json, results.csv and results.png into a folder."""
+    """Write results.json, results.csv, results.md and results.png into a folder."""
     return [
         record_files.write(folder / "results.json", records),
         record_files.write_csv(folder / "results.csv", records),
+        write_text(folder / "results.md", "\n".join(tables.markdown(layout) for layout in tables.layouts(records))),
         write_bytes(folder / "results.png", png(records)),
     ]
 
@@ -249,7 +258,7 @@ def plan_for(
     name: str = "this configuration",
 ) -> Scoring:
     """Check that a model of this configuration can be scored so, before it is trained; raises what scoring would."""
-    model = _sketch(name, config, max(lengths), backend)
+    model = _sketch(name, config, lengths, backend)
     options, split = _split(name, config, data)
     tokens = token_stream(options, split)
     wanted = default_targets(config.model.seq_length, lengths, protocol) if targets is None else targets
@@ -257,15 +266,30 @@ def plan_for(
     return Scoring(model, plan, sum(forward_flops(model, plan).values()))
 
 
-def _sketch(name: str, config: Config, length: int, backend: str | None) -> GPT:
-    """The model of a configuration without weights. Raises UserError if it cannot be scored at the length."""
+def ends_early(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
+    """One line if the model's positions end before the largest length, else None."""
+    known = known_lengths(model, lengths)
+    if len(known) == len(lengths):
+        return None
+    return f"{name}: {_end(config, model)}; scored at lengths up to {known[-1]:,}"
+
+
+def _end(config: Config, model: GPT) -> str:
+    key = "randomized_positions" if config.position.randomized_positions is not None else "max_position_embeddings"
+    return f"pos_emb {config.position.pos_emb} ends at {model.max_length:,} positions ({key})"
+
+
+def _sketch(name: str, config: Config, lengths: Sequence[int], backend: str | None, window: int | None = None) -> GPT:
+    """The model of a configuration without weights. Raises UserError if it cannot be scored at any of the lengths."""
     if backend is not None and backend not in BACKENDS:
         raise UserError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
-    model = build_model(config.model, config.position, 1, device="meta", backend=backend)
-    if model.max_length is not None and length > model.max_length:
+    position = config.position
+    if window is not None:
+        position = position.model_copy(update={"attention_window": window})
+    model = build_model(config.model, position, 1, device="meta", backend=backend)
+    if model.max_length is not None and min(lengths) > model.max_length:
         raise UserError(
-            f"{name}: pos_emb {config.position.pos_emb} ends at {model.max_length:,} positions "
-            f"(max_position_embeddings), length {length:,} is past it; use lengths up to "
+            f"{name}: {_end(config, model)}, length {min(lengths):,} is past it; use lengths up to "
             f"{model.max_length:,} or leave it out"
         )
     return model

@@ -1,14 +1,15 @@
 """Methods as rows, lengths as columns: one layout of records, shown with rich, as Markdown, plain text or HTML.
 
 With several seeds a cell is their mean ± sample standard deviation. The best of each column is marked with `*` and in
-bold, so that the mark survives copying as plain text. Records of different protocols, training lengths or target
-tokens are never put into one table, because their numbers cannot be compared.
+bold, so that the mark survives copying as plain text. The last column is the change from the shortest length to the
+largest with its paired bootstrap interval, and in a word whether that excludes 1. Records of different protocols,
+training lengths or target tokens are never put into one table, because their numbers cannot be compared.
 """
 
 import html
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -24,9 +25,28 @@ class Cell:
     mean: float
     deviation: float | None
     best: bool
+    interval: tuple[float, float] | None = None  # 95%, of a single run
 
     def __str__(self) -> str:
         return number(self.mean) + ("" if self.deviation is None else f" ± {number(self.deviation)}") + "*" * self.best
+
+
+@dataclass(frozen=True)
+class Change:
+    """Perplexity at the largest length over that at the shortest, of one method: mean and deviation over seeds."""
+
+    mean: float
+    deviation: float | None
+    interval: tuple[float, float] | None  # 95%, of a single run
+    verdict: str | None  # rises, falls, holds; of several seeds the one they share, else mixed
+
+    def __str__(self) -> str:
+        text = ratio(self.mean)
+        if self.deviation is not None:
+            text += f" ± {ratio(self.deviation)}"
+        elif self.interval is not None:
+            text += f" [{ratio(self.interval[0])}, {ratio(self.interval[1])}]"
+        return text + ("" if self.verdict is None else f" {self.verdict}")
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,8 @@ class Layout:
     methods: tuple[str, ...]  # in the order of the records
     lengths: tuple[int, ...]  # ascending
     cells: dict[tuple[str, int], Cell]
+    changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known
+    limits: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
 
     @property
     def repeats(self) -> int:
@@ -59,16 +81,41 @@ class Layout:
         tokens = sorted({record.tokens for record in self.records})
         counted = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
         spread = f"; mean ± standard deviation of {self.repeats} seeds" if self.repeats > 1 else ""
-        return f"{counted} tokens scored at every length{spread}; * best of its column"
+        text = f"{counted} tokens scored at every length{spread}; * best of its column"
+        own = [(cell.mean, *cell.interval) for cell in self.cells.values() if cell.interval is not None]
+        if own:
+            low, high = min(low / mean for mean, low, _ in own), max(high / mean for mean, _, high in own)
+            text += f"; 95% bootstrap intervals of single cells are within {low - 1:+.0%} and {high - 1:+.0%}"
+        if self.changes:
+            text += (
+                f"; change: perplexity at {self.lengths[-1]:,} over that at {self.lengths[0]:,} tokens"
+                " [95% paired bootstrap interval]: holds if 1 is inside, else rises or falls"
+            )
+        return text
 
     def heads(self) -> list[tuple[str, str]]:
         """A column's two heads: multiple of the training length, tokens."""
         return [(multiple(length / self.train_length), f"{length:,}") for length in self.lengths]
 
+    def change_head(self) -> tuple[str, str]:
+        """The two heads of the column of changes."""
+        first, last = (multiple(length / self.train_length) for length in (self.lengths[0], self.lengths[-1]))
+        return "change", f"{first} to {last}"
+
+    def missing(self, method: str, length: int) -> str:
+        """What stands where a method has no number: its largest length if that is why, else a dash."""
+        limit = self.limits.get(method)
+        return f"max {limit:,}" if limit is not None and limit < length else "–"
+
 
 def number(value: float) -> str:
     """Two decimals, or none where the number is large: 4.87, 29.64, 152.3, 16,443."""
     return f"{value:.2f}" if value < 100 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def ratio(value: float) -> str:
+    """Three decimals below 10, where a paired interval can be as narrow as a percent: 1.002, 6.43, 29.64."""
+    return f"{value:.3f}" if value < 10 else number(value)
 
 
 def multiple(value: float) -> str:
@@ -104,28 +151,37 @@ def rich_table(layout: Layout) -> Table:
     table.add_column("method", no_wrap=True)
     for times, tokens in layout.heads():
         table.add_column(Text(f"{times} \n{tokens} "), justify="right", no_wrap=True)
+    if layout.changes:
+        table.add_column(Text("\n".join(layout.change_head())), no_wrap=True)
     for method in layout.methods:
-        row = (layout.cells.get((method, length)) for length in layout.lengths)
-        table.add_row(
-            Text(method),
-            *(Text(_aligned(cell).replace(" ±", "\n±"), style="bold green" if _best(cell) else "") for cell in row),
-        )
+        row = [
+            Text(
+                _aligned(layout, method, length).replace(" ±", "\n±"),
+                style="bold green" if _best(layout.cells.get((method, length))) else "",
+            )
+            for length in layout.lengths
+        ]
+        if layout.changes:
+            row.append(Text(_change(layout, method)))
+        table.add_row(Text(method), *row)
     return table
 
 
 def markdown(layout: Layout) -> str:
     """A GitHub table with its caption."""
     heads = [f"{times} ({tokens})" for times, tokens in layout.heads()]
+    change = [" ".join(layout.change_head())] if layout.changes else []
     lines = [
-        "| method | " + " | ".join(heads) + " |",
-        "|---|" + "--:|" * len(heads),
+        "| method | " + " | ".join([*heads, *change]) + " |",
+        "|---|" + "--:|" * len(heads) + "---|" * len(change),
     ]
     for method in layout.methods:
         cells = []
         for length in layout.lengths:
             cell = layout.cells.get((method, length))
-            text = "–" if cell is None else str(cell)
+            text = layout.missing(method, length) if cell is None else str(cell)
             cells.append(f"**{text.rstrip('*')}**" if _best(cell) else text)
+        cells += [_change(layout, method)] if layout.changes else []
         escaped = method.replace("|", "\\|")
         lines.append(f"| {escaped} | " + " | ".join(cells) + " |")
     caption = layout.caption.replace("* best of its column", "bold: best of its column")
@@ -137,12 +193,13 @@ def plain(layout: Layout) -> str:
     heads = layout.heads()
     rows = [["method", *(f"{times} " for times, _ in heads)], ["", *(f"{tokens} " for _, tokens in heads)]]
     for method in layout.methods:
-        rows.append([method, *(_aligned(layout.cells.get((method, length))) for length in layout.lengths)])
+        rows.append([method, *(_aligned(layout, method, length) for length in layout.lengths)])
+    changes = [*layout.change_head(), *(_change(layout, method) for method in layout.methods)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
-    for name, *texts in rows:
+    for (name, *texts), change in zip(rows, changes, strict=True):
         padded = (text.rjust(width) for text, width in zip(texts, widths[1:], strict=True))
-        lines.append("  ".join([name.ljust(widths[0]), *padded]))
+        lines.append("  ".join([name.ljust(widths[0]), *padded, *([change] if layout.changes else [])]))
     return "\n".join([layout.title, *(line.rstrip() for line in lines), layout.caption]) + "\n"
 
 
@@ -152,13 +209,20 @@ def html_table(layout: Layout) -> str:
         f'<th scope="col">{html.escape(times)}<small>{html.escape(tokens)}</small></th>'
         for times, tokens in layout.heads()
     )
+    if layout.changes:
+        above, below = layout.change_head()
+        heads += f'<th scope="col" class="text">{html.escape(above)}<small>{html.escape(below)}</small></th>'
     rows = []
     for method in layout.methods:
         cells = []
         for length in layout.lengths:
             cell = layout.cells.get((method, length))
-            text = "–" if cell is None else html.escape(str(cell))
+            text = html.escape(layout.missing(method, length) if cell is None else str(cell))
+            if cell is not None and cell.interval is not None:
+                text += f"<small>{number(cell.interval[0])} – {number(cell.interval[1])}</small>"
             cells.append(f'<td class="best">{text}</td>' if _best(cell) else f"<td>{text}</td>")
+        if layout.changes:
+            cells.append(f'<td class="text">{html.escape(_change(layout, method))}</td>')
         rows.append(f'<tr><th scope="row">{html.escape(method)}</th>{"".join(cells)}</tr>')
     return (
         f"<table><caption>{html.escape(layout.title)}. {html.escape(layout.caption)}.</caption>"
@@ -168,21 +232,27 @@ def html_table(layout: Layout) -> str:
 
 def _layout(records: Sequence[Record]) -> Layout:
     latest = {(record.method, record.length, record.seed, record.run): record for record in records}
-    values: dict[tuple[str, int], list[float]] = {}
+    found: dict[tuple[str, int], list[Record]] = {}
     for record in latest.values():
-        values.setdefault((record.method, record.length), []).append(record.perplexity)
+        found.setdefault((record.method, record.length), []).append(record)
     lengths = tuple(sorted({record.length for record in records}))
-    means = {place: statistics.fmean(found) for place, found in values.items()}
+    means = {place: statistics.fmean(each.perplexity for each in same) for place, same in found.items()}
     best = {length: min(mean for (_, where), mean in means.items() if where == length) for length in lengths}
     # One method alone is not the best of anything.
     several = len({record.method for record in records}) > 1
     cells = {
         (method, length): Cell(
             mean=means[method, length],
-            deviation=statistics.stdev(found) if len(found) > 1 else None,
+            deviation=_deviation([each.perplexity for each in same]),
             best=several and means[method, length] == best[length],
+            interval=same[0].bootstrapped if len(same) == 1 else None,
         )
-        for (method, length), found in values.items()
+        for (method, length), same in found.items()
+    }
+    changes = {
+        method: _change_over_seeds(same)
+        for (method, length), same in found.items()
+        if length == lengths[-1] and all(each.change is not None and each.change_from == lengths[0] for each in same)
     }
     return Layout(
         protocol=records[0].protocol,
@@ -191,12 +261,38 @@ def _layout(records: Sequence[Record]) -> Layout:
         methods=tuple(dict.fromkeys(record.method for record in records)),
         lengths=lengths,
         cells=cells,
+        changes=changes,
+        limits={record.method: record.max_length for record in latest.values() if record.max_length is not None},
     )
 
 
-def _aligned(cell: Cell | None) -> str:
+def _change_over_seeds(records: Sequence[Record]) -> Change:
+    values = [record.change for record in records if record.change is not None]
+    verdicts = {record.verdict for record in records}
+    only = records[0] if len(records) == 1 else None
+    interval = None
+    if only is not None and only.change_low is not None and only.change_high is not None:
+        interval = (only.change_low, only.change_high)
+    return Change(
+        mean=statistics.fmean(values),
+        deviation=_deviation(values),
+        interval=interval,
+        verdict=verdicts.pop() if len(verdicts) == 1 else None if None in verdicts else "mixed",
+    )
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _change(layout: Layout, method: str) -> str:
+    return str(layout.changes.get(method, "–"))
+
+
+def _aligned(layout: Layout, method: str, length: int) -> str:
     """With a blank where others have the mark, so that the digits of a column stand under each other."""
-    return "– " if cell is None else str(cell) + " " * (not cell.best)
+    cell = layout.cells.get((method, length))
+    return f"{layout.missing(method, length)} " if cell is None else str(cell) + " " * (not cell.best)
 
 
 def _best(cell: Cell | None) -> bool:

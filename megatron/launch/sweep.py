@@ -1,6 +1,6 @@
 """`./deepy.py sweep FILE`: prepare a corpus, train every variant with every seed, evaluate all alike, report.
 
-    OUTPUT/results.json, results.csv, results.png, report.html     rewritten after every run that was evaluated
+    OUTPUT/results.json, .csv, .md, .png, report.html              rewritten after every run that was evaluated
     OUTPUT/log.txt                                                 what libraries had to say
     OUTPUT/VARIANT/seed_1234.yml                                   the run's whole configuration: `train` takes it too
     OUTPUT/VARIANT/seed_1234.txt                                   what its training printed
@@ -10,6 +10,9 @@ Every training is `./deepy.py train` in a process of its own, so no run inherits
 repeated by hand. A sweep that is stopped, by a person or an error, is carried on by the same command: finished
 runs are taken as they are, an interrupted one resumes at its last checkpoint. A run folder whose configuration is
 not the one asked for is never overwritten and never reused; the sweep refuses to start.
+
+How long it takes is estimated from the FLOPs of every training and evaluation, which are known before the first, and
+the speed of those that have run or are running.
 """
 
 import hashlib
@@ -33,7 +36,7 @@ from megatron.config.settings import COMMAND_LINE, show
 from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.evaluation.files import write_text
-from megatron.evaluation.progress import Job, Meter, duration
+from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
 from megatron.launch.console import explained, run_console
 from megatron.launch.local import terminable
 from megatron.launch.sweep_options import MINE, CorpusOptions, EvaluateOptions, SweepOptions, check
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 POLL_SECONDS = 0.2
+RESULTS, RECEIPT = "results.json", "evaluated.json"
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
@@ -84,7 +88,8 @@ def run(
     """Run a sweep to its end, from wherever an earlier attempt left it.
 
     Args:
-        files: configuration files, merged left to right; one of them has a `sweep:` mapping.
+        files: configuration files, merged left to right, at least one with a `sweep:` mapping; of these too the later
+            wins, key by key (`sweep.variants` as a whole).
         overrides: `key=value` for all variants, or `sweep.key=value`.
         console: where progress and table go. If None, the terminal; what libraries print then goes to OUTPUT/log.txt.
         search: folders to look file names up in, as for `megatron.config.load.load`.
@@ -113,15 +118,7 @@ def read(
 ) -> Sweep:
     """Read and check a sweep without running anything; torch is not imported. Arguments and errors as for `run`."""
     documents = [read_yaml(find(name, search)) for name in files]
-    ours = [document for document in documents if "sweep" in document.values]
-    if len(ours) != 1:
-        names = ", ".join(document.source for document in ours or documents)
-        raise UserError(f"{names}: {'more than one has' if ours else 'there is no'} sweep: mapping; a sweep needs one")
-    document = ours[0]
-    values = document.values["sweep"]
-    if not isinstance(values, dict):
-        raise UserError(f"{document.where(('sweep',))}: sweep is {show(values)}; it must be a mapping of keys")
-
+    values, setters, notes = _sweep_keys(documents)
     own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
     common = [text for text in overrides if text not in own]
     settings = json.loads(json.dumps(values))
@@ -133,6 +130,7 @@ def read(
     ordered = [tuple(split_override(text)[0].split(".")) for text in own]
 
     def where(path: Path_) -> str:
+        document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
         given = any(path[: len(each)] == each for each in ordered)  # the command line set it, or what it is in
         opened = path not in document.lines and any(each[: len(path)] == path for each in ordered)
         return COMMAND_LINE if given or opened else document.where(path)
@@ -144,9 +142,9 @@ def read(
             if (instead := MINE.get(name.replace("-", "_"))) is not None:
                 raise UserError(f"{each.where((name,))}: {name} is set by the sweep: use sweep.{instead}")
 
-    members, notes = [], []
+    members = []
     for variant in options.variants:
-        own_keys = _part(document, ("sweep", "variants", variant), options.variants[variant])
+        own_keys = _part(setters["variants"], ("sweep", "variants", variant), options.variants[variant])
         loaded = merge([*shared, own_keys], common)
         # That a variant replaces a shared key is what it is for.
         meant = tuple(f"({own_keys.source}:{line})" for line in own_keys.lines.values())
@@ -161,30 +159,66 @@ def read(
     return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
 
 
+def _sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, Document], list[str]]:
+    """The keys of `sweep:` after merging, the file that set each (and `sweep` itself), and what replaced what."""
+    values: dict[str, Any] = {}
+    setters: dict[str, Document] = {}
+    notes = []
+    for document in documents:
+        if "sweep" not in document.values:
+            continue
+        given = document.values["sweep"]
+        if not isinstance(given, dict):
+            raise UserError(f"{document.where(('sweep',))}: sweep is {show(given)}; it must be a mapping of keys")
+        for name in given.keys() & values.keys():
+            if values[name] != given[name]:
+                old, new = setters[name].where(("sweep", name)), document.where(("sweep", name))
+                notes.append(f"sweep.{name} ({old}) replaced ({new})")
+        values |= given
+        setters |= dict.fromkeys([*given, "sweep"], document)
+    if not setters:
+        names = ", ".join(document.source for document in documents)
+        raise UserError(f"{names}: there is no sweep: mapping; a sweep needs one")
+    return values, setters, sorted(notes)
+
+
 def _run(sweep: Sweep, output: Path, console: Console) -> "list[Record]":
     begun = time.monotonic()
     finished = {member: _finished_steps(member) for member in sweep.members}  # refuses foreign run folders first of all
     if sweep.options.corpus is not None:
         _prepare(sweep.options.corpus, console)
     lengths = _lengths(sweep)
-    jobs = _jobs(sweep, lengths)
+    jobs = _jobs(sweep, lengths, finished, console)
+    total, todo = len(jobs), sum(any(job.work for job in pair) for pair in jobs.values())
+
+    def forecast(left: float) -> None:
+        meter.say(f"about {duration(left)} for {todo} of {total} runs, at the speed of the first steps")
 
     found: list[Record] = []
-    with Meter(console, [job for pair in jobs.values() for job in pair]) as meter:
-        for member in sweep.members:
-            training, evaluation = jobs[member]
+    with Meter(console, [job for pair in jobs.values() for job in pair], forecast=forecast) as meter:
+        training, evaluation = (sum(pair[i].work for pair in jobs.values()) for i in (0, 1))
+        meter.say(
+            f"{todo} of {total} runs to do: {flop(training)} of training and {flop(evaluation)} of evaluation; "
+            "how long that takes follows with the first steps"
+            if todo
+            else f"all {total} runs are done"
+        )
+        for number, member in enumerate(sweep.members, start=1):
             try:
-                _train(member, finished[member], training, meter)
-                found += _evaluate(member, sweep.options.evaluate, lengths, evaluation, meter)
+                worked = any(job.work for job in jobs[member])
+                _train(member, finished[member], jobs[member][0], meter)
+                found += _evaluate(member, sweep.options.evaluate, lengths, jobs[member][1], meter)
             except FarfieldError as error:
                 kept = f" ({len(found)} results are kept in {output})" if found else ""
                 again = f"{member.name}: {error}{kept}; the same command carries on from here"
                 raise (UserError if isinstance(error, UserError) else RunError)(again) from error
             _write(output, found, sweep)
+            if worked and number < total and (left := seconds_left(meter.jobs)) is not None:
+                meter.say(f"{number} of {total} runs done, about {duration(left)} left")
     from megatron.evaluation import tables
 
     tables.show(console, found)
-    files = ", ".join(str(output / name) for name in ("report.html", "results.json", "results.csv", "results.png"))
+    files = ", ".join(str(output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
     console.print(f"{files} ({duration(time.monotonic() - begun)})", markup=False, highlight=False, soft_wrap=True)
     return found
 
@@ -216,12 +250,17 @@ def _lengths(sweep: Sweep) -> list[int]:
     return parse_lengths(chosen.lengths, [train_length])
 
 
-def _jobs(sweep: Sweep, lengths: list[int]) -> dict[Member, tuple[Job, Job]]:
-    """A training and an evaluation job for each member, in FLOPs; refuses what cannot be evaluated later."""
-    from megatron.evaluation.run import plan_for
+def _jobs(
+    sweep: Sweep, lengths: list[int], finished: dict[Member, int], console: Console
+) -> dict[Member, tuple[Job, Job]]:
+    """A training and an evaluation job for each member, with the FLOPs that are left to do.
+
+    Refuses what cannot be evaluated later, and says what can be evaluated at some lengths only.
+    """
+    from megatron.evaluation.run import ends_early, plan_for
 
     jobs, chosen = {}, sweep.options.evaluate
-    for member in sweep.members:
+    for number, member in enumerate(sweep.members, start=1):
         config = member.config
         scoring = plan_for(
             config, lengths, chosen.protocol, windows=chosen.windows, targets=chosen.targets, data=chosen.data,
@@ -230,10 +269,16 @@ def _jobs(sweep: Sweep, lengths: list[int]) -> dict[Member, tuple[Job, Job]]:
         training, sequence = config.training, config.model.seq_length
         batch = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
         tokens = (training.train_batch_size or batch * (config.launch.num_gpus or 1)) * sequence * training.train_iters
-        work = scoring.model.flops_per_token(sequence) * tokens
+        if member.seed == sweep.options.seeds[0]:
+            note = ends_early(member.variant, config, scoring.model, lengths)
+            if note is not None:
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
+        left = max(0.0, 1 - finished[member] / training.train_iters)
+        evaluated = left == 0 and _evaluated(member, _how(member, chosen, lengths)) is not None
+        place = f"{number}/{len(sweep.members)}"
         jobs[member] = (
-            Job(f"train {member.name}", "train", work),
-            Job(f"evaluate {member.name}", "evaluate", scoring.flops),
+            Job(f"{place} train {member.name}", "train", scoring.model.flops_per_token(sequence) * tokens * left),
+            Job(f"{place} evaluate {member.name}", "evaluate", 0.0 if evaluated else scoring.flops),
         )
     return jobs
 
@@ -271,7 +316,6 @@ def _train(member: Member, done: int, job: Job, meter: Meter) -> None:
         return
     if done:
         meter.say(f"{member.name}: resumes after step {done} of {steps}")
-    job.work *= 1 - done / steps
     # With `load` naming its own folder a run resumes.
     config = member.config.replace(load=str(member.folder)) if done else member.config
     config.save(member.beside(".yml"))
@@ -302,23 +346,14 @@ def _train(member: Member, done: int, job: Job, meter: Meter) -> None:
 
 def _evaluate(member: Member, chosen: EvaluateOptions, lengths: list[int], job: Job, meter: Meter) -> "list[Record]":
     """Evaluate a trained member, or find it evaluated in the same way."""
-    from megatron.evaluation.records import read as read_records
     from megatron.evaluation.run import evaluate_runs
 
-    checkpoint = checkpoints.resolve(member.folder)
-    weights = (checkpoint / checkpoints.WEIGHTS).stat()
-    how = {
-        "evaluate": chosen.model_dump(),
-        "lengths": lengths,
-        "method": member.variant,
-        "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
-    }
-    results, receipt = member.folder / "results.json", member.folder / "evaluated.json"
-    known = _receipt(receipt)
-    if known.get("how") == how and results.is_file() and known.get("sha256") == _sha256(results):
+    how = _how(member, chosen, lengths)
+    known = _evaluated(member, how)
+    if known is not None:
         meter.skip(job)
         meter.say(f"{member.name}: evaluated already")
-        return read_records(results)
+        return known
 
     meter.begin(job, "loading")
     found = evaluate_runs(
@@ -327,8 +362,32 @@ def _evaluate(member: Member, chosen: EvaluateOptions, lengths: list[int], job: 
         names=[member.variant], progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
     )  # fmt: skip
     meter.finish()
-    write_text(receipt, json.dumps({"how": how, "sha256": _sha256(results)}, indent=1) + "\n")
+    receipt = {"how": how, "sha256": _sha256(member.folder / RESULTS)}
+    write_text(member.folder / RECEIPT, json.dumps(receipt, indent=1) + "\n")
     return found
+
+
+def _how(member: Member, chosen: EvaluateOptions, lengths: list[int]) -> dict[str, Any]:
+    """All that an evaluation's results depend on, as far as a sweep decides it."""
+    checkpoint = checkpoints.resolve(member.folder)
+    weights = (checkpoint / checkpoints.WEIGHTS).stat()
+    return {
+        "format": 2,  # 1 had no bootstrap
+        "evaluate": chosen.model_dump(),
+        "lengths": lengths,
+        "method": member.variant,
+        "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
+    }
+
+
+def _evaluated(member: Member, how: dict[str, Any]) -> "list[Record] | None":
+    """The records of a member if it was evaluated in this way before."""
+    from megatron.evaluation.records import read as read_records
+
+    results, known = member.folder / RESULTS, _receipt(member.folder / RECEIPT)
+    if known.get("how") != how or not results.is_file() or known.get("sha256") != _sha256(results):
+        return None
+    return read_records(results)
 
 
 def _write(output: Path, found: "Sequence[Record]", sweep: Sweep) -> None:

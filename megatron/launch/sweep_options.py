@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError
 from megatron.config.problems import describe
 from megatron.config.schema import Path_
 from megatron.errors import UserError
+from megatron.model.options import ModelOptions
 from megatron.options import Section, key
 from megatron.training.options import LARGEST_SEED
 
@@ -30,6 +31,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 MINE = {"save": "output", "load": "output", "seed": "seeds"}
 """Keys of ordinary configurations that a sweep sets itself, and the key of the sweep that decides them."""
+
+
+Backend = ModelOptions.model_fields["attention_backend"].annotation
 
 
 class CorpusOptions(Section):
@@ -55,7 +59,7 @@ class EvaluateOptions(Section):
     windows: int | None = key(None, "windows per length; 64 (last) or all (nonoverlapping) if absent", ge=1)
     targets: int | None = key(None, "tokens scored per window of last; the training length if absent", ge=1)
     data: str | None = key(None, "dataset prefix or corpus folder to score; the test data if absent")
-    backend: Literal["auto", "eager", "chunked", "sdpa"] | None = key(
+    backend: Backend | None = key(  # type: ignore[valid-type]
         None, "attention backend for scoring; attention_backend if absent"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "fp32 on CPU, as in training on a GPU")

@@ -23,6 +23,7 @@ class RunningMean(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, 6)
         self.output = nn.Linear(6, VOCABULARY)
         self.batches: list[tuple[int, int]] = []
+        self.max_length: int | None = None
 
     def forward(self, tokens: Tensor, labels: Tensor, last: int) -> Tensor:
         self.batches.append(tuple(tokens.shape))
@@ -37,15 +38,18 @@ class RunningMean(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-def loaded(model: nn.Module, *, eod_mask_loss: bool = False, **position: object) -> SimpleNamespace:
-    """What `evaluate` needs of a loaded model."""
+def loaded(
+    model: nn.Module, *, eod_mask_loss: bool = False, window: int | None = None, **position: object
+) -> SimpleNamespace:
+    """What `evaluate` needs of a loaded model; `window` as `load_model` takes it."""
     config = SimpleNamespace(
         model=ModelOptions(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=TRAIN_LENGTH),
         position=PositionOptions(**{"pos_emb": "rotary", **position}),
         data=SimpleNamespace(eod_mask_loss=eod_mask_loss),
         training=SimpleNamespace(seed=7),
     )
-    return SimpleNamespace(model=model.eval(), config=config)
+    rebuilt = config.position if window is None else config.position.model_copy(update={"attention_window": window})
+    return SimpleNamespace(model=model.eval(), config=config, position=rebuilt)
 
 
 def tiny_gpt(**position: object) -> nn.Module:

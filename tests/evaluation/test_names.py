@@ -28,10 +28,31 @@ def config(*overrides: str) -> Config:
             {"pos_emb": "t5", "pos_emb_per_layer": True, "pos_emb_options": {"num_buckets": 16}},
             "t5(num_buckets=16, per_layer)",
         ),
+        ({"pos_emb": "rotary", "attention_window": 64}, "rotary(window=64)"),
+        (
+            {"pos_emb": "alibi", "randomized_positions": 2048, "score_processor": "dape"},
+            "dape+alibi(randomized=2048)",
+        ),
     ],
 )
 def test_method_name(options: dict, name: str) -> None:
     assert method_name(PositionOptions(**options)) == name
+
+
+def test_a_window_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
+    everything = PositionOptions(pos_emb="rotary")
+    windowed = PositionOptions(pos_emb="rotary", attention_window=64)
+    assert (
+        method_name(everything, 64)
+        == method_name(PositionOptions(pos_emb="rotary", attention_window=32), 64)
+        == "rotary(window=64 at evaluation)"
+    )
+    assert method_name(windowed, 64) == method_name(windowed) == "rotary(window=64)"
+    trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=64", "seed=2")]
+    assert len(set(distinct_names(trained, ["a", "b"], 64))) == 2
+    # Trained with different windows, scored with one: never one row.
+    trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=32", "seed=2")]
+    assert distinct_names(trained, ["a", "b"], 4) == [f"rotary(window=4 at evaluation) [{run}]" for run in "ab"]
 
 
 def test_seeds_of_one_method_share_a_name() -> None:

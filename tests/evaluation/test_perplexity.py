@@ -57,6 +57,14 @@ def test_last_equals_a_plain_loop(model: nn.Module) -> None:
         assert record.nll == pytest.approx(nll, abs=2e-6)
         assert record.perplexity == pytest.approx(math.exp(nll), rel=3e-6)
         assert record.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(3), rel=1e-4)
+        # Of three blocks the most extreme resample, the same block thrice, comes once in 27: beyond 2.5%.
+        assert record.bootstrapped == pytest.approx((math.exp(min(means)), math.exp(max(means))), rel=1e-5)
+        assert record.change_from == (None if record.length == 5 else 5)
+        if record.length > 5:
+            assert record.change == pytest.approx(record.perplexity / records[0].perplexity)
+            start = [sum(row) / 5 for row in by_hand(model, ends, 5, 5)]
+            changes = [math.exp(at - before) for at, before in zip(means, start, strict=True)]
+            assert (record.change_low, record.change_high) == pytest.approx((min(changes), max(changes)), rel=1e-5)
         assert (record.tokens, record.windows, record.targets, record.protocol) == (15, 3, 5, "last")
     assert len({record.target_digest for record in records}) == 1
     assert len({record.perplexity for record in records}) == 3
@@ -191,9 +199,22 @@ def test_a_loss_that_is_not_finite_is_an_error(running_mean: RunningMean) -> Non
         evaluate(loaded(running_mean), STREAM, [8])
 
 
-def test_positions_past_a_table_are_refused() -> None:
-    with pytest.raises(UserError, match="learned positions end at 8"):
-        evaluate(loaded(tiny_gpt(pos_emb="learned"), pos_emb="learned"), STREAM, [8, 16])
+def test_a_model_whose_positions_end_is_scored_up_to_there_on_the_targets_of_the_others() -> None:
+    learned = loaded(tiny_gpt(pos_emb="learned"), pos_emb="learned")
+    (found,) = evaluate(learned, STREAM, [8, 16, 64], windows=5)
+    others = evaluate(loaded(tiny_gpt(pos_emb="rotary")), STREAM, [8, 16, 64], windows=5)
+    assert (found.length, found.max_length) == (8, 8)
+    assert {found.target_digest} == {other.target_digest for other in others}
+    assert evaluate(learned, STREAM, [8], windows=5)[0].target_digest != found.target_digest
+    assert found.change is None
+    with pytest.raises(UserError, match="its positions end at 8, length 16 is past them"):
+        evaluate(learned, STREAM, [16, 32])
+
+
+def test_one_block_has_no_interval(running_mean: RunningMean) -> None:
+    short, long = evaluate(loaded(running_mean), STREAM, [8, 16], windows=1)
+    assert (short.interval, long.interval, long.verdict, long.change_low) == (None, None, None, None)
+    assert long.change == pytest.approx(long.perplexity / short.perplexity)
 
 
 def test_summarize_against_the_formula_for_equal_blocks() -> None:

@@ -80,6 +80,19 @@ def test_many_methods_with_odd_names_stay_distinct() -> None:
     assert plots.png(records)  # a dollar sign in a name is no formula
 
 
+def test_many_methods_have_no_bands_and_a_legend_beside_the_panel() -> None:
+    records = [record(f"method {i}", length, 5 + i, stderr=0.05) for i in range(31) for length in (64, 2048)]
+    axes = axes_of(records)
+    assert not axes.collections
+    assert axes.get_legend().get_title().get_text() == ""
+    figure = axes.figure
+    figure.set_size_inches(10.8, 4.6)
+    figure.draw_without_rendering()
+    box = axes.get_legend().get_window_extent()
+    assert box.height <= figure.bbox.height
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines[:31]}) == 31
+
+
 def test_groups_that_cannot_be_compared_get_panels(story: list[Record]) -> None:
     one, two = plots.png(story), plots.png([*story, record("rotary", 64, 5.0, protocol="nonoverlapping")])
     assert struct.unpack(">I", two[20:24])[0] == 2 * struct.unpack(">I", one[20:24])[0]

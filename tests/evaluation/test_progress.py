@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron.evaluation.progress import Job, Meter, duration, seconds_left
+from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
 
 
 class Clock:
@@ -59,6 +59,32 @@ def test_starting_up_does_not_count_for_the_speed() -> None:
     for done, seconds in ((0, 5), (10, 20), (30, 24)):  # 15 s or more of starting, then 5 per second
         job.advance(done, seconds)
     assert seconds_left([job]) == pytest.approx(70 / 5)
+
+
+def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
+    clock, told = Clock(), []
+    jobs = [Job("first", "train", 100), Job("second", "train", 300)]
+    with Meter(None, jobs, clock=clock, forecast=told.append) as meter:
+        meter.begin(jobs[0])
+        for passed, done in ((7, 0), (8, 20), (2, 40), (2, 60)):  # 10 per second once it runs; 15 s to get there
+            clock.now += passed
+            meter.update(done)
+            assert told == ([60 / 10 + 300 * 17 / 40] if done >= 40 else [])
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 FLOP"),
+        (950, "950 FLOP"),
+        (12_345, "12.3 kFLOP"),
+        (4.56e12, "4.56 TFLOP"),
+        (1e12, "1 TFLOP"),
+        (3e27, "3e+03 YFLOP"),
+    ],
+)
+def test_flop(count: float, text: str) -> None:
+    assert flop(count) == text
 
 
 def test_a_skipped_job_says_nothing_about_speed() -> None:

@@ -77,6 +77,21 @@ def test_interval_is_symmetric_in_nats() -> None:
     assert Record(**MINIMAL).interval is None
 
 
+def test_the_bootstrap_interval_comes_first() -> None:
+    both = Record(**MINIMAL, stderr=0.5, perplexity_low=5.0, perplexity_high=6.5)
+    assert both.interval == both.bootstrapped == (5.0, 6.5)
+    assert Record(**MINIMAL, stderr=0.5).bootstrapped is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [((1.01, 1.2), "rises"), ((0.8, 0.99), "falls"), ((0.9, 1.1), "holds"), ((1.0, 1.2), "holds"), ((None, 2), None)],
+)
+def test_a_change_is_judged_by_its_interval(ends: tuple[float, float], verdict: str | None) -> None:
+    known = {"change": 1.0, "change_low": ends[0], "change_high": float(ends[1]), "change_from": 64}
+    assert Record(**MINIMAL, **known).verdict == verdict
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

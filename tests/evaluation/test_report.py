@@ -78,6 +78,13 @@ def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
     assert summary.index("cdape") < summary.index("kerple_log") < summary.index("rotary")
 
 
+def test_the_summary_says_what_is_beyond_chance() -> None:
+    change = {"change": 6.0, "change_low": 5.0, "change_high": 7.0, "change_from": 64}
+    page = Page(report.render([record("rotary", 64, 5.0), record("rotary", 2048, 30.0, **change)]))
+    assert "rotary 30.00 (+500% from 64 tokens, rises)" in page.text
+    assert "draw the same windows at both lengths" in page.text
+
+
 def test_records_with_required_fields_only(story: list[Record]) -> None:
     bare = Record(method="x", train_length=64, length=64, protocol="mine", perplexity=5.0, tokens=10, seed=0)
     assert "Protocol mine" in Page(report.render([bare])).text

@@ -102,6 +102,40 @@ def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None
     assert [r.method for r in found] == ["rotary [runs/1]", "rotary [runs/wide]"]
 
 
+def test_a_run_whose_positions_end_is_scored_up_to_there_and_said(place: Path) -> None:
+    make_run("runs/a", "pos_emb=rotary")
+    make_run("runs/learned", "pos_emb=learned", "max_position_embeddings=20")
+    out = io.StringIO()
+    found = evaluate_runs(["runs/a", "runs/learned"], [8, 16, 32], output="out", console=Console(file=out, width=200))
+    assert [(r.method, r.length) for r in found[3:]] == [("learned", 8), ("learned", 16)]
+    assert len({r.target_digest for r in found}) == 1
+    said = out.getvalue()
+    assert (
+        "runs/learned: pos_emb learned ends at 20 positions (max_position_embeddings); scored at lengths up to 16\n"
+        in said
+    )
+    assert "runs/a:" not in said
+    assert "max 20" in said.split("learned seed")[-1]
+    assert Path("out/results.md").read_text().count("max 20") == 1
+
+
+def test_a_window_at_evaluation_alone(place: Path) -> None:
+    make_run("runs/whole", "pos_emb=kerple_log")
+    make_run("runs/windowed", "pos_emb=kerple_log", "attention_window=4", "seed=1234")
+    (whole,) = evaluate_runs(["runs/whole"], [32])
+    (asked,) = evaluate_runs(["runs/whole"], [32], window=4)
+    (own,) = evaluate_runs(["runs/windowed"], [32])
+    (same,) = evaluate_runs(["runs/windowed"], [32], window=4)
+    # The same seed, the same weights: only what is seen differs.
+    assert asked.perplexity == own.perplexity == same.perplexity
+    assert asked.perplexity != whole.perplexity
+    assert asked.method == asked.position == "kerple_log(window=4 at evaluation)"
+    assert own.method == same.method == "kerple_log(window=4)"
+    # Through one layer a window of 4 sees the last 4 tokens, whatever comes before.
+    (longer,) = evaluate_runs(["runs/windowed"], [32, 64], targets=8, windows=5)[1:]
+    assert longer.change == pytest.approx(1, abs=1e-6)
+
+
 def test_which_text_is_scored(place: Path) -> None:
     make_run("runs/valid", data=DATA[:2])
     (found,) = evaluate_runs(["runs/valid"], [8])
@@ -140,6 +174,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
 
     make_run("runs/a")
     make_run("runs/learned", "pos_emb=learned")
+    make_run("runs/drawn", "randomized_positions=16")
     make_run("runs/valid", data=DATA[:2])
     make_run("runs/long", "seq_length=16")
     make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
@@ -150,7 +185,9 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
         (["runs/none"], {}, "runs/none: no such folder"),
         (["corpus"], {}, "corpus: no checkpoint in it"),
         (["runs/a", "./runs/a"], {}, "the same checkpoint is given twice: runs/a, ./runs/a"),
-        (["runs/a", "runs/learned"], {"lengths": [8, 16]}, "runs/learned: pos_emb learned ends at 8 positions"),
+        (["runs/a", "runs/learned"], {"lengths": [16]}, "runs/learned: pos_emb learned ends at 8 positions (max_posi"),
+        (["runs/drawn"], {"lengths": [32]}, "runs/drawn: pos_emb rotary ends at 16 positions (randomized_positions)"),
+        (["runs/a"], {"lengths": [8], "window": 0}, "window = 0: at least 1 is needed"),
         (["runs/a", "runs/valid"], {"lengths": [8]}, "name one text for all with --data"),
         (["runs/a", "runs/long"], {}, "trained at different ones (8, 16)"),
         (["runs/a", "runs/long"], {"lengths": "2x"}, "2x is ambiguous"),

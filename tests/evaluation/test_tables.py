@@ -88,6 +88,71 @@ def test_numbers_that_cannot_be_compared_are_not_in_one_table(story: list[Record
     assert tables.layouts([]) == []
 
 
+@pytest.fixture
+def judged() -> list[Record]:
+    """Two methods with a change, one whose positions end at 100, one measured without a bootstrap."""
+    found = []
+    for method, end, low, high in (("rotary", 30.0, 5.5, 6.5), ("type1", 5.02, 0.985, 1.023)):
+        found.append(record(method, 64, 5.0, perplexity_low=4.5, perplexity_high=5.75))
+        change = {"change": end / 5, "change_low": low, "change_high": high, "change_from": 64}
+        found.append(record(method, 2048, end, **change))
+    return [*found, record("learned", 64, 5.1, max_length=100), record("other", 2048, 5.2)]
+
+
+def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
+    (layout,) = tables.layouts(judged)
+    assert [str(change) for change in layout.changes.values()] == [
+        "6.000 [5.500, 6.500] rises",
+        "1.004 [0.985, 1.023] holds",
+    ]
+    lines = tables.plain(layout).splitlines()
+    assert [line.rstrip() for line in lines[1:7]] == [
+        "method     1×       32×   change",
+        "           64     2,048   1× to 32×",
+        "rotary   5.00*    30.00   6.000 [5.500, 6.500] rises",
+        "type1    5.00*     5.02*  1.004 [0.985, 1.023] holds",
+        "learned  5.10   max 100   –",
+        "other       –      5.20   –",
+    ]
+    assert "| type1 | **5.00** | **5.02** | 1.004 [0.985, 1.023] holds |" in tables.markdown(layout)
+    assert "| learned | 5.10 | max 100 | – |" in tables.markdown(layout)
+    assert tables.markdown(layout).splitlines()[:2] == [
+        "| method | 1× (64) | 32× (2,048) | change 1× to 32× |",
+        "|---|--:|--:|---|",
+    ]
+    assert "holds if 1 is inside" in layout.caption
+    assert "within -10% and +15%" in layout.caption
+    parser = Cells()
+    parser.feed(tables.html_table(layout))
+    assert parser.rows[0][-1] == ("text", "change1× to 32×")
+    assert parser.rows[2][1:] == [
+        ("best", "5.00*4.50 – 5.75"),
+        ("best", "5.02*"),
+        ("text", "1.004 [0.985, 1.023] holds"),
+    ]
+    assert "6.000 [5.500, 6.500] rises" in shown(judged, force_terminal=True, width=120)
+
+
+def test_changes_of_several_seeds() -> None:
+    def seeds(*changes: tuple[float, float, float]) -> str:
+        found = []
+        for seed, (low, change, high) in enumerate(changes):
+            about = {"change": change, "change_low": low, "change_high": high, "change_from": 64}
+            found += [record("t5", 64, 5.0, seed), record("t5", 128, 5 * change, seed, **about)]
+        (layout,) = tables.layouts(found)
+        return str(layout.changes["t5"])
+
+    assert seeds((1.1, 1.2, 1.3), (1.3, 1.4, 1.5)) == f"1.300 ± {statistics.stdev((1.2, 1.4)):.3f} rises"
+    assert seeds((1.1, 1.2, 1.3), (0.9, 1.0, 1.1)).endswith(" mixed")
+
+
+def test_a_change_from_another_length_is_not_shown() -> None:
+    late = record("t5", 128, 5.0, change=1.5, change_from=32)
+    (layout,) = tables.layouts([record("t5", 64, 5.0), late])
+    assert layout.changes == {}
+    assert "change" not in tables.plain(layout)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(4.866, "4.87"), (99.994, "99.99"), (152.34, "152.3"), (16443.4, "16,443")]
 )

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from megatron.errors import RunError, UserError
 from megatron.launch import sweep
+from megatron.model.options import PositionOptions
+from megatron.position.registry import encodings, processors
 
 BASE = """
     num_layers: 1
@@ -128,7 +130,14 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert all((r.tokens, r.windows, r.step, r.train_tokens) == (48, 3, 60, 60 * 4 * 16) for r in found)
     stored = json.loads(Path("out/results.json").read_text())
     assert [item["perplexity"] for item in stored] == [r.perplexity for r in found]
-    for name in ("results.csv", "results.png", "report.html", "rotary/seed_1234.yml", "mine/seed_1234/metrics.jsonl"):
+    for name in (
+        "results.csv",
+        "results.md",
+        "results.png",
+        "report.html",
+        "rotary/seed_1234.yml",
+        "mine/seed_1234/metrics.jsonl",
+    ):
         assert (place / "out" / name).stat().st_size > 0
     report = Path("out/report.html").read_text()
     assert "cdape(width=4)+alibi" in report
@@ -236,7 +245,6 @@ def test_an_interrupt_ends_the_training(trainer: Path, monkeypatch: pytest.Monke
         (("rotary: {pos_emb: rotary}", "a/b: {pos_emb: rotary}"), "sweep.yml:19: variant 'a/b' names a folder"),
         (("rotary: {pos_emb: rotary}", "rotary: {seed: 1}"), "sweep.yml:19: seed is set by the sweep: use sweep.seeds"),
         (("rotary: {pos_emb: rotary}", "rotary: {seq_length: 32}"), "all variants of a sweep need the same"),
-        (("rotary: {pos_emb: rotary}", "rotary: {pos_emb: learned}"), "rotary, seed 1234: pos_emb learned ends at 16"),
         (("train_iters: 6", "train_iters: 6\n    save: runs/x"), "sweep.yml:9: save is set by the sweep: use"),
         (("output: out", "output: out\n      seeds: [1, 1]"), "sweep.yml:17: sweep.seeds repeats a seed"),
         (("output: out", "output: text/1.txt/x"), "cannot be made"),
@@ -274,11 +282,37 @@ def test_mistakes_on_the_command_line(trainer: Path) -> None:
         assert message in str(caught.value)
 
 
-def test_files_without_a_sweep() -> None:
+def test_files_without_a_sweep(place: Path) -> None:
     with pytest.raises(UserError, match="there is no sweep: mapping"):
         sweep.read(["125M"])
-    with pytest.raises(UserError, match="more than one has"):
-        sweep.read(["quickstart", "quickstart"])
+    write("sweep: [1]")
+    with pytest.raises(UserError, match=r"sweep.yml:1: sweep is \[1\]; it must be a mapping of keys"):
+        sweep.read(["quickstart", "sweep.yml"])
+
+
+def test_of_several_files_with_a_sweep_the_later_wins_key_by_key(place: Path) -> None:
+    write(BASE, "base.yml")
+    over = "num_layers: 2\nsweep:\n  output: elsewhere\n  seeds: [1234]\n  variants:\n    t5: {pos_emb: t5}\n"
+    write(over)
+    found = sweep.read(["base.yml", "sweep.yml"])
+    assert [(m.variant, str(m.folder), m.config.model.num_layers) for m in found.members] == [
+        ("t5", "elsewhere/t5/seed_1234", 2)
+    ]
+    assert (found.options.evaluate.windows, found.options.corpus.folder) == (3, "corpus")
+    assert found.notes == (
+        "sweep.output (base.yml:16) replaced (sweep.yml:3)",
+        "sweep.variants (base.yml:18) replaced (sweep.yml:5)",
+        "num_layers 1 (base.yml:2) replaced by 2 (sweep.yml:1)",
+    )
+    assert set(found.texts) == {"base.yml", "sweep.yml"}
+    write(over.replace("pos_emb: t5", "pos_em: t5"))
+    with pytest.raises(UserError, match=r"sweep.yml:6: unknown key 'pos_em'"):
+        sweep.read(["base.yml", "sweep.yml"])
+    write(BASE.replace("windows: 3", "windows: 0"), "base.yml")
+    with pytest.raises(UserError, match=r"base.yml:21: sweep.evaluate.windows is 0"):
+        sweep.read(["base.yml", "sweep.yml"])
+    with pytest.raises(UserError, match=r"command line: sweep.output.x: sweep.output is elsewhere, not a mapping"):
+        sweep.read(["base.yml", "sweep.yml"], ["sweep.output.x=3"])
 
 
 def test_the_quickstart_is_valid() -> None:
@@ -288,6 +322,72 @@ def test_the_quickstart_is_valid() -> None:
     assert found.members[2].config.position.score_processor == "cdape"
     assert found.options.evaluate.multiples == [1, 2, 4, 8, 16, 32]
     assert found.notes == ()
+
+
+def test_the_zoo_has_every_encoding_alone_and_every_processor_at_the_quickstarts_budget() -> None:
+    configs = ROOT / "configs"
+    zoo = sweep.read([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
+    quickstart = sweep.read([str(configs / "quickstart.yml")])
+    assert (zoo.options.output, zoo.options.evaluate, zoo.options.corpus, zoo.options.seeds) == (
+        "runs/zoo", quickstart.options.evaluate, quickstart.options.corpus, quickstart.options.seeds,
+    )  # fmt: skip
+    positions = {member.variant: member.config.position for member in zoo.members}
+    default = PositionOptions()
+    for name in encodings():
+        assert positions[name] == default.model_copy(update={"pos_emb": name})
+    assert {position.score_processor for position in positions.values()} == {"none", *processors()}
+    positional = {"save", "max_position_embeddings", *PositionOptions.model_fields}
+    budgets = [
+        {name: value for name, value in member.config.flat().items() if name not in positional}
+        for member in (*zoo.members, *quickstart.members)
+    ]
+    assert all(budget == budgets[0] for budget in budgets)
+
+
+def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Path) -> None:
+    steps = textwrap.indent(textwrap.dedent("""
+        import time
+        run.mkdir(parents=True)
+        for step in (1, 2, 3):
+            with open(run / "metrics.jsonl", "a") as file:
+                print(json.dumps({{"step": step}}), file=file)
+            time.sleep(0.7)
+    """), "    ")  # fmt: skip
+    slow = TRAINER.replace("    stop = config", steps + "    stop = config", 1)
+    write(slow.format(root=str(ROOT)), "trainer.py")
+    _, said = run("sweep.seeds=[3, 4]")
+    lines = said.splitlines()
+    # Known before the first training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, four times.
+    (todo,) = [line for line in lines if " to do: " in line]
+    assert todo.startswith("4 of 4 runs to do: ")
+    assert "FLOP of training and " in todo
+    (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
+    assert "for 4 of 4 runs" in forecast
+    first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 4 runs done"))
+    assert lines.index(todo) < lines.index(forecast) < first_done
+    done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
+    assert done == ["1 of 4", "2 of 4", "3 of 4"]
+    assert any(line.startswith("3/4 train mine, seed 3: step 0 of 6") for line in lines)
+    _, said = run("sweep.seeds=[3, 4, 5]")
+    assert "2 of 6 runs to do: " in said
+    _, said = run("sweep.seeds=[3, 4, 5]")
+    assert "all 6 runs are done" in said
+
+
+def test_a_variant_whose_positions_end_is_announced_and_scored_up_to_there(place: Path) -> None:
+    write(BASE.replace("rotary: {pos_emb: rotary}", "learned: {pos_emb: learned}"))
+    with pytest.raises(UserError, match=r"learned, seed 1234: pos_emb learned ends at 16 .*, length 32 is past it"):
+        run("sweep.evaluate.multiples=[2, 4]")
+    found, said = run()
+    assert [(r.method, r.length, r.max_length) for r in found] == [
+        ("learned", 16, 16), ("mine", 16, None), ("mine", 64, None),
+    ]  # fmt: skip
+    assert len({r.target_digest for r in found}) == 1
+    assert (
+        said.count("learned: pos_emb learned ends at 16 positions (max_position_embeddings); scored at lengths up") == 1
+    )
+    assert "max 16" in Path("out/results.md").read_text()
+    assert "max 16" in Path("out/report.html").read_text()
 
 
 def test_reading_a_sweep_needs_no_torch() -> None:
