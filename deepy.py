@@ -281,7 +281,7 @@ def evaluate(
 def positions(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")] = False,
 ) -> None:
-    """List position encodings and score processors: formula, parameters, options, traits, source."""
+    """List position encodings and score processors: formula, parameters, options, traits, when to use it."""
     import json
 
     from megatron.position.registry import describe
@@ -302,7 +302,7 @@ def positions(
             console.print(f"\n[bold cyan]{record['name']}[/]  {escape(record['formula'])}")
             options = ", ".join(f"{name}: {_text(value)}" for name, value in record["options"].items())
             facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
-            _print_facts(console, {**facts, "source": record["source"]})
+            _print_facts(console, {**facts, "use": record["advice"], "source": record["source"]})
         console.print()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from megatron.config import names, neox
+from megatron.config import neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
 
