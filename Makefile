@@ -10,11 +10,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup setup-dev quickstart zoo test lint docs clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check test lint docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then every position method at the quickstart's budget; it says how long that takes"
+	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks, under 8 minutes, docs/results/gpu_check.json"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
@@ -41,6 +42,10 @@ quickstart: setup
 
 zoo: setup
 	@$(BIN)/python deepy.py sweep configs/quickstart.yml configs/zoo.yml
+
+# With the packages that are there, in the environment of `make setup` or, without one, the system's.
+gpu-check:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py
 
 lint: setup-dev
 	@$(BIN)/ruff check .

@@ -8,6 +8,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    # tests/kernels run in Triton's interpreter, which triton chooses when any test first imports it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        import triton.language  # noqa: F401
+
 settings.register_profile("farfield", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("farfield")
 

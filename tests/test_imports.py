@@ -24,6 +24,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/errors.py": (),
     "megatron/options.py": ("pydantic",),
     "megatron/position": ("torch",),
+    "kernels": ("torch", "triton"),
     "megatron/config": ("pydantic", "ruamel", *OURS, *OPTIONS),
     "megatron/data": (*NUMERIC, "tokenizers", "sentencepiece", "zstandard", "pydantic", *OURS),
     "megatron/model": (*NUMERIC, "einops", "pydantic", "megatron.position", "kernels", *OURS),
@@ -100,7 +101,14 @@ def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
 
 def test_every_part_has_a_rule() -> None:
     folders = {p.name for p in (ROOT / "megatron").iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert folders - {"launch"} == {Path(part).name for part in PARTS if not part.endswith(".py")}
+    assert folders - {"launch"} == {Path(part).name for part in PARTS if not part.endswith(".py")} - {"kernels"}
+
+
+def test_kernels_is_this_projects() -> None:
+    """Hugging Face has a package of that name: ours is a regular package, which a namespace could not shadow."""
+    import kernels
+
+    assert Path(kernels.__file__).parent == ROOT / "kernels"
 
 
 def test_megatron_stays_a_namespace() -> None:

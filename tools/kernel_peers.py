@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.model.backends.backend import Rows
+from megatron.model.backends.backend import Backend, Rows
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
+from megatron.model.backends.triton import DTYPES, Triton, runs_here
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
@@ -99,7 +100,13 @@ class Problem:
 def peers(problem: Problem) -> dict[str, Attention]:
     """Every way to compute the problem on its device; "flash" is a floor that leaves out bias and processor."""
     cuda = problem.device != "cpu"
-    found = {"eager": _backend(problem, Eager()), "chunked": _backend(problem, Chunked(CHUNK)), "flash": _flash}
+    found: dict[str, Attention] = {
+        "eager": _backend(problem, Eager()),
+        "chunked": _backend(problem, Chunked(CHUNK)),
+        "flash": _flash,
+    }
+    if runs_here() and problem.dtype in DTYPES:
+        found["triton"] = _backend(problem, Triton(Chunked(CHUNK)))
     if problem.op == "cdape":
         found["appendix"] = _appendix(problem)
     else:
@@ -113,7 +120,7 @@ def peers(problem: Problem) -> dict[str, Attention]:
     return found
 
 
-def _backend(problem: Problem, backend: Eager | Chunked) -> Attention:
+def _backend(problem: Problem, backend: Backend) -> Attention:
     encoding, processor = problem.methods
     span = Span(0, problem.length)
 

@@ -1,0 +1,1 @@
+"""Triton kernels, each op in its folder: reference, kernels, operator, shapes, derivation. Imports torch and triton."""

@@ -1,0 +1,296 @@
+"""The operators: `biased_attention`, differentiable, and `biased_attention_with_lse`.
+
+B batch, H heads, R query rows, C key columns, d head dimension, N distances.
+They are torch custom operators, so torch.compile and activation checkpointing treat them as one opaque step.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.biased_attention import configs
+from kernels.biased_attention.backward import column_kernel, row_kernel
+from kernels.biased_attention.forward import forward_kernel
+from kernels.runtime import capability, on_device_of
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(weight(n) · scale · q_i·k_j + bias(n)) · v over the keys j ≤ i, n = i − j, in memory linear in R and C.
+
+    Differentiable in q, k, v, bias and weight; outputs and gradients are bitwise repeatable.
+
+    Args:
+        q: [B, H, R, d]; row r stands at position offset + r of the keys.
+        k, v: [B, H, C, d], of q's type: float16, bfloat16 or float32. d is at most 128.
+        bias: float32 [H, N] over the distances 0 … N − 1, or None. −inf hides a distance.
+        weight: float32 [H, N], multiplied into the scores, or None.
+        offset: position of the first row, counted from key column 0; at least 0.
+        window: a row sees the last `window` keys only, its own included; None for all.
+        scale: of the scores; 1/√d unless given.
+
+    Returns:
+        [B, H, R, d] in q's type, contiguous.
+
+    Raises:
+        ValueError: shapes, types or values that do not fit; a row that would see no key.
+        RuntimeError: tensors on the CPU outside Triton's interpreter.
+    """
+    _check(q, k, v, bias, weight, offset, window)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _forward(q, k, v, bias, weight, offset, window, scale)[0]
+
+
+def biased_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same with the logsumexp of every row, float32 [B, H, R], differentiable too: to join blocks of keys."""
+    _check(q, k, v, bias, weight, offset, window)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = _forward(q, k, v, bias, weight, offset, window, scale)
+    return out, lse * math.log(2)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None, offset: int, window: int | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, length, head dimension]")
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype}; q, k and v must all be float16, all bfloat16 or all float32")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}; no dimension may be 0")
+    batch, heads, rows, dim = q.shape
+    if k.shape != v.shape or (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
+    if dim > configs.MAX_HEAD_DIM:
+        raise ValueError(f"head dimension {dim}; it must be at most {configs.MAX_HEAD_DIM}")
+    if batch * heads > 65535:
+        raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most 65535")
+    if offset < 0:
+        raise ValueError(f"offset {offset}; it must not be negative, or rows see no key")
+    needed = offset + rows
+    if window is not None:
+        if window < 1:
+            raise ValueError(f"window {window}; it must be at least 1")
+        if needed - window >= k.shape[2]:
+            raise ValueError(f"window {window}: the row at {needed - 1} sees none of the {k.shape[2]} keys")
+        needed = min(needed, window)
+    for name, table in (("bias", bias), ("weight", weight)):
+        if table is None:
+            continue
+        if table.dtype != torch.float32 or table.device != q.device:
+            raise ValueError(f"{name} is {table.dtype} on {table.device}; it must be float32 on {q.device}")
+        if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < needed:
+            raise ValueError(f"{name} has shape {list(table.shape)}; it must be [{heads}, at least {needed}]")
+    if bias is not None and weight is not None and bias.shape != weight.shape:
+        raise ValueError(f"bias {list(bias.shape)} and weight {list(weight.shape)} must have the same shape")
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _shared(q: Tensor) -> dict[str, Any]:
+    split = configs.split_head_dim(q.shape[-1])
+    return {
+        "DA": split[0],
+        "DB": split[1],
+        "DIM": q.shape[-1],
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "enable_fp_fusion": True,
+    }
+
+
+def _launch(tiles: configs.Tiles) -> dict[str, int]:
+    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
+def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
+    table = bias if bias is not None else weight
+    return 0 if table is None else table.shape[1]
+
+
+@torch.library.custom_op("farfield::biased_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    offset: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    arch = capability(q)
+    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    bias = None if bias is None else bias.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    batch, heads, rows, dim = q.shape
+    tiles = configs.config(arch, q.dtype, dim).forward
+    block = configs.row_block(rows, tiles)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with on_device_of(q):
+        forward_kernel[(-(-rows // block), batch * heads)](
+            *(q, k, v, bias, weight, out, lse),
+            *_strides(q, k, v),
+            *(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0),
+            WINDOWED=window is not None,
+            BM=block,
+            BN=tiles.BN,
+            **_shared(q),
+            **_launch(tiles),
+        )
+    return out, lse
+
+
+@_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    offset: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("farfield::biased_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    offset: int,
+    window: int | None,
+    scale: float,
+    bias_wanted: bool,
+    weight_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    arch = capability(q)
+    grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
+    bias = None if bias is None else bias.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    batch, heads, rows, dim = q.shape
+    columns, size = k.shape[2], _table_size(bias, weight)
+    config = configs.config(arch, q.dtype, dim)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    groups = configs.groups(rows, config.rows.BM, batch * heads, bias_wanted or weight_wanted)
+    partial = [
+        torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if wanted else None
+        for wanted in (bias_wanted, weight_wanted)
+    ]
+    sizes = (scale, heads, rows, columns, size, offset, window or 0)
+    with on_device_of(q):
+        row_kernel[(groups, batch * heads)](
+            *(q, k, v, bias, weight, out, lse, grad, grad_lse, dq, delta, *partial),
+            *_strides(q, k, v, grad),
+            *sizes,
+            WINDOWED=window is not None,
+            BLOCK=config.rows.BM,
+            **_shared(q),
+            **_launch(config.rows),
+        )
+        column_kernel[(-(-columns // config.columns.BN), batch * heads)](
+            *(q, k, v, bias, weight, lse, grad, delta, dk, dv),
+            *_strides(q, k, v, grad),
+            *sizes,
+            WINDOWED=window is not None,
+            BM=config.columns.BM,
+            BN=config.columns.BN,
+            **_shared(q),
+            **_launch(config.columns),
+        )
+    absent = torch.empty(0, dtype=torch.float32, device=q.device)
+    dbias, dweight = (absent.clone() if p is None else p.sum((0, 2)) for p in partial)
+    return dq, dk, dv, dbias, dweight
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    offset: int,
+    window: int | None,
+    scale: float,
+    bias_wanted: bool,
+    weight_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dbias = bias.new_empty(bias.shape) if bias is not None and bias_wanted else lse.new_empty(0)
+    dweight = weight.new_empty(weight.shape) if weight is not None and weight_wanted else lse.new_empty(0)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dweight
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, weight, ctx.offset, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, bias, weight, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, bias, weight, out, lse = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(out)
+    bias_wanted = bias is not None and ctx.needs_input_grad[3]
+    weight_wanted = weight is not None and ctx.needs_input_grad[4]
+    dq, dk, dv, dbias, dweight = _backward(
+        *(grad, grad_lse, q, k, v, bias, weight, out, lse),
+        *(ctx.offset, ctx.window, ctx.scale, bias_wanted, weight_wanted),
+    )
+    tables = (dbias if bias_wanted else None, dweight if weight_wanted else None)
+    return dq, dk, dv, *tables, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:
+    """Causal FLOPs that a result needs, R = C: forward 4d, backward 10d per pair (i, j) (recomputation not counted)."""
+    return (10 if backward else 4) * dim * batch * heads * math.comb(rows + 1, 2)

@@ -1,0 +1,63 @@
+"""Plain PyTorch: the score map is materialised. In float64 it is the truth that the kernels are compared with.
+
+B batch, H heads, R query rows, C key columns, d head dimension, N distances.
+"""
+
+import torch
+from torch import Tensor
+
+
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(weight(n) · scale · q·k + bias(n)) · v; arguments and result as in `op.biased_attention`."""
+    return _attend(q, k, v, bias, weight, offset, window, scale)[0]
+
+
+def logsumexp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Logarithm of the softmax's denominator, [B, H, R]."""
+    return _attend(q, k, v, bias, weight, offset, window, scale)[1]
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    offset: int,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    rows = offset + torch.arange(q.shape[2], device=q.device)
+    distance = rows[:, None] - torch.arange(k.shape[2], device=q.device)[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance < window)
+    n = torch.where(visible, distance, 0)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if weight is not None:
+        scores = scores * weight[:, n]
+    if bias is not None:
+        scores = scores + bias[:, n]
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v), torch.logsumexp(scores, -1)

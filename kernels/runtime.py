@@ -1,0 +1,31 @@
+"""Where kernels run: on a CUDA device, or on CPU tensors inside Triton's interpreter."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+from torch import Tensor
+
+
+def interpreted() -> bool:
+    """Does this process run kernels in the interpreter (TRITON_INTERPRET was set before triton was imported)?"""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def capability(x: Tensor) -> int | None:
+    """Compute capability of the tensor's device as major · 10 + minor; None in the interpreter.
+
+    Raises:
+        RuntimeError: a kernel cannot run where the tensor is.
+    """
+    if interpreted():
+        return None
+    if x.device.type != "cuda":
+        raise RuntimeError(f"this kernel needs a CUDA device, its tensors are on {x.device}")
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return major * 10 + minor
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels launch on the current device; make it the tensor's."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
