@@ -59,7 +59,7 @@ class ModelOptions(Section):
     )
     checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass")
     checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=LARGEST)
-    attention_backend: Literal["auto", "eager", "chunked", "sdpa"] = key(
+    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton"] = key(
         "auto", "how attention is computed; auto takes the fastest that can do this position encoding"
     )
     attention_chunk_rows: int = key(128, "query rows per block of the chunked backend", ge=1, le=LONGEST)

@@ -10,6 +10,7 @@ from megatron.model.backends.backend import Backend, Rows
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.sdpa import Sdpa
+from megatron.model.backends.triton import Triton
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 
@@ -42,14 +43,22 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
     Raises:
         UserError: the named backend cannot do it, with the reason and the ones that can.
     """
-    backends: dict[str, Backend] = {"sdpa": Sdpa(), "eager": Eager(), "chunked": Chunked(chunk_rows)}
+    plain = EagerThenChunked(chunk_rows)
+    backends: dict[str, Backend] = {
+        "sdpa": Sdpa(), "triton": Triton(plain), "eager": Eager(), "chunked": Chunked(chunk_rows)
+    }  # fmt: skip
     if name == "auto":
-        refusal = backends["sdpa"].refuses(encoding, processor)
-        if refusal is None:
-            logger.info("attention backend: sdpa")
-            return backends["sdpa"]
-        logger.info("attention backend: eager up to %d keys in training, else chunked (sdpa: %s)", EAGER_UP_TO, refusal)
-        return EagerThenChunked(chunk_rows)
+        refusals = []
+        for fused in ("sdpa", "triton") if torch.cuda.is_available() else ("sdpa",):
+            refusal = backends[fused].refuses(encoding, processor)
+            if refusal is None:
+                logger.info("attention backend: %s", fused)
+                return backends[fused]
+            refusals.append(f"{fused}: {refusal}")
+        logger.info(
+            "attention backend: eager up to %d keys in training, else chunked (%s)", EAGER_UP_TO, "; ".join(refusals)
+        )
+        return plain
     refusal = backends[name].refuses(encoding, processor)
     if refusal is not None:
         able = [other for other, backend in backends.items() if backend.refuses(encoding, processor) is None]

@@ -1,0 +1,82 @@
+"""Shapes shared by tests and benchmarks.
+
+B batch, H heads, R query rows, C key columns, d head dimension, D processor width, k kernel size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the operator."""
+
+    batch: int
+    heads: int
+    rows: int
+    columns: int
+    dim: int
+    width: int
+    size: int
+    offset: int = 0
+    window: int | None = None
+    residual_bias: bool = True
+    has_bias: bool = True
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value is not None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the operator and of the reference."""
+        return {"offset": self.offset, "window": self.window, "residual_bias": self.residual_bias}
+
+    def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[Tensor | None]:
+        """q, k, v, bias, w1, b1, w2 and b2, the same numbers for the same seed, rounded to a type once.
+
+        The bias falls with the distance as a learned one does, and the weights let the hidden values change sign.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+        count = self.offset + self.rows
+        q = normal(self.batch, self.heads, self.rows, self.dim)
+        k, v = (normal(self.batch, self.heads, self.columns, self.dim) for _ in "kv")
+        inputs = 2 * self.heads if self.has_bias else self.heads
+        w1 = normal(self.width, inputs, 1, self.size, scale=(inputs * self.size) ** -0.5)
+        w2 = normal(self.heads, self.width, 1, self.size, scale=(self.width * self.size) ** -0.5)
+        b1, b2 = normal(self.width, scale=0.3), normal(self.heads, scale=0.3)
+        slope = torch.rand(self.heads, 1, generator=generator) * 2
+        bias = -slope * torch.log1p(torch.arange(count + 2)) + torch.randn(self.heads, count + 2, generator=generator)
+        return [q, k, v, bias.to(device) if self.has_bias else None, w1, b1, w2, b2]
+
+
+TRAINED = [Case(1, 12, length, length, 64, 32, size) for size in (1, 3, 5, 7) for length in (512, 2048, 8192)]
+"""The shapes of the 125M model, for benchmarks."""
+
+SMALL = [
+    Case(2, 3, 9, 9, 8, 4, 1),
+    Case(1, 4, 37, 37, 16, 20, 3),
+    Case(2, 5, 21, 21, 8, 5, 3, chunk=8),
+    Case(1, 4, 26, 30, 8, 33, 5, offset=3, residual_bias=False),
+    Case(1, 3, 40, 40, 10, 8, 7, chunk=23),
+    Case(1, 3, 34, 34, 8, 6, 3, has_bias=False),
+    Case(1, 2, 31, 60, 8, 6, 5, offset=27, window=9, chunk=16),
+    Case(1, 2, 19, 19, 8, 6, 7, window=2, has_bias=False),
+    Case(1, 4, 3, 3, 8, 6, 7),
+    Case(2, 5, 1, 61, 8, 16, 3, offset=60),
+    Case(1, 17, 12, 12, 8, 8, 3),
+    Case(1, 2, 14, 40, 8, 6, 5, offset=26, window=28),
+    Case(1, 2, 32, 32, 8, 6, 3),
+]
+"""Odd sizes, T < k, offsets, windows (narrower than p too), chunks, decoding, H beyond 16; a window that ends with a
+tile, so that the hidden values beyond it lie in the next, and a length that does."""
+
+SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
+"""Run with a bias beyond float16's range."""

@@ -1,0 +1,276 @@
+"""CDAPE attention as torch custom operators, with gradients: `torch.compile` and checkpointing work around them.
+
+B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size,
+p = k//2.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.cdape_attention import chunks
+from kernels.cdape_attention.configs import chunk_rows
+from kernels.cdape_attention.forward import mix
+from kernels.cdape_attention.reference import at_least_float32
+from kernels.cdape_attention.tables import shares as make_shares
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 64
+"""Widths beyond would need other tiles."""
+
+
+def cdape_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    residual_bias: bool = True,
+    scale: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a GPU.
+
+    DAPE V2, equation 5 (equation 2 with residual_bias False); the key axis is extended by zeros, so that no row depends
+    on C. Row r stands at position offset + r of the columns and sees columns offset + r − window + 1 … offset + r;
+    others count as zero for Conv1. Where a cache has dropped columns, the p columns before the first one that a row
+    sees must still be there; column 0 is the left edge. Conv2's constant has no effect under the softmax (unless
+    float16 saturates), so b2's gradient is zero.
+
+    Args:
+        q: queries [B, H, R, d], rotated by the caller if at all; bfloat16, float16 or float32.
+        k, v: keys and values [B, H, C, d] of q's type, C ≥ offset + R; later columns are not read.
+        bias: float32 [H, N] over distances n = i − j, N ≥ offset + R, or None.
+        w1, b1: Conv1 [D, 2H, 1, k] (scores first; [D, H, 1, k] without a bias) and [D]; D ≤ 64, k odd.
+        w2, b2: Conv2 [H, D, 1, k] and [H].
+        residual_bias: whether the bias is added to the logits too.
+        scale: of q·k, 1/√d if None.
+        chunk: query rows per chunk; None lets the shape decide.
+
+    Returns:
+        [B, H, R, d] of q's type.
+
+    Raises:
+        ValueError: shapes, types or options that do not fit.
+        RuntimeError: tensors on a CPU without Triton's interpreter.
+    """
+    _check(q, k, v, bias, w1, b1, w2, b2, offset, window, chunk)
+    batch, heads, rows, dim = q.shape
+    table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
+    residual = bias if bias is not None and residual_bias else q.new_empty(heads, 0, dtype=torch.float32)
+    return _attention(
+        q,
+        k,
+        v,
+        table,
+        residual,
+        w1[:, :heads, 0],
+        w2[:, :, 0],
+        b2,
+        offset,
+        chunks.UNBOUNDED if window is None else min(window, chunks.UNBOUNDED),
+        dim**-0.5 if scale is None else scale,
+        chunk_rows(batch, heads, rows, offset + rows) if chunk is None else min(chunk, rows),
+    )[0]
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    offset: int,
+    window: int | None,
+    chunk: int | None,
+) -> None:
+    if q.dtype not in TYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one type: bfloat16, float16 or float32"
+        )
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
+    batch, heads, rows, dim = q.shape
+    if min(batch, heads, rows, dim) < 1:
+        raise ValueError(f"q is {list(q.shape)}; no size may be 0")
+    columns = k.shape[2]
+    if k.shape != (batch, heads, columns, dim) or v.shape != k.shape:
+        raise ValueError(
+            f"k is {list(k.shape)} and v {list(v.shape)}; they must be [B, H, C, d], here [{batch}, {heads}, C, {dim}]"
+        )
+    if offset < 0 or columns < offset + rows:
+        raise ValueError(
+            f"offset is {offset} with {rows} rows and {columns} columns; it must be from 0 to {columns - rows}, "
+            "so that every row finds its own key"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1, or None")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
+    if chunk is not None and min(chunk, rows) * (offset + rows) >= 1 << 31:
+        raise ValueError(
+            f"chunk is {chunk}; chunk times columns must stay below 2³¹, here with {offset + rows} columns"
+        )
+    if bias is not None and (bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] < offset + rows):
+        raise ValueError(f"bias is {list(bias.shape)}; it must be [{heads}, N] with N ≥ offset + R = {offset + rows}")
+    if bias is not None and bias.dtype != torch.float32:
+        raise ValueError(f"bias is {bias.dtype}; it must be float32")
+    inputs = heads if bias is None else 2 * heads
+    width, size = w1.shape[0], w1.shape[-1]
+    if w1.shape != (width, inputs, 1, size) or not 1 <= width <= WIDEST or size % 2 == 0:
+        raise ValueError(f"w1 is {list(w1.shape)}; it must be [D, {inputs}, 1, k] with D from 1 to {WIDEST} and k odd")
+    if b1.shape != (width,) or w2.shape != (heads, width, 1, size) or b2.shape != (heads,):
+        raise ValueError(
+            f"b1, w2 and b2 are {list(b1.shape)}, {list(w2.shape)} and {list(b2.shape)}; "
+            f"they must be [{width}], [{heads}, {width}, 1, {size}] and [{heads}]"
+        )
+
+
+INTERPRETED = not isinstance(mix, triton.runtime.JITFunction)
+
+
+def _check_device(x: Tensor) -> None:
+    if x.device.type == "cpu" and not INTERPRETED:
+        raise RuntimeError(
+            "cdape_attention has no CPU code: set TRITON_INTERPRET=1 before triton is imported to try it, or use "
+            "another attention backend"
+        )
+
+
+def _problem(
+    shares: Tensor, residual: Tensor, w1: Tensor, w2: Tensor, b2: Tensor, q: Tensor, offset: int, window: int
+) -> chunks.Problem:
+    return chunks.Problem(
+        shares=at_least_float32(shares).contiguous(),
+        bias=residual.contiguous(),
+        w1=w1,
+        w2=w2,
+        b2=b2,
+        rows=q.shape[2],
+        offset=offset,
+        window=window,
+        dtype=q.dtype,
+    )
+
+
+@torch.library.custom_op("farfield::cdape_attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shares: Tensor,
+    residual: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    offset: int,
+    window: int,
+    scale: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Output, and the softmax's maximum and sum [2, B, H, R].
+
+    `shares` is from tables.shares, `residual` float32 [H, N or 0], `w1` [D, H, k] the scores' half, `w2` [H, D, k].
+    """
+    _check_device(q)
+    problem = _problem(shares, residual, w1, w2, b2, q, offset, window)
+    return chunks.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
+
+
+@_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shares: Tensor,
+    residual: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    offset: int,
+    window: int,
+    scale: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
+
+
+@torch.library.custom_op("farfield::cdape_attention_backward", mutates_args=())
+def _attention_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Tensor,
+    shares: Tensor,
+    residual: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    offset: int,
+    window: int,
+    scale: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, shares, residual, w1 and w2."""
+    _check_device(q)
+    problem = _problem(shares, residual, w1, w2, b2, q, offset, window)
+    q_, k_, v_, share_, bias_, w1_, w2_ = chunks.backward(
+        gradient.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), statistics, problem, scale, chunk
+    )
+    return q_, k_, v_, share_, bias_, w1_.to(w1.dtype), w2_.to(w2.dtype).contiguous()
+
+
+@_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Tensor,
+    shares: Tensor,
+    residual: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    offset: int,
+    window: int,
+    scale: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        shares.new_empty(shares.shape, dtype=torch.float32),
+        residual.new_empty(residual.shape),
+        w1.new_empty(w1.shape),
+        w2.new_empty(w2.shape),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, offset, window, scale, chunk = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.options = offset, window, scale, chunk
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, shares, residual, w1, w2, b2, statistics = ctx.saved_tensors
+    found = _attention_backward(gradient, q, k, v, statistics, shares, residual, w1, w2, b2, *ctx.options)
+    return (*found, torch.zeros_like(b2), None, None, None, None)
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)

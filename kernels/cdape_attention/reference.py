@@ -1,0 +1,67 @@
+"""CDAPE attention in plain PyTorch, the whole map materialised: the truth that the kernels are tested against.
+
+B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size,
+p = k//2.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NEGATIVE_SLOPE = 0.01
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x held within the range of float16 where that is the type. The other types reach as far as float32."""
+    if dtype != torch.float16:
+        return x
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    residual_bias: bool = True,
+    scale: float | None = None,
+    saturate_like: torch.dtype | None = None,
+) -> Tensor:
+    """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v (DAPE V2, equation 5), the key axis extended by zeros.
+
+    Arguments and result as in `op.cdape_attention`; any floating type, float64 included. `saturate_like` is the type
+    whose largest value bounds the hidden map, q's if None: float64 can tell what float16 should give.
+    """
+    rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
+    limited = dtype if saturate_like is None else saturate_like
+    padding = w1.shape[-1] // 2
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    distance = offset + torch.arange(rows, device=q.device)[:, None] - torch.arange(columns, device=q.device)
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    scores = (q * scale) @ k.transpose(-1, -2)
+    seen = scores.masked_fill(~visible, 0)
+    spread = None
+    if bias is not None:
+        spread = bias[:, distance.clamp(min=0)]
+        of_all = saturated(spread, limited).to(dtype).masked_fill(~visible, 0).expand(q.shape[0], -1, -1, -1)
+        seen = torch.cat([seen, of_all], dim=1)
+    # Padded on the right by p more than the convolution needs, so that hidden values there are computed, not cut.
+    hidden = F.conv2d(F.pad(seen, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))
+    hidden = F.leaky_relu(saturated(hidden, limited), NEGATIVE_SLOPE)
+    processed = saturated(F.conv2d(F.pad(hidden, (padding, 0)), w2.to(dtype), b2.to(dtype)), limited)
+    logits = at_least_float32(scores) + at_least_float32(processed)
+    if spread is not None and residual_bias:
+        logits = logits + spread
+    probabilities = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
+    return probabilities.to(dtype) @ v

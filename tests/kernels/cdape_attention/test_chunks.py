@@ -1,0 +1,68 @@
+"""The static tables of sizes, and the chunks: nothing is left out and memory stays linear."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.cdape_attention.chunks import UNBOUNDED, Problem, chunks
+from kernels.cdape_attention.configs import WORKSPACE, chunk_rows, padded, splits, tiles
+
+TYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1 << 17))
+def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(batch: int, heads: int, rows: int, columns: int) -> None:
+    chunk = chunk_rows(batch, heads, rows, columns)
+    assert 1 <= chunk <= rows
+    assert chunk <= 16 or batch * heads * chunk * columns <= WORKSPACE
+
+
+@given(
+    st.sampled_from(["forward", "backward", "weights"]),
+    st.integers(1, 64),
+    st.integers(1, 64),
+    st.integers(0, 3),
+    st.integers(1, 300),
+    TYPES,
+)
+def test_tiles_are_powers_of_two_that_keep_distances(
+    kernel: str, heads: int, width: int, reach: int, rows: int, dtype: torch.dtype
+) -> None:
+    tile = tiles(kernel, heads, width, 2 * reach + 1, rows, dtype)
+    assert tile.rows & (tile.rows - 1) == 0
+    assert tile.distances & (tile.distances - 1) == 0
+    assert tile.distances > 2 * reach
+    assert tile.rows * tile.distances >= 16  # what a matrix product takes
+    assert tile.rows == 1 or tile.rows < 2 * rows
+
+
+@given(st.integers(1, 2048))
+def test_padded_sizes_suit_a_matrix_product(size: int) -> None:
+    assert padded(size) >= max(size, 16)
+    assert padded(size) & (padded(size) - 1) == 0
+    assert padded(size) < 2 * max(size, 16)
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))
+def test_splits_leave_each_some_rows(blocks: int, batch: int, row_blocks: int) -> None:
+    assert 1 <= splits(blocks, batch, row_blocks) <= row_blocks
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.none() | st.integers(1, 50), st.integers(1, 40))
+def test_chunks_hold_every_row_once_with_all_columns_that_it_sees(
+    rows: int, offset: int, window: int | None, size: int
+) -> None:
+    empty = torch.empty(0)
+    bound = UNBOUNDED if window is None else window
+    problem = Problem(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
+    found = []
+    for chunk in chunks(problem, size):
+        assert chunk.rows <= size
+        for row in range(chunk.first, chunk.last):
+            position = offset + row
+            assert chunk.left <= max(position - bound + 1, 0)
+            assert position < chunk.right <= offset + rows
+            found.append(row)
+        assert chunk.left == max(chunk.position - bound + 1, 0)  # and no more
+        assert chunk.right == offset + chunk.last
+    assert found == list(range(rows))

@@ -1,0 +1,140 @@
+"""The kernels as an attention backend: equal to eager for every method and processor of the registry, or refused."""
+
+import pytest
+import torch
+from position_methods import MAPPED, build, random_qkv
+
+from megatron.errors import UserError
+from megatron.model.backends import triton
+from megatron.model.backends.backend import Rows
+from megatron.model.backends.choose import EagerThenChunked, choose_backend
+from megatron.model.backends.eager import Eager
+from megatron.model.backends.triton import LARGEST_HEAD_DIM, Triton
+from megatron.model.build import build_model
+from megatron.model.options import ModelOptions, PositionOptions
+from megatron.position.randomized import draw_positions
+from megatron.position.registry import encoding_class
+from megatron.position.shape import Shape, Span
+
+SHAPE = Shape(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
+ABLE = [pair for pair in MAPPED if Triton(Eager()).refuses(*build(*pair, SHAPE)) is None]
+# float32 sums of a few hundred terms of order one, exponentials included
+TOLERANCE = 3e-5
+
+
+class Unused:
+    """Fails if the kernels hand their work to somebody else."""
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        raise AssertionError("the kernels were not used")
+
+
+def results(backend, encoding, processor, q, k, v, query: Span, key: Span, window: int | None) -> list[torch.Tensor]:
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = backend(Rows(*inputs, query, key, encoding, processor, window=window))
+    parameters = [*encoding.parameters(), *(processor.parameters() if processor is not None else ())]
+    grads = torch.autograd.grad(out.square().sum(), [*inputs, *parameters], allow_unused=True, materialize_grads=True)
+    return [out, *grads]
+
+
+def test_what_the_kernels_can_do_is_every_toeplitz_bias() -> None:
+    expected = [
+        (encoding, processor)
+        for encoding, processor in MAPPED
+        if not encoding_class(encoding).overrides("dense")
+        and not encoding_class(encoding).overrides("contextual")
+        and (processor == "none" or not build(encoding, "none", SHAPE)[0].has_weight())
+    ]
+    assert expected == ABLE
+    assert len(ABLE) > 40
+
+
+CASES = [(encoding, processor, 4, None) for encoding, processor in ABLE] + [
+    ("kerple_log", processor, start, window)
+    for processor in ("none", "dape", "cdape")
+    for start, window in ((0, None), (12, None), (0, 5), (6, 3))
+]
+
+
+@pytest.mark.parametrize(("encoding", "processor", "start", "window"), CASES)
+def test_it_equals_eager_in_outputs_and_all_gradients(encoding, processor, start: int, window: int | None) -> None:
+    e, p = build(encoding, processor, SHAPE)
+    q, k, v = random_qkv(13, SHAPE, batch=1)
+    query, key = Span(start, 13 - start), Span(0, 13)
+    q = q[:, :, start:]
+    ours = results(Triton(Unused()), e, p, q, k, v, query, key, window)
+    e, p = e.double(), p.double() if p is not None else None
+    exact = results(Eager(), e, p, q.double(), k.double(), v.double(), query, key, window)
+    largest = max(x.abs().max().item() for x in exact)
+    for mine, reference in zip(ours, exact, strict=True):
+        assert (mine - reference).abs().max() <= TOLERANCE * max(reference.abs().max().item(), largest / 100)
+
+
+@pytest.mark.parametrize("processor", ["none", "cdape"])
+def test_what_shows_at_run_time_is_computed_elsewhere(processor: str) -> None:
+    e, p = build("kerple_log", processor, SHAPE)
+    q, k, v = random_qkv(9, SHAPE)
+    span = Span(0, 9)
+    backend = Triton(EagerThenChunked(4))
+    mask = torch.arange(9)[None] >= torch.tensor([[0], [3]])
+    drawn = Span(0, 9, draw_positions(9, 20, anew=True))
+    for rows in (
+        Rows(q, k, v, span, span, e, p, key_mask=mask),
+        Rows(q, k, v, drawn, drawn, e, p),
+        Rows(q, k, v[:, :2], span, span, e, p, heads=slice(0, 2)) if p is not None else Rows(q, k, v, span, span, e, p),
+    ):
+        torch.testing.assert_close(backend(rows), Eager()(rows), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "processor", "shape", "complaint"),
+    [
+        ("fire", "none", SHAPE, "not a function of the distance"),
+        ("cope", "cdape", SHAPE, "contextual terms"),
+        ("gaussian_weight1", "cdape", SHAPE, "multiply the scores before a processor"),
+        (
+            "alibi",
+            "none",
+            Shape(1, LARGEST_HEAD_DIM + 2, LARGEST_HEAD_DIM + 2, 16, 16),
+            "head dimension is at most 128",
+        ),
+    ],
+)
+def test_the_rest_is_refused_by_name(encoding: str, processor: str, shape: Shape, complaint: str) -> None:
+    with pytest.raises(UserError, match=f"attention_backend 'triton': .*{complaint}.*choose from auto"):
+        choose_backend("triton", 4, *build(encoding, processor, shape))
+
+
+def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "runs_here", lambda: False)
+    with pytest.raises(UserError, match="attention_backend 'triton': it needs a CUDA device"):
+        choose_backend("triton", 4, *build("alibi", "none", SHAPE))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("encoding", "processor"), [("kerple_log", "none"), ("kerple_log", "cdape"), ("rotary", "cdape")]
+)
+def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, recompute: bool) -> None:
+    options = ModelOptions(
+        num_layers=2, hidden_size=48, num_attention_heads=3, seq_length=12, checkpoint_activations=recompute,
+        make_vocab_size_divisible_by=8, init_method_std=0.2,
+    )  # fmt: skip
+    position = PositionOptions(pos_emb=encoding, score_processor=processor)
+    x, labels = torch.randint(30, (2, 2, 12))
+    found = []
+    for backend in ("eager", "triton"):
+        gpt = build_model(options, position, 30, seed=3, backend=backend)
+        loss = gpt(x, labels).mean()
+        loss.backward()
+        found.append((gpt, loss, [p.grad for p in gpt.parameters()]))
+    (_, reference, exact), (gpt, loss, ours) = found
+    torch.testing.assert_close(loss, reference, rtol=TOLERANCE, atol=TOLERANCE)
+    largest = max(g.abs().max().item() for g in exact)
+    for mine, gradient in zip(ours, exact, strict=True):
+        assert (mine - gradient).abs().max() <= TOLERANCE * max(gradient.abs().max().item(), largest / 100)
+    gpt.eval()
+    with torch.no_grad():
+        cache, whole = gpt.new_cache(12), gpt(x)
+        parts = torch.cat([gpt(part, cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
+    torch.testing.assert_close(parts, whole, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
