@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,6 +125,10 @@ def train(
         print(config.text(), end="")
         if isinstance(resolved, UserError):
             raise resolved
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # third parties', about packages that are not needed
+            from megatron.model.build import check_position
+        check_position(config.model, config.position)
         _note(resolved.notes)
         return 0
     _note(local.resolve(loaded.config).notes)

@@ -14,7 +14,7 @@ from megatron.checkpoint import folder
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
-from megatron.errors import RunError
+from megatron.errors import RunError, UserError
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.model.options import PositionOptions
@@ -63,6 +63,8 @@ def load_model(
         raise RunError(f"{checkpoint / folder.PROGRESS}: says nothing of the vocabulary")
     position = config.position
     if window is not None:
+        if not isinstance(window, int) or window < 1:
+            raise UserError(f"window is {window!r}; it must be a whole number, at least 1")
         position = position.model_copy(update={"attention_window": window})
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):

@@ -15,6 +15,7 @@ from megatron.checkpoint.save import DEEPSPEED, Agree
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
+from megatron.model.identity import settled
 from megatron.model.parameters import dispensable, shared_names
 
 
@@ -74,19 +75,21 @@ def find_start(config: Config) -> Start:
 
 
 WEIGHTLESS = ("seq_length", "attention_window", "randomized_positions")
-"""Keys of the architecture that no weight depends on: finetuning may change them."""
+"""Keys of the architecture on which no weight's shape depends: finetuning may change them."""
 
 
 def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = False) -> None:
     """Refuse a checkpoint of another model.
 
-    Finetuning may change what no weight depends on, give every layer position parameters of its own, and add a score
-    processor (`load_weights` sees to it that it has no effect at first).
+    Finetuning may change what no weight's shape depends on, give every layer position parameters of its own, and add a
+    score processor (`load_weights` sees to it that it has no effect at first).
 
     Raises:
         UserError: naming the first key that differs and both values.
     """
-    new, old = config.architecture(), _config_of(checkpoint).architecture()
+    stored = _config_of(checkpoint)
+    new = {**config.architecture(), **settled(config.position)}
+    old = {**stored.architecture(), **settled(stored.position)}
     free: set[str] = set()
     if finetune:
         free.update(WEIGHTLESS)
@@ -100,9 +103,9 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
         if key == "tokenizer_type" and None in (new.get(key), old.get(key)):
             continue  # said by the data; the vocabularies are compared
         if new.get(key) != old.get(key):
+            what = "finetuning cannot change this" if finetune else "a run cannot change its model"
             raise UserError(
-                f"{key}: this run has {new.get(key)!r}, but {checkpoint} was trained with {old.get(key)!r}; "
-                "a run cannot change its model"
+                f"{key}: this run has {new.get(key)!r}, but {checkpoint} was trained with {old.get(key)!r}; {what}"
             )
 
 

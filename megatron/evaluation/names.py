@@ -12,12 +12,13 @@ Runs that differ in more than the seed but would share a name get their run fold
 averages two different things.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.schema import Config
 from megatron.model.options import PositionOptions
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
 from megatron.position.registry import encoding_class, processor_class
 
 INCIDENTAL = {
@@ -37,7 +38,7 @@ def method_name(position: PositionOptions, window: int | None = None) -> str:
         position: what was trained.
         window: attention window of the evaluation; None is the run's own.
     """
-    options = _differing(position.pos_emb_options, encoding_class(position.pos_emb).options())
+    options = _differing(position.pos_emb_options, encoding_class(position.pos_emb))
     if position.pos_emb_per_layer:
         options.append("per_layer")
     if position.randomized_positions is not None:
@@ -49,7 +50,7 @@ def method_name(position: PositionOptions, window: int | None = None) -> str:
     name = _called(position.pos_emb, options)
     if position.score_processor == "none":
         return name
-    options = _differing(position.score_processor_options, processor_class(position.score_processor).options())
+    options = _differing(position.score_processor_options, processor_class(position.score_processor))
     return f"{_called(position.score_processor, options)}+{name}"
 
 
@@ -67,8 +68,14 @@ def distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int |
     return result
 
 
-def _differing(given: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> list[str]:
-    return [f"{key}={value}" for key, value in sorted(given.items()) if key not in known or known[key].default != value]
+def _differing(given: Mapping[str, Any], method: type[Encoding] | type[Processor]) -> list[str]:
+    """Options that are not the default's, except those that only say where training starts."""
+    known, starts = method.options(), method.start_options()
+    return [
+        f"{key}={value}"
+        for key, value in sorted(given.items())
+        if key not in starts and (key not in known or known[key].default != value)
+    ]
 
 
 def _called(name: str, options: Sequence[str]) -> str:

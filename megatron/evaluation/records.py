@@ -27,6 +27,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron.errors import UserError
 from megatron.evaluation.files import write_text
 
+NEGLIGIBLE = 0.005
+"""A change of perplexity below half a percent is none, however sure it is."""
+
 
 class Record(BaseModel):
     """What one model scored at one length. Frozen; unknown fields, NaN and infinities are refused."""
@@ -102,9 +105,12 @@ class Record(BaseModel):
 
     @property
     def verdict(self) -> str | None:
-        """What the change's interval says: rises (above 1), falls (below 1), holds (1 is inside), None: not known."""
-        if self.change_low is None or self.change_high is None:
+        """What the change's interval says: rises (above 1), falls (below 1), holds (1 is inside, or the change is
+        smaller than `NEGLIGIBLE`), None: not known."""
+        if self.change is None or self.change_low is None or self.change_high is None:
             return None
+        if abs(self.change - 1) < NEGLIGIBLE:
+            return "holds"
         return "rises" if self.change_low > 1 else "falls" if self.change_high < 1 else "holds"
 
 

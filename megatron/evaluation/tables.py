@@ -89,7 +89,8 @@ class Layout:
         if self.changes:
             text += (
                 f"; change: perplexity at {self.lengths[-1]:,} over that at {self.lengths[0]:,} tokens"
-                " [95% paired bootstrap interval]: holds if 1 is inside, else rises or falls"
+                + (" [95% paired bootstrap interval]" if self.repeats == 1 else "; the verdict is that of every seed")
+                + ": holds if 1 is inside or it is below 0.5%, else rises or falls"
             )
         return text
 

@@ -258,10 +258,15 @@ def _jobs(
     Refuses what cannot be evaluated later, and says what can be evaluated at some lengths only.
     """
     from megatron.evaluation.run import ends_early, plan_for
+    from megatron.model.build import check_position
 
     jobs, chosen = {}, sweep.options.evaluate
     for number, member in enumerate(sweep.members, start=1):
         config = member.config
+        try:
+            check_position(config.model, config.position)
+        except UserError as error:
+            raise UserError(f"sweep.variants.{member.variant}: {error}") from None
         scoring = plan_for(
             config, lengths, chosen.protocol, windows=chosen.windows, targets=chosen.targets, data=chosen.data,
             backend=chosen.backend, name=member.name,

@@ -60,6 +60,32 @@ def _processor(options: PositionOptions, shape: Shape, encoding: Encoding) -> Pr
         raise UserError(f"score_processor: {error}") from error
 
 
+def check_position(model: ModelOptions, position: PositionOptions) -> None:
+    """Build what one layer needs of positions, without memory, and throw it away: refuses what `build_model` would.
+
+    Raises:
+        UserError: a name, option or combination that cannot be built, naming the key and the choices.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        shape = position_shape(model)
+        shared = None if position.pos_emb_per_layer else _encoding(position, shape)
+        _layer_position(model, position, shape, shared, model.attention_backend)
+
+
+def _layer_position(
+    model: ModelOptions, position: PositionOptions, shape: Shape, shared: Encoding | None, backend: str
+) -> LayerPosition:
+    encoding = shared if shared is not None else _encoding(position, shape)
+    _check_randomized(model, position, encoding)
+    if shared is None and type(encoding).overrides("embed"):
+        raise UserError(
+            f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer"
+        )
+    processor = _processor(position, shape, encoding)
+    chosen = choose_backend(backend, model.attention_chunk_rows, encoding, processor)
+    return LayerPosition(encoding, shared is not None, processor, position.attention_window, chosen)
+
+
 def _check_randomized(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
     limit = position.randomized_positions
     if limit is None:
@@ -150,17 +176,9 @@ def _build(model: ModelOptions, position: PositionOptions, vocab_size: int, dtyp
     shared = None if position.pos_emb_per_layer else _encoding(position, shape)
     layers = []
     for layer in range(model.num_layers):
-        encoding = shared if shared is not None else _encoding(position, shape)
-        _check_randomized(model, position, encoding)
-        if shared is None and type(encoding).overrides("embed"):
-            raise UserError(
-                f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer"
-            )
-        processor = _processor(position, shape, encoding)
-        chosen = choose_backend(backend, model.attention_chunk_rows, encoding, processor)
-        window = position.attention_window
-        layers.append(_layer_spec(model, LayerPosition(encoding, shared is not None, processor, window, chosen), layer))
-        _share_gradients(encoding if shared is None else None, processor)
+        parts = _layer_position(model, position, shape, shared, backend)
+        layers.append(_layer_spec(model, parts, layer))
+        _share_gradients(parts.encoding if shared is None else None, parts.processor)
     _share_gradients(shared, None)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
     return GPT(

@@ -57,6 +57,8 @@ class GPT(GPTModel):
         Raises:
             UserError: the model has no positions for so many.
         """
+        if length < 1:
+            raise UserError(f"a cache needs room for at least 1 token, not {length}")
         if self.max_length is not None and length > self.max_length:
             raise UserError(
                 f"the model has {self.max_length} positions, but a sequence of length {length} was asked for"
@@ -112,6 +114,8 @@ class GPT(GPTModel):
         if cache is not None:
             cache.length += length
         if last is not None:
+            if last < 1:
+                raise UserError(f"last is {last}; it must be at least 1")
             hidden = hidden[-last:]
             labels = labels[:, -last:] if labels is not None else None
         if self.decoder.final_layernorm is not None:

@@ -81,6 +81,11 @@ class Encoding(nn.Module):
         parameters = inspect.signature(cls.__init__).parameters
         return {name: p for name, p in parameters.items() if name not in ("self", "shape")}
 
+    @classmethod
+    def start_options(cls) -> set[str]:
+        """Options that say where parameters start, on which a trained model no longer depends."""
+        return {name for name in cls.options() if name == "std" or name.endswith(("_start", "_below"))}
+
     def has_bias(self) -> bool:
         """Does it add a bias (rather than only a weight, contextual terms, or nothing)? Asked of its code, at n = 0."""
         if type(self).overrides("table"):

@@ -79,7 +79,9 @@ def uniform(low: float, high: float) -> Callable[[Tensor], object]:
 
 
 def normal(std: float) -> Callable[[Tensor], object]:
-    """Start values from N(0, std²)."""
+    """Start values from N(0, std²). Raises ValueError for a negative deviation."""
+    if std < 0:
+        raise ValueError(f"option std is {std}; it must not be negative")
     return lambda tensor: nn.init.normal_(tensor, 0.0, std)
 
 

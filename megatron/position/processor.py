@@ -68,6 +68,11 @@ class Processor(nn.Module):
         parameters = inspect.signature(cls.__init__).parameters
         return {name: p for name, p in parameters.items() if name not in ("self", "shape", "has_bias")}
 
+    @classmethod
+    def start_options(cls) -> set[str]:
+        """Options that say where parameters start, on which a trained model no longer depends."""
+        return {name for name in cls.options() if name == "zero_init"}
+
     def has_effect(self) -> bool:
         """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""
         return True

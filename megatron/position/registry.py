@@ -12,6 +12,9 @@ from .encoding import Encoding
 from .processor import Processor
 from .shape import Shape
 
+LARGEST = {int: 10**6, float: 1e9}
+"""Of the options' sizes, and of their bases and start values: infinity and NaN fail, and what no memory holds."""
+
 Method = TypeVar("Method", bound=Encoding | Processor)
 
 
@@ -68,6 +71,8 @@ def _check_options(method: type[Encoding] | type[Processor], name: str, options:
         right = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
         if not right or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(f"option {option} of {name} is {value!r}; it must be of type {wanted.__name__}")
+        if wanted in LARGEST and not abs(value) <= LARGEST[wanted]:
+            raise ValueError(f"option {option} of {name} is {value}; it must be at most {LARGEST[wanted]:,}")
 
 
 def build_encoding(name: str, shape: Shape, options: dict[str, Any] | None = None) -> Encoding:

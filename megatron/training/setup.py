@@ -20,7 +20,7 @@ from megatron.data.batches import Batch, batches
 from megatron.data.datasets import Datasets, Vocabulary, build_datasets, vocabulary
 from megatron.errors import UserError
 from megatron.model import runtime
-from megatron.model.build import build_model
+from megatron.model.build import build_model, check_position
 from megatron.training import processes as places
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine, precision
@@ -91,6 +91,7 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
     known = vocabulary(config.data)
     resume.check_vocabulary(start, known.size, known.name)
     runtime.initialize(config.training.seed)
+    check_position(config.model, config.position)  # before the data leave anything behind
     datasets, train_samples = _datasets(config, start)
 
     reporter = console if processes.first else ConsoleReporter(None, config.training.train_iters)
@@ -111,7 +112,7 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
         for note in resume.restore_random(start, rank=processes.rank, agree=processes.agree):
             reporter.say(note)
     training = config.training
-    if processes.first and config.checkpoint.save is not None:
+    if processes.first and config.checkpoint.save is not None and start.progress.step < training.train_iters:
         config.save(Path(config.checkpoint.save) / CONFIG)
     return Run(
         config=config,

@@ -110,3 +110,34 @@ def test_a_missing_weight_is_still_an_error(corpus: Path, trained: Path, tmp_pat
     save_file(weights, checkpoint / "model.safetensors")
     with pytest.raises(RunError, match=r"lacks decoder\.layers\.0"):
         finetuned(corpus, tmp_path / "next", run, **zero)
+
+
+def test_the_same_model_written_otherwise_is_the_same(corpus: Path, tmp_path: Path) -> None:
+    """Defaults spelled out, and options that only say where training starts, are no other model."""
+    keys = {"score_processor": "cdape", "train_iters": 1}
+    start = {"zero_init": True, "width": 32}
+    train(tiny_config(corpus, tmp_path / "a", score_processor_options=start, **keys))
+    train(
+        tiny_config(
+            corpus, tmp_path / "b", load=str(tmp_path / "a"), finetune=True, pos_emb_options={"r1_below": 1.5},
+            score_processor_options={"kernel_size": 3}, **keys,
+        )
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"score_processor_options: .*finetuning cannot change this"):
+        train(
+            tiny_config(
+                corpus, tmp_path / "c", load=str(tmp_path / "a"), finetune=True,
+                score_processor_options={"kernel_size": 5}, **keys,
+            )
+        )  # fmt: skip
+
+
+def test_nothing_is_left_of_a_model_that_cannot_be_built_or_of_a_run_with_nothing_to_do(corpus, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="takes no positions"):
+        train(tiny_config(corpus, tmp_path / "none", pos_emb="none", randomized_positions=64))
+    assert not (tmp_path / "none" / "data_cache").exists()
+    run = tmp_path / "run"
+    train(tiny_config(corpus, run, train_iters=3, lr_decay_iters=3))
+    before = (run / "config.yml").read_text()
+    train(tiny_config(corpus, run, train_iters=2, lr_decay_iters=3, load=str(run)))
+    assert (run / "config.yml").read_text() == before

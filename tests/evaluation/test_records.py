@@ -84,11 +84,19 @@ def test_the_bootstrap_interval_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "verdict"),
-    [((1.01, 1.2), "rises"), ((0.8, 0.99), "falls"), ((0.9, 1.1), "holds"), ((1.0, 1.2), "holds"), ((None, 2), None)],
+    ("change", "ends", "verdict"),
+    [
+        (1.1, (1.01, 1.2), "rises"),
+        (0.9, (0.8, 0.99), "falls"),
+        (1.0, (0.9, 1.1), "holds"),
+        (1.1, (1.0, 1.2), "holds"),
+        (1.004, (1.003, 1.005), "holds"),  # sure, and too small to matter
+        (0.996, (0.995, 0.997), "holds"),
+        (1.5, (None, 2.0), None),
+    ],
 )
-def test_a_change_is_judged_by_its_interval(ends: tuple[float, float], verdict: str | None) -> None:
-    known = {"change": 1.0, "change_low": ends[0], "change_high": float(ends[1]), "change_from": 64}
+def test_a_change_is_judged_by_its_interval(change: float, ends: tuple[float, float], verdict: str | None) -> None:
+    known = {"change": change, "change_low": ends[0], "change_high": ends[1], "change_from": 64}
     assert Record(**MINIMAL, **known).verdict == verdict
 
 

@@ -105,5 +105,11 @@ def test_a_cache_says_what_it_cannot_do() -> None:
             gpt(tokens(1, 2), cache=cache)
     with pytest.raises(RuntimeError, match="inference"):
         gpt(tokens(1, 1), cache=gpt.new_cache(5))
+    with pytest.raises(UserError, match="at least 1 token, not 0"):
+        gpt.new_cache(0)
+    with pytest.raises(UserError, match="last is 0"):
+        gpt(tokens(1, 4), last=0)
+    with pytest.raises(UserError, match="attention_backend 'foo': choose from auto, sdpa, triton, eager, chunked"):
+        build_model(MODEL, PositionOptions(pos_emb="none"), VOCABULARY, backend="foo")
     with pytest.raises(UserError, match="has 46 positions, but a sequence of length 47"):
         gpt_of("learned", "none").new_cache(47)

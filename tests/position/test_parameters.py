@@ -66,3 +66,20 @@ def test_start_values_are_options(name: str, option: str) -> None:
         assert abs(values.mean() - 0.15) < 0.03  # the mean of 200 from U(0, 0.3) has deviation 0.006
     with pytest.raises(ValueError, match=f"option {option}.* is -1"):
         registry.build_encoding(name, Shape(3, 4, 12, 16, 16), {option: -1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("kerple_log", "r1_below", float("inf")),
+        ("rotary", "base", float("nan")),
+        ("fire", "c_start", float("inf")),
+        ("cope", "positions", 10**11),
+        ("t5", "std", -1.0),
+        ("transformer_xl", "std", -0.5),
+        ("learned", "std", -0.5),
+    ],
+)
+def test_absurd_option_values_are_refused(name: str, option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"option {option}.* is {value}"):
+        registry.build_encoding(name, Shape(3, 4, 12, 16, 16), {option: value})

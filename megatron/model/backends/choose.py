@@ -47,6 +47,8 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
     backends: dict[str, Backend] = {
         "sdpa": Sdpa(), "triton": Triton(plain), "eager": Eager(), "chunked": Chunked(chunk_rows)
     }  # fmt: skip
+    if name not in ("auto", *backends):
+        raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
         refusals = []
         for fused in ("sdpa", "triton") if torch.cuda.is_available() else ("sdpa",):

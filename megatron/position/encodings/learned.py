@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encoding import Encoding
+from ..parameters import normal
 from ..shape import Shape, Span
 
 
@@ -22,7 +23,7 @@ class Learned(Encoding):
         self.max_length = shape.max_length
         self.vectors = nn.Embedding(shape.max_length, shape.hidden_size)
         with torch.no_grad():
-            nn.init.normal_(self.vectors.weight, 0.0, std)
+            normal(std)(self.vectors.weight)
 
     def embed(self, span: Span, like: Tensor) -> Tensor:
         if span.bound > self.shape.max_length:

@@ -31,7 +31,7 @@ class TransformerXL(Encoding):
         self.u = Bounded((shape.num_heads, shape.head_dim), normal(std))
         self.v = Bounded((shape.num_heads, shape.head_dim), normal(std))
         self.project = nn.Linear(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
-        nn.init.normal_(self.project.weight, 0.0, std)
+        normal(std)(self.project.weight)
 
     def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor:
         dim = self.shape.head_dim
