@@ -4,8 +4,9 @@
     python tools/bench_step.py --shapes 125M:512 125M:2048 350M:512 --json docs/results/bench_step.json
 
 A step is forward, backward and a fused AdamW update in the compute type. The models are Farfield's (megatron-core's
-GPT with our attention) with `attention_backend: auto`, and a GPT in plain PyTorch of the same shape with flash
-attention and rotary positions, compiled on GPUs. Rounds go through all of them in turn; medians and quartiles count.
+GPT with our attention), on GPUs with `sdpa` for rotary and `triton` for the others, and a GPT in plain PyTorch of the
+same shape with flash attention and rotary positions, compiled on GPUs. Rounds go through all of them in turn; medians
+and quartiles count.
 """
 
 import argparse
@@ -72,7 +73,10 @@ def candidates(
     flops: dict[str, float] = {}
     for name in [method for method in METHODS if method in methods]:
         position = METHODS[name]
-        gpt = build_model(options, PositionOptions(**position), VOCABULARY, seed=1, device=tokens.device, dtype=dtype)
+        backend = "triton" if tokens.device.type == "cuda" and name != "rotary" else "auto"
+        gpt = build_model(
+            options, PositionOptions(**position), VOCABULARY, seed=1, device=tokens.device, dtype=dtype, backend=backend
+        )
         steps[name] = stepper(gpt, lambda x, y, gpt=gpt: gpt(x, y).mean(), tokens)
         flops[name] = gpt.flops_per_token(length)
     if "plain" not in methods:
