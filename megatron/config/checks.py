@@ -66,12 +66,6 @@ def _position(config: Config) -> Iterator[Problem]:
     table, limit = model.max_position_embeddings, position.randomized_positions
     if limit is not None and limit < model.seq_length:
         yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {model.seq_length}"
-    if position.pos_emb == "learned" and limit is not None and limit > (table or model.seq_length):
-        yield (
-            "max_position_embeddings",
-            f"randomized_positions {limit} is more than the learned table, max_position_embeddings "
-            f"{table or model.seq_length}",
-        )
     if position.pos_emb == "learned" and table is not None and table < model.seq_length:
         yield (
             "max_position_embeddings",

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.schema import Config
+from megatron.model.identity import settled_options
 from megatron.model.options import PositionOptions
-from megatron.position.encoding import Encoding
-from megatron.position.processor import Processor
+from megatron.position.method import Method
 from megatron.position.registry import encoding_class, processor_class
 
 INCIDENTAL = {
@@ -68,14 +68,11 @@ def distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int |
     return result
 
 
-def _differing(given: Mapping[str, Any], method: type[Encoding] | type[Processor]) -> list[str]:
+def _differing(given: Mapping[str, Any], method: type[Method]) -> list[str]:
     """Options that are not the default's, except those that only say where training starts."""
-    known, starts = method.options(), method.start_options()
-    return [
-        f"{key}={value}"
-        for key, value in sorted(given.items())
-        if key not in starts and (key not in known or known[key].default != value)
-    ]
+    defaults = settled_options(method, {})
+    options = sorted(settled_options(method, given).items())
+    return [f"{key}={value}" for key, value in options if key not in defaults or defaults[key] != value]
 
 
 def _called(name: str, options: Sequence[str]) -> str:

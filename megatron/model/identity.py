@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.model.options import PositionOptions
-from megatron.position.encoding import Encoding
-from megatron.position.processor import Processor
+from megatron.position.method import Method
 from megatron.position.registry import encoding_class, processor_class
 
 
-def settled_options(method: type[Encoding] | type[Processor], given: Mapping[str, Any]) -> dict[str, Any]:
+def settled_options(method: type[Method], given: Mapping[str, Any]) -> dict[str, Any]:
     """All options that a trained model depends on, defaults filled in; those that only say where it starts are out."""
     known = {name: parameter.default for name, parameter in method.options().items()}
     starts = method.start_options()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron.position.encoding import Encoding
@@ -41,12 +40,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-@torch.no_grad()
 def project(model: nn.Module) -> None:
     """Move every bounded parameter to the nearest value inside its bounds."""
     for module in model.modules():
         if isinstance(module, Bounded):
-            module.value.clamp_(module.low, module.high)
+            module.project()
 
 
 def dispensable(model: nn.Module) -> set[str]:

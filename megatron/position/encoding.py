@@ -14,13 +14,13 @@ Positions are exact: integer spans, and float32 distances whatever the compute t
 only up to 256, float16 up to 2048). Tables and everything computed from parameters are float32.
 """
 
-import inspect
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .shape import ALL_HEADS, Shape, Span
+from .method import Method
+from .shape import ALL_HEADS, Span
 
 
 class Terms(NamedTuple):
@@ -33,30 +33,16 @@ class Terms(NamedTuple):
     weight: Tensor | None = None
 
 
-class Encoding(nn.Module):
+class Encoding(Method):
     """Base of all position encodings. A subclass overrides the hooks it needs and describes itself.
 
-    The constructor takes the `Shape` and then the encoding's options as keyword arguments with defaults; these are
-    the keys of `pos_emb_options`. It raises ValueError for a value that makes no sense. An encoding whose parameters
-    are shared by all layers is built once and handed to each layer.
+    An encoding whose parameters are shared by all layers is built once and handed to each layer.
     """
 
-    formula: ClassVar[str]
-    """The definition in one line of plain text."""
-    parameters_text: ClassVar[str] = "none"
-    """Learned parameters, start values and bounds, in one line."""
-    source: ClassVar[str]
-    """Where the definition comes from: paper and equation or section."""
-    advice: ClassVar[str]
-    """When to use it, in one to three sentences, and who found so."""
     relative: ClassVar[bool] = True
     """Does moving all positions by the same amount change nothing?"""
     takes_positions: ClassVar[bool] = True
     """Is it told where tokens are? If not, only their order matters, through the causal mask."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
 
     max_length: int | None = None
     """The largest number of positions that the encoding knows, or None."""
@@ -74,17 +60,6 @@ class Encoding(nn.Module):
         hooks = [hook for hook in ("embed", "rotate", "table", "dense", "contextual") if cls.overrides(hook)]
         toeplitz = cls.overrides("table")
         return (*hooks, *(("toeplitz",) if toeplitz else ()), *(("relative",) if cls.relative else ()))
-
-    @classmethod
-    def options(cls) -> dict[str, inspect.Parameter]:
-        """Names, types and defaults of the encoding's options."""
-        parameters = inspect.signature(cls.__init__).parameters
-        return {name: p for name, p in parameters.items() if name not in ("self", "shape")}
-
-    @classmethod
-    def start_options(cls) -> set[str]:
-        """Options that say where parameters start, on which a trained model no longer depends."""
-        return {name for name in cls.options() if name == "std" or name.endswith(("_start", "_below"))}
 
     def has_bias(self) -> bool:
         """Does it add a bias (rather than only a weight, contextual terms, or nothing)? Asked of its code, at n = 0."""

@@ -61,7 +61,12 @@ class Bounded(nn.Module):
         """Start values, moved inside the bounds."""
         with torch.no_grad():
             self.init(self.value)
-            self.value.clamp_(self.low, self.high)
+        self.project()
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Move the tensor to the nearest value inside the bounds."""
+        self.value.clamp_(self.low, self.high)
 
     def forward(self) -> Tensor:
         value = at_least_float32(self.value)

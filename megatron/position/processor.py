@@ -1,11 +1,11 @@
 """The interface of a score processor: a learned map of all heads' scores and biases, one query row at a time."""
 
-import inspect
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .method import Method
 from .shape import ALL_HEADS, Shape, Span
 from .toeplitz import toeplitz
 
@@ -41,37 +41,24 @@ class Convolutions(NamedTuple):
     """Is B added at the end?"""
 
 
-class Processor(nn.Module):
+class Processor(Method):
     """Base of all score processors (DAPE and its kin).
 
     Rows are independent of each other: a processor may mix heads and key columns of one row, never rows. So any block
     of rows gives the same numbers as the whole, and a row never depends on how many rows or columns follow it.
     """
 
-    formula: ClassVar[str]
-    parameters_text: ClassVar[str]
-    source: ClassVar[str]
-    advice: ClassVar[str]
-    """When to use it, in one to three sentences, and who found so."""
     reach: int = 0
     """Key columns left of a row's first visible one on which the row's logits depend. Where a window hides the columns
     before, a backend may leave them out, except for the nearest `reach`."""
 
     def __init__(self, shape: Shape, *, has_bias: bool) -> None:
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape)
         self.has_bias = has_bias
 
     @classmethod
-    def options(cls) -> dict[str, inspect.Parameter]:
-        """Names, types and defaults of the processor's options."""
-        parameters = inspect.signature(cls.__init__).parameters
-        return {name: p for name, p in parameters.items() if name not in ("self", "shape", "has_bias")}
-
-    @classmethod
-    def start_options(cls) -> set[str]:
-        """Options that say where parameters start, on which a trained model no longer depends."""
-        return {name for name in cls.options() if name == "zero_init"}
+    def traits(cls) -> tuple[str, ...]:
+        return ("rows independent",)
 
     def has_effect(self) -> bool:
         """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .encoding import Encoding
+from .method import Method
 from .processor import Processor
 from .shape import Shape
 
 LARGEST = {int: 10**6, float: 1e9}
 """Of the options' sizes, and of their bases and start values: infinity and NaN fail, and what no memory holds."""
 
-Method = TypeVar("Method", bound=Encoding | Processor)
+Found = TypeVar("Found", bound=Method)
 
 
 def _names(folder: str) -> list[str]:
@@ -32,7 +33,7 @@ def processors() -> list[str]:
     return _names("processors")
 
 
-def _find(folder: str, name: str, base: type[Method]) -> type[Method]:
+def _find(folder: str, name: str, base: type[Found]) -> type[Found]:
     names = _names(folder)
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)
@@ -59,7 +60,7 @@ def processor_class(name: str) -> type[Processor]:
     return _find("processors", name, Processor)
 
 
-def _check_options(method: type[Encoding] | type[Processor], name: str, options: dict[str, Any]) -> None:
+def _check_options(method: type[Method], name: str, options: dict[str, Any]) -> None:
     known = method.options()
     for option, value in options.items():
         if option not in known:
@@ -92,9 +93,12 @@ def build_processor(name: str, shape: Shape, options: dict[str, Any] | None = No
 def describe() -> list[dict[str, Any]]:
     """One record per method: kind, name, formula, parameters, options with defaults, traits, source, advice."""
     records = []
-    for kind, names, find in (("encoding", encodings(), encoding_class), ("processor", processors(), processor_class)):
-        for name in names:
-            method = find(name)
+    kinds: list[tuple[str, dict[str, type[Method]]]] = [
+        ("encoding", {name: encoding_class(name) for name in encodings()}),
+        ("processor", {name: processor_class(name) for name in processors()}),
+    ]
+    for kind, methods in kinds:
+        for name, method in methods.items():
             records.append(
                 {
                     "kind": kind,
@@ -102,7 +106,7 @@ def describe() -> list[dict[str, Any]]:
                     "formula": method.formula,
                     "parameters": method.parameters_text,
                     "options": {option: p.default for option, p in method.options().items()},
-                    "traits": list(method.traits()) if issubclass(method, Encoding) else ["rows independent"],
+                    "traits": list(method.traits()),
                     "source": method.source,
                     "advice": method.advice,
                 }

@@ -49,6 +49,20 @@ def dense_terms(
     return Terms(*(None if t is None else toeplitz(t[heads], query, key) for t in table))
 
 
+def visible_keys(
+    query: Span,
+    key: Span,
+    device: torch.device | str | None = None,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Bool [B or 1, 1, R, C]: may the row see the key? Arguments as in `logits`."""
+    visible = causal(query, key, device, window)[None, None]
+    if key_mask is None:
+        return visible
+    return visible & (key_mask[:, None, None] if key_mask.dim() == 2 else key_mask[:, None])
+
+
 def logits(
     q: Tensor,
     k: Tensor,
@@ -87,9 +101,7 @@ def logits(
     contextual = encoding.contextual(q, k, scores, query, key, asked)
     if contextual is not None:
         scores = scores + contextual
-    visible = causal(query, key, q.device, window)[None, None]
-    if key_mask is not None:
-        visible = visible & (key_mask[:, None, None, :] if key_mask.dim() == 2 else key_mask[:, None])
+    visible = visible_keys(query, key, q.device, window, key_mask)
     if processor is not None:
         of_rows = None if share is None else share.rows(query, key.length)
         return processor(scores, terms.bias, visible, heads, of_rows).masked_fill_(~visible, float("-inf"))

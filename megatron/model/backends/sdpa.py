@@ -7,7 +7,7 @@ from megatron.model.backends.backend import Rows
 from megatron.model.backends.blocks import row_blocks
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.shape import causal
+from megatron.position.scores import visible_keys
 
 WINDOWED_ROWS = 512
 """Query rows per call with a window, which PyTorch takes as a mask: in blocks it and the work stay linear in T."""
@@ -33,9 +33,7 @@ class Sdpa:
 
     @staticmethod
     def _masked(rows: Rows) -> Tensor:
-        mask = causal(rows.query, rows.key, rows.q.device, rows.window)[None, None]
-        if rows.key_mask is not None:
-            mask = mask & (rows.key_mask[:, None, None] if rows.key_mask.dim() == 2 else rows.key_mask[:, None])
+        mask = visible_keys(rows.query, rows.key, rows.q.device, rows.window, rows.key_mask)
         return torch.nn.functional.scaled_dot_product_attention(
             rows.q, rows.k, rows.v, attn_mask=mask, dropout_p=rows.dropout
         )
