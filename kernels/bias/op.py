@@ -62,12 +62,14 @@ def fire_bias(
     *,
     half_length: float,
     offset: int = 0,
+    first_column: int = 0,
     dtype: torch.dtype = torch.float32,
     above: float = 0.0,
 ) -> Tensor:
     """FIRE's bias [H, R, C] (Li et al. 2023, equation 3) with the gradients of all its parameters.
 
-    f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), i = offset + r, n = i − j, L = multiplier · half_length.
+    f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), j = first_column + column, n = offset + r − column, i = j + n,
+    L = multiplier · half_length.
 
     Args:
         c, multiplier: float32 [1].
@@ -75,6 +77,7 @@ def fire_bias(
         weight2, bias2: the second layer, float32 [H, W] and [H], H at most 64.
         rows, columns, offset, dtype, above: as in `toeplitz_bias`; values are not limited in float16.
         half_length: half the training length.
+        first_column: position of column 0, where the columns before it have been left out.
 
     Returns:
         [H, R, C] in `dtype`. In memory besides it, and backward: one float32 [R, C]; never [R, C, W].
@@ -93,7 +96,7 @@ def fire_bias(
     for name, (x, shape) in shapes.items():
         if x.dtype != torch.float32 or x.shape != shape:
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; it must be float32 {list(shape)}")
-    i = torch.arange(offset, offset + rows, dtype=torch.float32, device=c.device)
+    i = first_column + torch.arange(offset, offset + rows, dtype=torch.float32, device=c.device)
     u = torch.log1p(c * torch.arange(offset + rows, dtype=torch.float32, device=c.device))
     z = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
     return _fire(u, z, weight1.squeeze(1), bias1, weight2, bias2, columns, offset, dtype, float(above))

@@ -37,12 +37,13 @@ def fire_bias(
     *,
     half_length: float,
     offset: int = 0,
+    first_column: int = 0,
     dtype: torch.dtype = torch.float32,
     above: float = 0.0,
 ) -> Tensor:
     """Arguments and result as in `op.fire_bias` (FIRE: Li et al. 2023, equation 3)."""
     n = _distances(rows, columns, offset, c.device)
-    i = (offset + torch.arange(rows, device=c.device)).to(c.dtype)
+    i = (first_column + offset + torch.arange(rows, device=c.device)).to(c.dtype)
     normaliser = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
     x = torch.log1p(c * n.clamp(min=0)) / normaliser[:, None]
     hidden = torch.relu(torch.nn.functional.linear(x[..., None], weight1, bias1))

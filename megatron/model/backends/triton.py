@@ -1,21 +1,31 @@
-"""Our Triton kernels: memory linear in T, for Toeplitz biases, multiplicative weights and convolutional processors."""
+"""Our Triton kernels: memory linear in T, for biases, multiplicative weights and convolutional processors.
+
+| encoding             | processor     | computed by                                                            |
+|----------------------|---------------|------------------------------------------------------------------------|
+| Toeplitz or none     | none          | `kernels/biased_attention`; under dropout `kernels/bias` and PyTorch's |
+| Toeplitz or none     | convolutional | `kernels/cdape_attention`                                              |
+| a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
+| a network (FIRE)     | any           | `kernels/bias` and PyTorch's row blocks                                |
+
+What only shows at run time (padding, drawn positions, a processor's heads divided over ranks, a model that was moved to
+the CPU) goes to PyTorch's row blocks.
+"""
 
 import torch
 from torch import Tensor
 
 from megatron.model.backends.backend import Backend, Rows
-from megatron.position.encoding import Encoding
+from megatron.model.backends.bias_matrix import attend_with_matrix, with_network_in_kernel
+from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor
 from megatron.position.scores import table_for
 
-LARGEST_HEAD_DIM = 128
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Triton is imported where it is asked for, and only there: it takes a second and needs no GPU machine to fail on.
 
 
 def runs_here() -> bool:
     """Is there a GPU, or Triton's interpreter (tests)?"""
-    from kernels.runtime import interpreted  # Triton: only where it is asked for
+    from kernels.runtime import interpreted
 
     return torch.cuda.is_available() or interpreted()
 
@@ -24,8 +34,7 @@ class Triton:
     """The kernels of `kernels/`.
 
     Args:
-        rest: computes what only shows at run time that the kernels cannot: padding, drawn positions, dropout, a
-            processor's heads divided over ranks, a model that was moved to the CPU.
+        rest: computes what they cannot, in plain PyTorch.
     """
 
     def __init__(self, rest: Backend) -> None:
@@ -34,43 +43,71 @@ class Triton:
     def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
         if not runs_here():
             return "it needs a CUDA device"
-        if encoding.shape.head_dim > LARGEST_HEAD_DIM:
-            return f"its head dimension is at most {LARGEST_HEAD_DIM}, not {encoding.shape.head_dim}"
-        if type(encoding).overrides("dense"):
-            return "it cannot compute a bias that is not a function of the distance"
+        from kernels.biased_attention.configs import MAX_HEAD_DIM
+
+        if encoding.shape.head_dim > MAX_HEAD_DIM:
+            return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.shape.head_dim}"
         if type(encoding).overrides("contextual"):
             return "it cannot add contextual terms"
-        if processor is not None and processor.convolutions() is None:
-            return "it cannot compute this processor"
-        if processor is not None and encoding.has_weight():
-            return "it cannot multiply the scores before a processor"
-        return None
+        if type(encoding).overrides("dense"):
+            return _refuses_network(encoding)
+        return None if processor is None else _refuses_processor(encoding, processor)
 
     def __call__(self, rows: Rows) -> Tensor:
+        from kernels.biased_attention.op import DTYPES, biased_attention
         from kernels.runtime import interpreted
 
         elsewhere = not (rows.q.is_cuda or interpreted()) or rows.q.dtype not in DTYPES
-        divided = rows.processor is not None and (rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0)
-        if elsewhere or rows.key_mask is not None or rows.query.drawn is not None or rows.dropout or divided:
+        if elsewhere or rows.key_mask is not None or rows.query.drawn is not None:
             return self.rest(rows)
-        from kernels.biased_attention.op import biased_attention
-        from kernels.cdape_attention.op import cdape_attention
-
-        table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
+        network = rows.encoding.network()
+        table = table_for(rows.encoding, rows.query, rows.key, rows.q.device) or Terms()
+        if rows.processor is not None:
+            if network is not None:
+                return self.rest(with_network_in_kernel(rows, network))
+            divided = rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0
+            return self.rest(rows) if divided or rows.dropout else _processed(rows, rows.processor, table.bias)
+        if network is not None or (rows.dropout and table.weight is None and table.bias is not None):
+            return attend_with_matrix(rows, table.bias, network)
+        if rows.dropout:
+            return self.rest(rows)
+        bias, weight = (None if t is None else t[rows.heads] for t in table)
         offset = rows.query.start - rows.key.start
-        if rows.processor is None:
-            bias, weight = (None if t is None else t[rows.heads] for t in table or (None, None))
-            return biased_attention(rows.q, rows.k, rows.v, bias, weight, offset=offset, window=rows.window)
-        convolutions = rows.processor.convolutions()
-        assert convolutions is not None
-        *weights, residual_bias = convolutions
-        return cdape_attention(
-            rows.q,
-            rows.k,
-            rows.v,
-            None if table is None else table.bias,
-            *weights,
-            offset=offset,
-            window=rows.window,
-            residual_bias=residual_bias,
-        )
+        return biased_attention(rows.q, rows.k, rows.v, bias, weight, offset=offset, window=rows.window)
+
+
+def _refuses_network(encoding: Encoding) -> str | None:
+    from kernels.bias.configs import MAX_HEADS, MAX_WIDTH
+
+    network = encoding.network()
+    if network is None:
+        return "it cannot compute a bias that is not a function of the distance"
+    heads, width = network.weight2.shape
+    if heads > MAX_HEADS or width > MAX_WIDTH:
+        return f"its networks have at most {MAX_HEADS} heads and width {MAX_WIDTH}, not {heads} and {width}"
+    return None
+
+
+def _refuses_processor(encoding: Encoding, processor: Processor) -> str | None:
+    from kernels.cdape_attention.op import WIDEST
+
+    convolutions = processor.convolutions()
+    if convolutions is None:
+        return "it cannot compute this processor"
+    if convolutions.weight1.shape[0] > WIDEST:
+        return f"its processors have a width of at most {WIDEST}, not {convolutions.weight1.shape[0]}"
+    return "it cannot multiply the scores before a processor" if encoding.has_weight() else None
+
+
+def _processed(rows: Rows, processor: Processor, bias: Tensor | None) -> Tensor:
+    from kernels.cdape_attention.op import cdape_attention
+
+    convolutions = processor.convolutions()
+    assert convolutions is not None
+    *weights, residual_bias = convolutions
+    return cdape_attention(
+        *(rows.q, rows.k, rows.v, bias, *weights),
+        offset=rows.query.start - rows.key.start,
+        window=rows.window,
+        residual_bias=residual_bias,
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..encoding import Encoding, Terms
+from ..encoding import Encoding, Network, Terms
 from ..parameters import Bounded, constant, uniform
 from ..shape import Shape, Span
 
@@ -40,12 +40,16 @@ class Fire(Encoding):
         self.weight2 = Bounded((shape.num_heads, width), uniform(-bound, bound))
         self.bias2 = Bounded((shape.num_heads,), uniform(-bound, bound))
 
+    def network(self) -> Network:
+        layers = (self.weight1(), self.bias1(), self.weight2(), self.bias2())
+        return Network(self.c(), self.multiplier(), *layers, half_length=self.shape.train_length / 2)
+
     def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
-        c = self.c()
+        c, multiplier, weight1, bias1, weight2, bias2, half_length = self.network()
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)
         n = (i[:, None] - j[None, :]).clamp(min=0)
-        normaliser = torch.maximum(self.multiplier() * (self.shape.train_length / 2), i)
+        normaliser = torch.maximum(multiplier * half_length, i)
         x = torch.log1p(c * n) / (torch.log1p(c * normaliser) + 1e-6)[:, None]  # [R, C]
-        hidden = F.relu(F.linear(x[..., None], self.weight1(), self.bias1()))
-        return Terms(bias=F.linear(hidden, self.weight2()[heads], self.bias2()[heads]).permute(2, 0, 1))
+        hidden = F.relu(F.linear(x[..., None], weight1, bias1))
+        return Terms(bias=F.linear(hidden, weight2[heads], bias2[heads]).permute(2, 0, 1))

@@ -144,6 +144,14 @@ def test_the_multiplier_has_no_gradient_where_all_rows_are_beyond_it(device: str
     assert leaves[0].grad.item() != 0
 
 
+@pytest.mark.parametrize("first", [1, 4, 9])
+def test_fire_without_its_first_columns_is_the_rest_of_the_whole(first: int, device: str) -> None:
+    parameters = Case(3, 5, 12, offset=7).fire(device)
+    whole = fire_bias(*parameters, 3, 12, half_length=4.0, offset=9)
+    part = fire_bias(*parameters, 3, 12 - first, half_length=4.0, offset=9 - first, first_column=first)
+    assert torch.equal(part, whole[..., first:])
+
+
 def test_fire_above_the_diagonal(device: str) -> None:
     case = SMALL[0]
     out = fire_bias(*case.fire(device), case.R, case.C, half_length=case.half_length, above=float("-inf"))
