@@ -6,7 +6,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from megatron.config import neox
+from megatron.config import names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
 
@@ -137,15 +137,35 @@ def markdown() -> str:
 
 
 def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
-    """Keys whose name or meaning contains a text: (key, default, values, meaning), theirs after ours."""
+    """Keys whose name or meaning contains a text: (key, default, values, meaning).
+
+    Ours, then the options of position encodings and score processors, then other projects'.
+    """
     wanted = pattern.replace("-", "_").lower()
     found = [
         (key.name, default_of(key), type_of(key.field.annotation), key.doc)
         for key in keys().values()
         if wanted in key.name.lower() or pattern.lower() in key.doc.lower()
     ]
+    found += [row for row in _method_options() if wanted and wanted in row[0]]
     return found + [
         (name, "", "", _rule_text(name, rule)) for name, rule in neox.RULES.items() if wanted and wanted in name
+    ]
+
+
+def _method_options() -> list[tuple[str, str, str, str]]:
+    kinds = (
+        ("pos_emb", names.encodings(), names.encoding_options),
+        ("score_processor", names.processors(), names.processor_options),
+    )
+    takers: dict[str, list[str]] = {}
+    for kind, methods, options in kinds:
+        for method in methods:
+            for option in options(method) or ():
+                takers.setdefault(f"{kind}_options.{option}", []).append(method)
+    return [
+        (key, "", "", f"an option of {' and '.join(methods)}; ./deepy.py positions tells more")
+        for key, methods in takers.items()
     ]
 
 

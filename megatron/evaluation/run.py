@@ -140,6 +140,8 @@ def evaluate_runs(
     folder = Path(output) if output is not None else _own_folder(opened)
     if folder is not None:
         _make_writable(folder)
+    if console is not None:
+        console.print(_fate(folder), highlight=False, markup=False, soft_wrap=True)
 
     jobs = [
         Job(f"{name} seed {run.config.training.seed}", "evaluate", sum(forward_flops(model, plan).values()))
@@ -183,8 +185,6 @@ def evaluate_runs(
         written = write_results(folder, found)
         if console is not None:
             console.print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True)
-    elif console is not None:
-        console.print("nothing was written: give --output FOLDER to keep these results", highlight=False)
     return found
 
 
@@ -317,6 +317,14 @@ def software() -> str:
 def _open(path: str | Path) -> Run:
     checkpoint = resolve(path)
     return Run(str(path), checkpoint, Config.read(checkpoint / CONFIG), Progress.read(checkpoint))
+
+
+def _fate(folder: Path | None) -> str:
+    """What will become of the results, said while they can still be given another place."""
+    if folder is None:
+        return "results will not be written: give --output FOLDER to keep them"
+    results = folder / "results.json"
+    return f"results will be written to {folder}" + (f", in the place of {results}" if results.exists() else "")
 
 
 def _make_writable(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .method import Method
@@ -22,8 +21,9 @@ class Share(NamedTuple):
         """[W, R, columns + reach] for query rows and keys 0 … columns − 1, and as many as `reach` after them."""
         reach = self.edge.shape[-1]
         # Entry n of the table stands at n + reach, so the rows are read as if they were that much further on.
-        inside = toeplitz(self.table, Span(query.start + reach, query.length), Span(reach, columns))
-        return torch.cat([self.edge[:, query.start : query.stop], inside], dim=-1) if reach else inside
+        share = toeplitz(self.table, Span(query.start + reach, query.length), Span(0, reach + columns))
+        share[:, :, :reach] = self.edge[:, query.start : query.stop]  # in place: joining two parts would copy both
+        return share
 
 
 class Convolutions(NamedTuple):

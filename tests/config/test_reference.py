@@ -26,5 +26,9 @@ def test_lookup():
     assert reference.lookup("rotary-pct")[0][3] == "is pos_emb_options.fraction of rotary here"
     found = {row[0]: row for row in reference.lookup("num_layers")}
     assert found["num_layers"][1:3] == ("required", "whole number")
+    assert reference.lookup("zero-init")[0][::3] == (
+        "score_processor_options.zero_init",
+        "an option of cdape and dape; ./deepy.py positions tells more",
+    )
     assert reference.lookup("no such thing") == []
     assert len(reference.lookup("")) == len(keys())

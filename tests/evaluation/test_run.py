@@ -83,13 +83,18 @@ def test_runs_side_by_side(place: Path) -> None:
 
 def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place: Path) -> None:
     run = make_run("runs/a", "pos_emb=t5")
-    evaluate_runs([run], [8, 16])
+    out = io.StringIO()
+    evaluate_runs([run], [8, 16], console=Console(file=out, width=200))
     assert len(records.read(run / "results.json")) == 2
+    assert out.getvalue().startswith(f"results will be written to {run}\n")
+    out = io.StringIO()
+    evaluate_runs([run], [8, 16], console=Console(file=out, width=200))
+    assert out.getvalue().startswith(f"results will be written to {run}, in the place of {run}/results.json\n")
     before = (run / "results.json").read_text()
     out = io.StringIO()
     evaluate_runs([run / "checkpoints" / "step_0000005"], [8], console=Console(file=out))
     assert (run / "results.json").read_text() == before
-    assert "--output" in out.getvalue()
+    assert out.getvalue().startswith("results will not be written: give --output FOLDER to keep them\n")
 
 
 def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None:
