@@ -3,7 +3,8 @@
 
     python tools/bench_kernels.py --device cpu --op cdape --json docs/results/bench_cdape_cpu.json
 
-Every peer first passes an error gate against float64, in the output and all gradients; one that fails it gets no speed.
+Every peer first passes an error gate against float64, in the output and all gradients; one that fails it, or raises,
+gets no speed, its record says why, and the exit code is 1. Records are written after each length.
 Then rounds go through all peers in turn, so that a noisy machine disturbs them alike; medians and quartiles count.
 Peak memory is what one forward and backward pass adds, measured in a process of its own on a CPU.
 """
@@ -11,16 +12,12 @@ Peak memory is what one forward and backward pass adds, measured in a process of
 import argparse
 import ctypes
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import date
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +27,39 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from tools.kernel_peers import OPS, Attention, Problem, peers  # noqa: E402
+from tools.arguments import Parser, at_least, device, output_file  # noqa: E402
+from tools.kernel_peers import FLOORS, FROZEN, OPS, Attention, Problem, peers  # noqa: E402
+from tools.stamp import stamp  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OURS = ("triton", "chunked")
 """The peer that ratios are taken to: the first that is there."""
+ROUND_MS = 100.0
+"""A GPU's peer takes up to ten passes per round while they fit into this."""
 JUDGES = ("eager", "chunked")
 """The peer whose error in the same type sets the gate: the first that is there (eager's maps do not fit long ones)."""
-FLOORS = ("flash",)
-"""Peers that compute less than the problem, to show what it costs: they have no error."""
+JUDGED_UP_TO = 8192
+"""Longer problems are judged at this length: float64 would take minutes, and has nothing new to say."""
+PARTS = {"output, dq, dk, dv": slice(0, 4), "the parameters' gradients": slice(4, None)}
+"""What the gate compares apart: sums over all scores round coarser than rows do, and would hide a wrong row."""
+UNGATED = {**dict.fromkeys(FLOORS, tuple(PARTS)), **dict.fromkeys(FROZEN, tuple(PARTS)[1:])}
+"""What a peer does not compute."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate says of a peer."""
+
+    errors: dict[str, float]
+    """By part; none of floors and of peers that raised."""
+    refusal: str | None = None
+    """Why it gets no speed."""
+
+    @property
+    def error(self) -> float | None:
+        """The largest; None if there is none, or none that is a number."""
+        largest = max(self.errors.values(), default=float("inf"))
+        return largest if largest < float("inf") else None
 
 
 def passes(problem: Problem, attention: Attention) -> list[Tensor]:
@@ -54,32 +75,49 @@ def passes(problem: Problem, attention: Attention) -> list[Tensor]:
     return [output.detach(), *gradients]
 
 
-def error(ours: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest error of any tensor, relative to the largest value of that tensor.
+def errors(problem: Problem, ours: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+    """The largest error of a tensor in each part, relative to the largest value of that tensor; inf where one is NaN.
 
-    Conv2's constant is added to all logits of a row, so its true gradient is zero: every tensor's scale is at least a
-    thousandth of the largest gradient's.
+    Conv2's constant, the last of CDAPE's parameters, is added to all logits of a row, so its true gradient is zero and
+    what it gets is rounding: it is measured against the gradient of Conv2's weight, from the same sums.
     """
-    largest = max(float(x.abs().max()) for x in exact)
-    return max(
-        float((a.double() - b).abs().max()) / max(float(b.abs().max()), largest / 1000)
-        for a, b in zip(ours, exact, strict=True)
-    )
+    scales = [max(float(x.abs().max()), torch.finfo(torch.float64).tiny) for x in exact]
+    if problem.op == "cdape":
+        scales[-1] = scales[-2]
+    wrong = [
+        float((a.double() - b).abs().nan_to_num(nan=float("inf")).max()) / scale
+        for a, b, scale in zip(ours, exact, scales, strict=True)
+    ]
+    return {name: max(wrong[part]) for name, part in PARTS.items()}
 
 
-def gate(problem: Problem, found: dict[str, Attention]) -> dict[str, float | None]:
-    """The error of every peer, None for floors. Raises SystemExit for one above twice the judge's in the same type."""
+def gate(problem: Problem, found: dict[str, Attention]) -> dict[str, Verdict]:
+    """The errors of every peer, and who gets no speed: a peer that raises, or in some part errs more than twice as much
+    as the judge in the same type."""
     exact_problem = problem.in_float64()
     exact = passes(exact_problem, peers(exact_problem)["chunked"])
-    errors: dict[str, float | None] = {
-        name: None if name in FLOORS else error(passes(problem, attention), exact) for name, attention in found.items()
-    }
-    judge = next(name for name in JUDGES if name in errors)
-    allowed = 2 * (errors[judge] or 0.0) + torch.finfo(problem.dtype).eps
-    for name, value in errors.items():
-        if value is not None and not value <= allowed:
-            raise SystemExit(f"error: {name} errs by {value:.2g}, {judge} by {errors[judge]:.2g}: no speed is reported")
-    return errors
+    verdicts = {name: _verdict(problem, name, attention, exact) for name, attention in found.items()}
+    judge = next((name for name in JUDGES if name in verdicts and verdicts[name].error is not None), None)
+    for name, verdict in verdicts.items():
+        for part, value in verdict.errors.items():
+            judged = verdicts[judge].errors[part] if judge else float("nan")  # without a judge nobody passes
+            if not value <= 2 * judged + torch.finfo(problem.dtype).eps or value == float("inf"):
+                refusal = f"errs by {value:.2g} in {part}, {judge} by {judged:.2g}: no speed is reported"
+                verdicts[name] = Verdict(verdict.errors, refusal)
+    return verdicts
+
+
+def _verdict(problem: Problem, name: str, attention: Attention, exact: list[Tensor]) -> Verdict:
+    try:
+        ours = passes(problem, attention)
+    except Exception as failure:  # out of memory, or refused by a compiler: the other peers still count
+        return Verdict({}, _in_a_line(failure))
+    found = errors(problem, ours, exact)
+    return Verdict({part: value for part, value in found.items() if part not in UNGATED.get(name, ())})
+
+
+def _in_a_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"
 
 
 def clock(problem: Problem, attention: Attention, repeats: int) -> tuple[float, float]:
@@ -156,51 +194,79 @@ def _status(field: str) -> float:
 
 def bench(problem: Problem, rounds: int, wanted: list[str] | None, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """One record per peer."""
-    found = {name: peer for name, peer in peers(problem).items() if not wanted or name in (*wanted, "chunked")}
-    errors = gate(problem, found)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
-    repeats = 1 if problem.device == "cpu" else 10
+    torch.compiler.reset()  # every length is compiled for itself, far from Dynamo's limit of recompilations
+    judged = problem if problem.length <= JUDGED_UP_TO else replace(problem, length=JUDGED_UP_TO)
+    verdicts = gate(judged, _chosen(judged, [*wanted, JUDGES[-1]] if wanted else None))
+    found = _chosen(problem, wanted)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in found if verdicts[name].refusal is None}
+    repeats = dict.fromkeys(times, 1)
     for round_ in range(rounds + 1):  # the first warms up
-        for name, attention in found.items():
-            taken = clock(problem, attention, repeats)
+        for name in list(times):
+            try:
+                taken = clock(problem, found[name], repeats[name])
+            except torch.OutOfMemoryError as failure:  # it was judged at a shorter length
+                verdicts[name] = Verdict(verdicts[name].errors, _in_a_line(failure))
+                del times[name]
+                continue
             if round_:
                 times[name].append(taken)
-    ours = next(name for name in OURS if name in found)
+            elif problem.device != "cpu":
+                repeats[name] = max(1, min(10, int(ROUND_MS / sum(taken))))
+    ours = next((name for name in OURS if name in times), None)
     records = []
     for name in found:
-        parts = {"forward": [f for f, _ in times[name]], "backward": [b for _, b in times[name]]}
-        parts["both"] = [f + b for f, b in times[name]]
-        ratios = [t / sum(o) for t, o in zip(parts["both"], times[ours], strict=True)]
+        verdict = verdicts[name]
         record = {
             "op": problem.op, "peer": name, "device": problem.device,
             "dtype": str(problem.dtype).removeprefix("torch."), "B": problem.batch, "T": problem.length,
             "H": problem.heads, "d": problem.dim,
             **({"k": problem.kernel_size, "width": problem.width} if problem.op == "cdape" else {}),
-            "ms": {part: [round(q, 4) for q in statistics.quantiles(values, n=4)] for part, values in parts.items()},
-            "ratio": round(statistics.median(ratios), 3), "ratio_to": ours,
-            "peak_memory_mb": round(peak_memory(problem, name), 1), "error": errors[name], "rounds": rounds,
+            **(speed(times[name], times[ours]) if ours and name in times else NO_SPEED), "ratio_to": ours,
+            "peak_memory_mb": round(peak_memory(problem, name), 1) if name in times else None,
+            "error": verdict.error, "judged_at": judged.length, "rounds": rounds,
+            **({"refusal": verdict.refusal} if verdict.refusal else {}),
         }  # fmt: skip
         records.append(record)
         say(line(record))
     return records
 
 
+def _chosen(problem: Problem, wanted: list[str] | None) -> dict[str, Attention]:
+    return {name: peer for name, peer in peers(problem).items() if not wanted or name in wanted}
+
+
+NO_SPEED = {"ms": None, "ratio": None}
+
+
+def speed(times: list[tuple[float, float]], ours: list[tuple[float, float]]) -> dict[str, Any]:
+    """Quartiles of the milliseconds of a peer's rounds, and the median of its rounds' ratios to ours."""
+    parts = {"forward": [f for f, _ in times], "backward": [b for _, b in times], "both": [f + b for f, b in times]}
+    ratios = [both / sum(our) for both, our in zip(parts["both"], ours, strict=True)]
+    return {
+        "ms": {part: [round(q, 4) for q in statistics.quantiles(values, n=4)] for part, values in parts.items()},
+        "ratio": round(statistics.median(ratios), 3),
+    }
+
+
 HEADINGS = ["op", "T", "B", "peer", "forward ms", "backward ms", "both ms", "times ours", "memory MB", "error"]
+
+WIDTHS = (16, 6, 3, 18, 11, 12, 10, 11, 10, 8)
 
 
 def cells(record: dict[str, Any]) -> list[str]:
-    """A record as the cells of a table."""
-    middle = [f"{record['ms'][part][1]:,.3g}" for part in ("forward", "backward", "both")]
-    wrong = "" if record["error"] is None else f"{record['error']:.1e}"
+    """A record as the cells of a table; a dash where the gate allows no number."""
     op = record["op"] + (f" k={record['k']}" if "k" in record else "")
+    wrong = "" if record["error"] is None else f"{record['error']:.1e}"
+    if record["ms"] is None:
+        return [op, str(record["T"]), str(record["B"]), record["peer"], *["—"] * 5, wrong]
+    middle = [f"{record['ms'][part][1]:,.3g}" for part in ("forward", "backward", "both")]
     return [op, str(record["T"]), str(record["B"]), record["peer"], *middle, f"{record['ratio']:.2f}",
             f"{record['peak_memory_mb']:,.0f}", wrong]  # fmt: skip
 
 
 def line(record: dict[str, Any]) -> str:
     """A record as a line of the console."""
-    widths = (16, 6, 3, 18, 11, 12, 10, 11, 10, 8)
-    return " ".join(cell.rjust(width) for cell, width in zip(cells(record), widths, strict=True))
+    return " ".join(cell.rjust(width) for cell, width in zip(cells(record), WIDTHS, strict=True))
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -223,8 +289,8 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         (axes[0], "forward + backward, ms", lambda r: r["ms"]["both"][1]),
         (axes[1], "peak memory, MB", lambda r: r["peak_memory_mb"]),
     ):
-        for name in dict.fromkeys(record["peer"] for record in records):
-            points = sorted((r["T"], value(r)) for r in records if r["peer"] == name)
+        for name in dict.fromkeys(record["peer"] for record in records if record["ms"] is not None):
+            points = sorted((r["T"], value(r)) for r in records if r["peer"] == name and r["ms"] is not None)
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.set(xscale="log", yscale="log", xlabel="T", title=what)
         axis.legend(frameon=False)
@@ -243,50 +309,57 @@ def problems(arguments: argparse.Namespace) -> list[Problem]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+def parse() -> argparse.Namespace:
+    """The command line, with what the device suggests where nothing is said."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--op", choices=OPS, default="cdape")
-    parser.add_argument("--lengths", type=int, nargs="+", help="sequence lengths T")
-    parser.add_argument("--batch", type=int, help="B; tokens/T if absent")
-    parser.add_argument("--tokens", type=int, help="B·T where no batch is given")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--kernel-size", type=int, default=3)
+    parser.add_argument("--lengths", type=at_least(2), nargs="+", help="sequence lengths T")
+    parser.add_argument("--batch", type=at_least(1), help="B; tokens/T if absent")
+    parser.add_argument("--tokens", type=at_least(1), help="B·T where no batch is given")
+    parser.add_argument("--heads", type=at_least(1), default=12)
+    parser.add_argument("--dim", type=at_least(1), default=64)
+    parser.add_argument("--width", type=at_least(1), default=32)
+    parser.add_argument("--kernel-size", type=at_least(1), default=3, help="odd")
     parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--peers", nargs="+", help="only these (and chunked)")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--peers", nargs="+", help="only these")
+    parser.add_argument("--rounds", type=at_least(2), default=9)
+    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--markdown", type=output_file)
+    parser.add_argument("--plot", type=output_file)
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure_memory:
-        _measure_memory(json.loads(arguments.measure_memory))
-        return
     cpu = arguments.device == "cpu"
     arguments.lengths = arguments.lengths or ([512, 2048] if cpu else [512, 2048, 8192])
     arguments.tokens = arguments.tokens or (1024 if cpu else 16384)
     arguments.dtype = arguments.dtype or ("fp32" if cpu else "bf16")
-    print(" ".join(h.rjust(w) for h, w in zip(HEADINGS, (16, 6, 3, 18, 11, 12, 10, 11, 10, 8), strict=True)))
-    records = []
+    if arguments.kernel_size % 2 == 0:
+        parser.error(f"argument --kernel-size: must be odd, not {arguments.kernel_size}")
+    known = peers(problems(arguments)[0])
+    if unknown := set(arguments.peers or ()) - set(known):
+        parser.error(f"argument --peers: {', '.join(sorted(unknown))} is not here; choose from {', '.join(known)}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.measure_memory:
+        _measure_memory(json.loads(arguments.measure_memory))
+        return
+    result = {**stamp(__file__, arguments.device), "records": []}
+    print(" ".join(heading.rjust(width) for heading, width in zip(HEADINGS, WIDTHS, strict=True)))
     for problem in problems(arguments):
-        records += bench(problem, arguments.rounds, arguments.peers, lambda text: print(text, flush=True))
-    name = platform.machine() if cpu else torch.cuda.get_device_name()
-    result = {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", "tools/bench_kernels.py", *sys.argv[1:]]),
-        "machine": f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "versions": {package: version(package) for package in ("torch", "triton")},
-        "records": records,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown(result), encoding="utf-8")
+        result["records"] += bench(problem, arguments.rounds, arguments.peers, lambda text: print(text, flush=True))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if arguments.markdown:
+            arguments.markdown.write_text(markdown(result), encoding="utf-8")
     if arguments.plot:
-        plot(records, arguments.plot)
+        plot(result["records"], arguments.plot)
+    refused = [record for record in result["records"] if "refusal" in record]
+    for record in refused:
+        print(f"error: {record['peer']} at T = {record['T']}: {record['refusal']}", file=sys.stderr)
+    sys.exit(1 if refused else 0)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,11 @@ and quartiles count.
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +28,9 @@ import torch  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.options import ModelOptions, PositionOptions  # noqa: E402
 from megatron.training.hardware import peak_tflops  # noqa: E402
+from tools.arguments import Parser, at_least, device, output_file  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402
+from tools.stamp import stamp  # noqa: E402
 
 # layers, width, heads, as configs/model has them; "tiny" is for rehearsals
 MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
@@ -87,7 +84,7 @@ def candidates(
         return torch.nn.functional.cross_entropy(plain(x).float().flatten(0, 1), y.flatten())
 
     cuda = tokens.device.type == "cuda"
-    steps["plain"] = stepper(plain, torch.compile(loss) if cuda else loss, tokens)
+    steps["plain"] = stepper(plain, torch.compile(loss, dynamic=False) if cuda else loss, tokens)
     flops["plain"] = 6.0 * 12 * layers * width**2 + 6.0 * VOCABULARY * width + 6.0 * layers * width * (length + 1)
     return steps, flops
 
@@ -96,6 +93,7 @@ def bench(
     shape: str, length: int, batch: int, dtype: str, device: str, rounds: int, methods: list[str]
 ) -> list[dict[str, Any]]:
     """One record per candidate."""
+    torch.compiler.reset()  # every shape is compiled for itself
     tokens = torch.randint(VOCABULARY, (batch, length + 1)).to(device)
     steps, flops = candidates(shape, length, tokens, DTYPES[dtype], methods)
     taken: dict[str, list[float]] = {name: [] for name in steps}
@@ -129,37 +127,43 @@ def bench(
     return records
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", nargs="+", default=["125M:512", "125M:2048", "350M:512"], help="MODEL:LENGTH")
+def model_and_length(text: str) -> tuple[str, int]:
+    """The type of MODEL:LENGTH."""
+    model, _, length = text.partition(":")
+    if model not in MODELS or not length.isdecimal() or int(length) < 1:
+        raise argparse.ArgumentTypeError(f"must be MODEL:LENGTH with MODEL one of {', '.join(MODELS)}, not {text!r}")
+    return model, int(length)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--shapes",
+        type=model_and_length,
+        nargs="+",
+        help="MODEL:LENGTH",
+        default=[("125M", 512), ("125M", 2048), ("350M", 512)],
+    )
     parser.add_argument("--methods", nargs="+", default=[*METHODS, "plain"], choices=[*METHODS, "plain"])
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens per step")
+    parser.add_argument("--tokens", type=at_least(1), default=16384, help="tokens per step")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    records = []
-    for entry in arguments.shapes:
-        model, _, length = entry.partition(":")
-        if model not in MODELS or not length.isdigit():
-            parser.error(f"--shapes {entry}: must be MODEL:LENGTH with MODEL one of {', '.join(MODELS)}")
-        batch = max(1, arguments.tokens // int(length))
-        records += bench(
-            model, int(length), batch, arguments.dtype, arguments.device, arguments.rounds, arguments.methods
+    parser.add_argument("--rounds", type=at_least(2), default=15)
+    parser.add_argument("--json", type=output_file)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    result = {**stamp(__file__, arguments.device), "records": []}
+    for model, length in arguments.shapes:
+        batch = max(1, arguments.tokens // length)
+        result["records"] += bench(
+            model, length, batch, arguments.dtype, arguments.device, arguments.rounds, arguments.methods
         )
-    if arguments.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        name = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()
-        result = {
-            "date": date.today().isoformat(),
-            "command": " ".join(["python", "tools/bench_step.py", *sys.argv[1:]]),
-            "commit": commit.stdout.strip(),
-            "machine": f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-            "versions": {package: version(package) for package in ("torch", "triton", "megatron-core")},
-            "records": records,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if arguments.json:  # after each shape: a run that is stopped leaves what it has
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,19 +9,13 @@ loop one would write by hand. Blocks of steps alternate between the two, so that
 what counts is the median over blocks of the ratio.
 """
 
-import argparse
 import json
 import logging
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +32,9 @@ from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.loop import Loop  # noqa: E402
 from megatron.training.setup import prepare as prepare_run  # noqa: E402
 from megatron.training.signals import StopRequest  # noqa: E402
+from tools.arguments import Parser, at_least, output_file, some_of  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402
+from tools.stamp import stamp  # noqa: E402
 
 SHAPES = {
     "quickstart": {"layers": 4, "width": 128, "heads": 4, "length": 64, "batch": 32, "cdape_width": 16, "floor": 0.85},
@@ -131,38 +127,27 @@ def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="quickstart,medium")
-    parser.add_argument("--methods", default="rotary,kerple_log,cdape")
-    parser.add_argument("--blocks", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the records here")
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=some_of(SHAPES), default="quickstart,medium")
+    parser.add_argument("--methods", type=some_of(METHODS), default="rotary,kerple_log,cdape")
+    parser.add_argument("--blocks", type=at_least(2), default=9)
+    parser.add_argument("--json", type=output_file, help="write the records here")
     arguments = parser.parse_args()
+    result = {**stamp(__file__, "cpu"), "records": []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "python"
         prepare(["python"], corpus)
-        records = []
         print(f"{'shape':<11} {'method':<11} {'farfield tok/s':>15} {'plain tok/s':>12} {'ratio':>6}   quartiles")
-        for shape in arguments.shapes.split(","):
-            for method in arguments.methods.split(","):
+        for shape in arguments.shapes:
+            for method in arguments.methods:
                 record = measure(shape, method, corpus, arguments.blocks, 15 if shape == "quickstart" else 1)
-                records.append(record)
+                result["records"].append(record)
                 speed = record["tokens_per_second"]
                 low, high = record["ratio_quartiles"]
                 print(f"{shape:<11} {method:<11} {speed['farfield']:>15,} {speed['plain']:>12,} {record['ratio']:>6}"
                       f"   {low} … {high}", flush=True)  # fmt: skip
     if arguments.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout
-        result = {
-            "date": date.today().isoformat(),
-            "command": " ".join(["python", "tools/bench_train.py", *sys.argv[1:]]),
-            "commit": commit.strip(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used, {torch.get_num_threads()} threads",
-            "versions": {name: version(name) for name in ("torch", "deepspeed", "megatron-core")},
-            "records": records,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from position_panels import Curves, Map, Panel
 
+from megatron.evaluation.plots import COLOURS, DASHES
 from megatron.position import registry
 
 FOLDER = Path("docs/images/positions")
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito
-DASHES = ("-", "--", "-.", ":")
 LOWEST = -20.0
 """Biases below are cut off: exp(−20) is a factor of 2·10⁻⁹."""
 FAINTEST = 1e-4
@@ -54,7 +53,8 @@ def png(shown: list[Panel]) -> bytes:
 
 def _curves(figure: Figure, axes: Axes, panel: Curves) -> None:
     for index, (label, values) in enumerate(panel.lines.items()):
-        style = {"color": COLOURS[index % 4], "linestyle": DASHES[index % 4], "label": label, "linewidth": 1.4}
+        colour, dash = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
+        style = {"color": colour, "linestyle": dash, "label": label, "linewidth": 1.4}
         axes.plot(np.arange(len(values)), values.double().numpy(), **style)
     if panel.logarithmic:
         axes.set_xscale("symlog", base=2, linthresh=1, linscale=0.6)

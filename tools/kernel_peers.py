@@ -6,27 +6,34 @@ gives the attention output of the same shape; all peers of a problem share one e
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.runtime import interpreted
 from megatron.model.backends.backend import Backend, Rows
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
-from megatron.model.backends.triton import DTYPES, Triton, runs_here
+from megatron.model.backends.triton import Triton
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
 from megatron.position.scores import distances
-from megatron.position.shape import Shape, Span
+from megatron.position.shape import Shape, Span, at_least_float32
 from tools.plain_gpt import AppendixCdape
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 OPS = ("biased_attention", "cdape")
 CHUNK = 64
 """Query rows per block of the chunked backend: the fastest of 16, 32, 64 and 128 at T = 512 and 2048 on two cores."""
+FLOORS = ("flash",)
+"""Peers that compute less than the problem, to show what it costs: they have no error."""
+FROZEN = ("flex frozen",)
+"""Peers that give no gradient to the parameters: their error is that of the output and of dq, dk and dv."""
+COMPILER = partial(torch.compile, fullgraph=True, dynamic=False)
+"""Without fullgraph, past Dynamo's limit of recompilations, a peer would quietly run uncompiled."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Problem:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
+    rounding: torch.dtype | None = None
+    """The type that the inputs are rounded to before they take the compute type."""
 
     @cached_property
     def methods(self) -> tuple[Encoding, Processor | None]:
@@ -56,21 +65,23 @@ class Problem:
         processor = build_processor("cdape", shape, options, has_bias=True)
         return encoding, processor.to(self.device, self.dtype)
 
-    def inputs(self) -> list[Tensor]:
-        """Fresh q, k, v that want gradients, the same every time."""
+    @cached_property
+    def drawn(self) -> tuple[Tensor, ...]:
+        """q, k, v and dL/d(output), [B, H, T, d]: drawn once on the CPU, which takes longer than a GPU's pass."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         size = (self.batch, self.heads, self.length, self.dim)
-        drawn = [torch.randn(size, generator=generator) for _ in range(3)]
-        return [x.to(self.device, self.dtype).requires_grad_() for x in drawn]
+        drawn = [torch.randn(size, generator=generator) for _ in range(4)]
+        if self.op == "cdape" and self.kernel_size > 1:
+            drawn[3][:, :, -(self.kernel_size // 2) :] = 0
+        return tuple(x.to(self.device, self.rounding or self.dtype).to(self.dtype) for x in drawn)
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v as new leaves that want gradients, the same numbers every time."""
+        return [x.detach().requires_grad_() for x in self.drawn[:3]]
 
     def output_gradient(self) -> Tensor:
         """dL/d(output): none on the last k//2 rows, in which the published module depends on T."""
-        generator = torch.Generator().manual_seed(self.seed + 2)
-        size = (self.batch, self.heads, self.length, self.dim)
-        gradient = torch.randn(size, generator=generator).to(self.device, self.dtype)
-        if self.op == "cdape" and self.kernel_size > 1:
-            gradient[:, :, -(self.kernel_size // 2) :] = 0
-        return gradient
+        return self.drawn[3]
 
     def parameters(self) -> list[nn.Parameter]:
         """Of the encoding and the processor."""
@@ -79,7 +90,7 @@ class Problem:
 
     def in_float64(self) -> "Problem":
         """The same numbers, as this problem's type rounds them, computed exactly."""
-        exact = replace(self, dtype=torch.float64)
+        exact = replace(self, dtype=torch.float64, rounding=self.dtype)
         encoding, processor = self.methods
         exact.methods[0].load_state_dict(encoding.state_dict())
         exact.methods[0].double()
@@ -99,25 +110,31 @@ class Problem:
 
 def peers(problem: Problem) -> dict[str, Attention]:
     """Every way to compute the problem on its device; "flash" is a floor that leaves out bias and processor."""
-    cuda = problem.device != "cpu"
     found: dict[str, Attention] = {
         "eager": _backend(problem, Eager()),
         "chunked": _backend(problem, Chunked(CHUNK)),
         "flash": _flash,
     }
-    if runs_here() and problem.dtype in DTYPES:
-        found["triton"] = _backend(problem, Triton(Chunked(CHUNK)))
+    ours = Triton(Chunked(CHUNK))
+    here = problem.device != "cpu" or interpreted()
+    if here and problem.dtype != torch.float64 and ours.refuses(*problem.methods) is None:
+        found["triton"] = _backend(problem, ours)
     if problem.op == "cdape":
         found["appendix"] = _appendix(problem)
     else:
         found["sdpa mask"] = _masked(problem)
-    if cuda:
-        by_hand = "appendix" if problem.op == "cdape" else "eager"
-        found[f"{by_hand} compiled"] = torch.compile(found[by_hand])
-        if problem.op == "biased_attention":
-            found["flex learned"] = _flex(problem, learned=True)
-            found["flex frozen"] = _flex(problem, learned=False)
-    return found
+    return found if problem.device == "cpu" else {**found, **compiled_peers(problem)}
+
+
+def compiled_peers(problem: Problem, compiler: Callable[..., Attention] = COMPILER) -> dict[str, Attention]:
+    """What torch.compile makes of the way one writes it by hand, and FlexAttention; they compile when first called."""
+    if problem.op == "cdape":
+        return {"appendix compiled": compiler(_appendix(problem))}
+    return {
+        "eager compiled": compiler(_backend(problem, Eager())),
+        "flex learned": _flex(problem, compiler, learned=True),
+        "flex frozen": _flex(problem, compiler, learned=False),
+    }
 
 
 def _backend(problem: Problem, backend: Backend) -> Attention:
@@ -161,23 +178,26 @@ def _appendix(problem: Problem) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
         bias = problem.matrix(_bias(problem)).to(q.dtype)[None]
-        logits = module(scores, bias).float().masked_fill(problem.future(), float("-inf"))
+        logits = at_least_float32(module(scores, bias)).masked_fill(problem.future(), float("-inf"))
         return torch.matmul(torch.softmax(logits, dim=-1).to(v.dtype), v)
 
     return attention
 
 
-def _flex(problem: Problem, *, learned: bool) -> Attention:
-    """FlexAttention with the table captured in its score function."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _flex(problem: Problem, compiler: Callable[..., Attention], *, learned: bool) -> Attention:
+    """FlexAttention with the table captured in its score function; frozen, the table gets no gradient."""
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     length = problem.length
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = compiler(flex_attention)
+
+    @cache
+    def mask() -> BlockMask:  # [T, T] for a moment: only where it is wanted
+        return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bias = _bias(problem)
         table = bias if learned else bias.detach()
-        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask)
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask())
 
     return attention

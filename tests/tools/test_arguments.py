@@ -1,0 +1,44 @@
+"""What tools take on their command lines, and the one line they say otherwise."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.arguments import Parser, at_least, device, output_file, some_of
+
+
+def parser() -> Parser:
+    made = Parser()
+    made.add_argument("--rounds", type=at_least(2))
+    made.add_argument("--shapes", type=some_of({"small": 1, "large": 2}))
+    made.add_argument("--device", type=device)
+    made.add_argument("--json", type=output_file)
+    return made
+
+
+def test_what_is_right_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    taken = parser().parse_args(["--rounds", "2", "--shapes", "large,small", "--device", "cpu", "--json", str(file)])
+    assert (taken.rounds, taken.shapes, taken.device, taken.json) == (2, ["large", "small"], "cpu", file)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rounds", "1"], "argument --rounds: must be a whole number, at least 2, not '1'"),
+        (["--rounds", "2.5"], "argument --rounds: must be a whole number, at least 2, not '2.5'"),
+        (["--shapes", "small,huge"], "argument --shapes: 'huge' is not one of small, large"),
+        (["--device", "gpu"], "argument --device: must be cpu or cuda, not 'gpu'"),
+        (["--json", "nowhere/a.json"], "argument --json: nowhere/a.json: its folder does not exist"),
+        (["--json", "/"], "argument --json: /: is a folder"),
+        (["--other"], "unrecognized arguments: --other"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parser().parse_args(words)
+    assert left.value.code == 2
+    assert capsys.readouterr() == ("", f"error: {says}\n")

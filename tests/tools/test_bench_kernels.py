@@ -1,0 +1,270 @@
+"""The kernel benchmark as a user runs it, tiny and on a CPU; and its law: no gate, no speed."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tools import bench_kernels
+from tools.kernel_peers import Attention, Problem, peers
+
+SCRIPT = "tools/bench_kernels.py"
+TINY = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "8", "--width", "4", "--rounds", "2")
+PROBLEM = Problem("cdape", 1, 2, 8, 12, width=4)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return peers(PROBLEM)["eager"](q, k, v)
+
+
+def off_by_a_percent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return 1.01 * right(q, k, v)
+
+
+def without_dv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return right(q, k, v.detach())
+
+
+def parameters_frozen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    frozen = Problem("cdape", 1, 2, 8, 12, width=4)
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    return peers(frozen)["eager"](q, k, v)
+
+
+def nan_in_dk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k.clone()
+    k.register_hook(lambda gradient: gradient * float("nan"))
+    return right(q, k, v)
+
+
+def one_wrong_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    output = right(q, k, v).clone()
+    output[0, 0, 5] *= 1.001
+    return output
+
+
+def out_of_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+
+def test_a_run_writes_every_field_and_table_and_plot(run_tool: Callable[..., Any], tmp_path: Path) -> None:
+    names = {"json": tmp_path / "a.json", "markdown": tmp_path / "a.md", "plot": tmp_path / "a.png"}
+    files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
+    done = run_tool(SCRIPT, *TINY, "--op", "cdape", "--lengths", "12", "--peers", "chunked", "appendix", *files)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(names["json"].read_text(encoding="utf-8"))
+    assert list(result) == ["date", "command", "commit", "machine", "versions", "records"]
+    assert [record["peer"] for record in result["records"]] == ["chunked", "appendix"]
+    for record in result["records"]:
+        expected = {"op": "cdape", "device": "cpu", "dtype": "float32", "B": 1, "T": 12, "H": 2, "d": 8, "k": 3}
+        assert {key: record[key] for key in expected} == expected
+        assert set(record) - set(expected) == {
+            "peer", "width", "ms", "ratio", "ratio_to", "peak_memory_mb", "error", "judged_at", "rounds",
+        }  # fmt: skip
+        assert list(record["ms"]) == ["forward", "backward", "both"]
+        for low, middle, high in record["ms"].values():
+            assert low <= middle <= high
+            assert middle > 0
+        assert record["ms"]["both"][1] > record["ms"]["forward"][1]
+        assert record["peak_memory_mb"] >= 0
+        assert 0 < record["error"] < 1e-5
+        assert record["ratio_to"] == "chunked"
+    assert result["records"][0]["ratio"] == 1
+    table = names["markdown"].read_text(encoding="utf-8").splitlines()
+    assert table[0].split(" | ")[0] == "| op"
+    assert len(table[0].split("|")) == len(table[2].split("|"))
+    assert table[2].startswith("| cdape k=3 | 12 | 1 | chunked |")
+    assert table[5].endswith(f"`{result['command']}`.")
+    assert names["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def extra(monkeypatch: pytest.MonkeyPatch) -> dict[str, Attention]:
+    """Peers beside those of the problem; memory costs a process each and is left out."""
+    added: dict[str, Attention] = {}
+    monkeypatch.setattr(bench_kernels, "peers", lambda problem: {**peers(problem), **added})
+    monkeypatch.setattr(bench_kernels, "peak_memory", lambda problem, name: 1.0)
+    return added
+
+
+WRONG = [off_by_a_percent, without_dv, parameters_frozen, nan_in_dk, one_wrong_row]
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, out_of_memory], ids=lambda peer: peer.__name__)
+def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None:
+    extra["right"], extra["wrong"] = right, wrong
+    records = {record["peer"]: record for record in bench_kernels.bench(PROBLEM, 2, None, lambda _: None)}
+    refused = records.pop("wrong")
+    assert [refused[key] for key in ("ms", "ratio", "peak_memory_mb")] == [None] * 3
+    assert refused["refusal"]
+    assert "\n" not in refused["refusal"]
+    assert (refused["error"] is None) == (wrong in (out_of_memory, nan_in_dk))
+    assert set(records) == {"eager", "chunked", "flash", "appendix", "right"}
+    assert all(record["ms"] and "refusal" not in record for record in records.values())
+
+
+def test_coarse_gradients_of_parameters_do_not_hide_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 eager's own gradients of parameters err by several percent: an output that does is refused."""
+    output, parameters = bench_kernels.PARTS
+    measured = iter([{output: 0.008, parameters: 0.07}, {output: 0.05, parameters: 0.001}])
+    monkeypatch.setattr(bench_kernels, "errors", lambda *_: next(measured))
+    verdicts = bench_kernels.gate(replace(PROBLEM, dtype=torch.bfloat16), {"eager": right, "wrong": right})
+    assert verdicts["eager"].refusal is None
+    assert verdicts["wrong"].refusal == f"errs by 0.05 in {output}, eager by 0.008: no speed is reported"
+
+
+@pytest.mark.parametrize("wanted", [["wrong"], ["wrong", "appendix"]])
+def test_a_long_problem_is_judged_at_a_shorter_one(
+    wanted: list[str], extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths.append(q.shape[2])
+        return q + k + v
+
+    extra["wrong"] = wrong
+    monkeypatch.setattr(bench_kernels, "JUDGED_UP_TO", 6)
+    records = {record["peer"]: record for record in bench_kernels.bench(PROBLEM, 2, wanted, lambda _: None)}
+    assert sorted(records) == sorted(wanted)  # the judge is not timed
+    assert {record["judged_at"] for record in records.values()} == {6}
+    assert {record["T"] for record in records.values()} == {12}
+    assert "errs by" in records.pop("wrong")["refusal"]
+    assert all("refusal" not in record for record in records.values())
+    assert lengths == [6]
+
+
+def test_a_peer_that_is_too_large_to_time_leaves_the_others(
+    extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = peers(replace(PROBLEM, length=6))["eager"]
+    extra["grows"] = lambda q, k, v: (short if q.shape[2] == 6 else out_of_memory)(q, k, v)
+    monkeypatch.setattr(bench_kernels, "JUDGED_UP_TO", 6)
+    monkeypatch.setattr(bench_kernels, "errors", lambda *_: dict.fromkeys(bench_kernels.PARTS, 0.0))
+    records = {record["peer"]: record for record in bench_kernels.bench(PROBLEM, 2, None, lambda _: None)}
+    assert records["grows"]["ms"] is None
+    assert records["grows"]["refusal"].startswith("OutOfMemoryError: CUDA out of memory. Tried")
+    assert records["eager"]["ms"]
+
+
+def test_ours_wrong_is_no_measure_for_others(extra: dict[str, Attention]) -> None:
+    extra["triton"] = off_by_a_percent
+    records = {record["peer"]: record for record in bench_kernels.bench(PROBLEM, 2, None, lambda _: None)}
+    assert records["triton"]["ms"] is None
+    assert {record["ratio_to"] for record in records.values()} == {"chunked"}
+
+
+def test_without_a_judge_nobody_has_a_speed() -> None:
+    verdicts = bench_kernels.gate(PROBLEM, {"eager": out_of_memory, "chunked": nan_in_dk, "right": right})
+    assert all(verdict.refusal for verdict in verdicts.values())
+
+
+def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives up after eight versions of a function; FlexAttention, learned and frozen, has two per length."""
+    resets: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    bench_kernels.bench(PROBLEM, 2, ["appendix"], lambda _: None)
+    assert resets == [1]
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
+    """The exit code of the tool, in this process."""
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *TINY, *words])
+    with pytest.raises(SystemExit) as left:
+        bench_kernels.main()
+    return left.value.code
+
+
+def test_a_refused_peer_is_an_error_line_and_exit_code_1(
+    extra: dict[str, Attention],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    extra["wrong"] = out_of_memory
+    files = {kind: tmp_path / name for kind, name in (("json", "a.json"), ("markdown", "a.md"), ("plot", "a.png"))}
+    words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert command(monkeypatch, "--lengths", "12", *words) == 1
+    assert capsys.readouterr().err == (
+        "error: wrong at T = 12: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
+    )
+    records: list[dict[str, Any]] = json.loads(files["json"].read_text(encoding="utf-8"))["records"]
+    assert [record["ms"] is None for record in records] == [False] * 4 + [True]
+    assert "| cdape k=3 | 12 | 1 | wrong | — | — | — | — | — |  |" in files["markdown"].read_text(encoding="utf-8")
+    assert files["plot"].is_file()
+
+
+def test_what_was_measured_is_kept_when_the_run_is_stopped(
+    extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench = bench_kernels.bench
+
+    def stopped(problem: Problem, *rest: Any) -> list[dict[str, Any]]:
+        if problem.length == 16:
+            raise SystemExit(130)
+        return bench(problem, *rest)
+
+    monkeypatch.setattr(bench_kernels, "bench", stopped)
+    assert command(monkeypatch, "--lengths", "12", "16", "--json", str(tmp_path / "a.json")) == 130
+    records = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
+    assert {record["T"] for record in records} == {12}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--op", "none"), "--op"),
+        (("--device", "tpu"), "must be cpu or cuda, not 'tpu'"),
+        (("--lengths", "0"), "--lengths: must be a whole number, at least 2, not '0'"),
+        (("--lengths", "many"), "not 'many'"),
+        (("--rounds", "1"), "--rounds: must be a whole number, at least 2"),
+        (("--kernel-size", "2"), "--kernel-size: must be odd, not 2"),
+        (("--peers", "nobody"), "nobody is not here; choose from eager, chunked"),
+        (("--dtype", "int8"), "--dtype"),
+        (("--json", "no/such/folder/a.json"), "its folder does not exist"),
+        (("--plot", "."), "is a folder"),
+        (("--hurry",), "--hurry"),
+    ],
+)
+def test_a_bad_argument_is_one_line(
+    words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, *words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert says in said.err
+
+
+def test_a_bad_argument_as_a_user_sees_it(refuses: Callable[..., None]) -> None:
+    refuses(SCRIPT, "--peers", "nobody", says="nobody is not here")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu_is_one_line(refuses: Callable[..., None]) -> None:
+    refuses(SCRIPT, "--device", "cuda", says="no CUDA device is here")
+
+
+def test_it_starts_on_a_bare_gpu_machine(run_tool: Callable[..., Any]) -> None:
+    """torch, triton and numpy are enough."""
+    code = (
+        "import sys\n"
+        "class Bare:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'pydantic', 'deepspeed', 'rich', 'matplotlib'} or name == 'megatron.core':\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Bare())\n"
+        "sys.argv = ['tools/bench_kernels.py', '--op', 'cdape']\n"
+        "from tools import bench_kernels\n"
+        "bench_kernels.parse()\n"
+    )
+    done = run_tool("-c", code)
+    assert done.returncode == 0, done.stderr
