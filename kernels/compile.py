@@ -1,10 +1,11 @@
 """Cross-compiles Triton kernels for GPUs that are not here and reports what they use.
 
-    python -m kernels.compile OP … [--arch 80 90] [--json FILE] [--check FILE]
+    python -m kernels.compile [OP …] [--arch 80 90] [--json FILE] [--check FILE]
 
 compiles the configurations that `kernels/OP/compiled.py` yields (`configurations() -> Iterator[Configuration]`) and
-prints or records a table. Speed cannot be told without a GPU, but a kernel that no longer compiles, asks for more
-shared memory than the chip has (Triton notices only at launch) or begins to spill registers can.
+prints or records a table; without OP those of every folder that has a compiled.py. Speed cannot be told without a GPU,
+but a kernel that no longer compiles, asks for more shared memory than the chip has (Triton notices only at launch) or
+begins to spill registers can.
 """
 
 import argparse
@@ -117,21 +118,20 @@ def _assembled(ptx: str, arch: int) -> dict[str, int]:
     return {name: max(numbers) for name, numbers in found.items()}
 
 
+def all_ops() -> list[str]:
+    """The ops whose kernels can be compiled here: the folders beside this file that have a compiled.py."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/compiled.py"))
+
+
 def table(ops: Iterable[str], arches: Iterable[int] = (80, 90), sample: int = 1) -> dict[str, dict[str, int]]:
-    """{"OP/NAME sm_80": resources} of every `sample`-th configuration of the ops, printed as they are compiled.
+    """{"OP/NAME sm_80": resources} of every `sample`-th configuration of each op, printed as they are compiled.
 
     Raises:
         RuntimeError: a configuration asks for more shared memory than its chip has.
     """
-    wanted = [
-        (op, configuration, arch)
-        for op in ops
-        for configuration in importlib.import_module(f"kernels.{op}.compiled").configurations()
-        for arch in arches
-        if arch in configuration.arches
-    ]
     rows: dict[str, dict[str, int]] = {}
-    for op, one, arch in wanted[::sample]:
+    sampled = [wanted for op in ops for wanted in _wanted(op, arches)[::sample]]
+    for op, one, arch in sampled:
         used = resources(
             one.kernel,
             one.signature,
@@ -150,19 +150,32 @@ def table(ops: Iterable[str], arches: Iterable[int] = (80, 90), sample: int = 1)
     return rows
 
 
+def _wanted(op: str, arches: Iterable[int]) -> list[tuple[str, Configuration, int]]:
+    """Each configuration of an op with each of the architectures that it is for."""
+    configurations = importlib.import_module(f"kernels.{op}.compiled").configurations()
+    return [(op, one, arch) for one in configurations for arch in arches if arch in one.arches]
+
+
+def _record(path: Path, ops: Iterable[str], rows: Mapping[str, Mapping[str, int]]) -> None:
+    """Write the rows of `ops` in place of theirs in the file; rows of the other ops stay, if those still exist."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    others = set(all_ops()).difference(ops)
+    rows = {name: row for name, row in kept.items() if name.split("/")[0] in others} | dict(rows)
+    path.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.compile", description="Compile kernels; report resources.")
-    parser.add_argument("ops", nargs="+", help="folders in kernels/, for example biased_attention")
+    ops_help = "folders in kernels/, for example biased_attention; all that have a compiled.py if none is named"
+    parser.add_argument("ops", nargs="*", metavar="OP", default=all_ops(), help=ops_help)
     parser.add_argument("--arch", nargs="+", type=int, default=[80, 90], choices=sorted(SHARED_LIMIT))
-    parser.add_argument("--sample", type=int, default=1, help="every n-th configuration only")
+    parser.add_argument("--sample", type=int, default=1, help="every n-th configuration of each op only")
     parser.add_argument("--json", type=Path, help="record the table; rows of other ops in the file are kept")
     parser.add_argument("--check", type=Path, help="compare with a recorded table; exit 1 where they differ")
     options = parser.parse_args(arguments)
     rows = table(options.ops, options.arch, options.sample)
     if options.json:
-        kept = json.loads(options.json.read_text()) if options.json.exists() else {}
-        rows_of_others = {name: row for name, row in kept.items() if name.split("/")[0] not in options.ops}
-        options.json.write_text(json.dumps(dict(sorted((rows_of_others | rows).items())), indent=1) + "\n")
+        _record(options.json, options.ops, rows)
     if options.check:
         recorded = json.loads(options.check.read_text())
         different = [name for name, row in rows.items() if recorded.get(name) != row]

@@ -6,6 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels compute in; they accumulate in float32."""
+
 
 def interpreted() -> bool:
     """Does this process run kernels in the interpreter (TRITON_INTERPRET was set before triton was imported)?"""

@@ -11,9 +11,8 @@ from torch import Tensor
 from kernels.bias import configs
 from kernels.bias.fire import fire_gradient_kernel, fire_kernel
 from kernels.bias.toeplitz import diagonal_sum_kernel, spread_kernel
-from kernels.runtime import capability, on_device_of
+from kernels.runtime import DTYPES, capability, on_device_of
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAUNCH = {"num_warps": configs.NUM_WARPS, "num_stages": configs.NUM_STAGES, "enable_fp_fusion": True}
 
 

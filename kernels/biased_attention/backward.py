@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels.biased_attention.forward import LOG2E
-from kernels.biased_attention.tiles import column_ranges, load_rows, store_rows, table_tile, visible
+from kernels.biased_attention.tiles import column_ranges, table_tile, visible
+from kernels.rows import load_rows, store_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 

@@ -13,6 +13,7 @@ from kernels.biased_attention import configs
 from kernels.biased_attention.backward import column_kernel, row_kernel
 from kernels.biased_attention.forward import forward_kernel
 from kernels.compile import Configuration
+from kernels.rows import split_head_dim
 
 HEAD_DIMS = (32, 64, 80, 128)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -50,7 +51,7 @@ def _kernels(tables: str, dim: int, text: str, *, windowed: bool) -> Iterator[Co
 
 def _constexprs(kernel: Any, tiles: configs.Tiles, dim: int, text: str, tables: str, windowed: bool) -> dict[str, Any]:
     has_bias, has_weight = TABLES[tables]
-    first, second = configs.split_head_dim(dim)
+    first, second = split_head_dim(dim)
     known: dict[str, Any] = {
         "WINDOWED": windowed,
         "BM": tiles.BM,

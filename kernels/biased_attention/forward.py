@@ -7,7 +7,8 @@ The online softmax is that of FlashAttention-2 (Dao 2023, algorithm 1), in base 
 import triton
 import triton.language as tl
 
-from kernels.biased_attention.tiles import column_ranges, load_rows, store_rows, table_tile, visible
+from kernels.biased_attention.tiles import column_ranges, table_tile, visible
+from kernels.rows import load_rows, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

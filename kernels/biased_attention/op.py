@@ -13,9 +13,8 @@ from torch import Tensor
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import column_kernel, row_kernel
 from kernels.biased_attention.forward import forward_kernel
-from kernels.runtime import capability, on_device_of
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from kernels.rows import MAX_HEAD_DIM, split_head_dim
+from kernels.runtime import DTYPES, capability, on_device_of
 
 
 def biased_attention(
@@ -87,8 +86,8 @@ def _check(
     batch, heads, rows, dim = q.shape
     if k.shape != v.shape or (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
-    if dim > configs.MAX_HEAD_DIM:
-        raise ValueError(f"head dimension {dim}; it must be at most {configs.MAX_HEAD_DIM}")
+    if dim > MAX_HEAD_DIM:
+        raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
     if batch * heads > 65535:
         raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most 65535")
     if offset < 0:
@@ -121,7 +120,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _shared(q: Tensor) -> dict[str, Any]:
-    split = configs.split_head_dim(q.shape[-1])
+    split = split_head_dim(q.shape[-1])
     return {
         "DA": split[0],
         "DB": split[1],

@@ -9,48 +9,6 @@ import triton.language as tl
 
 
 @triton.jit
-def load_rows(
-    pointer,
-    start,
-    stride,
-    count,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Rows start … start + BLOCK − 1 of a [count, DIM] matrix, columns FIRST … FIRST + WIDTH − 1; zero outside."""
-    rows = tl.arange(0, BLOCK)
-    columns = FIRST + tl.arange(0, WIDTH)
-    mask = (start + rows < count)[:, None]
-    if FIRST + WIDTH > DIM:
-        mask = mask & (columns < DIM)[None, :]
-    pointer += tl.cast(start, tl.int64) * stride
-    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def store_rows(
-    pointer,
-    tile,
-    start,
-    count,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The counterpart of `load_rows` for a contiguous [count, DIM] matrix."""
-    rows = tl.arange(0, BLOCK)
-    columns = FIRST + tl.arange(0, WIDTH)
-    mask = (start + rows < count)[:, None]
-    if FIRST + WIDTH > DIM:
-        mask = mask & (columns < DIM)[None, :]
-    pointer += tl.cast(start, tl.int64) * DIM
-    tl.store(pointer + rows[:, None] * DIM + columns[None, :], tile.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def table_tile(TABLE, base, N, factor, BM: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """factor · TABLE[base + r − c] as [BM, BN], or as [BN, BM] when transposed; zero outside 0 … N − 1.
 

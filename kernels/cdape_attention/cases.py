@@ -74,9 +74,12 @@ SMALL = [
     Case(1, 17, 12, 12, 8, 8, 3),
     Case(1, 2, 14, 40, 8, 6, 5, offset=26, window=28),
     Case(1, 2, 32, 32, 8, 6, 3),
+    Case(1, 3, 27, 45, 80, 8, 3, offset=18, window=21, chunk=19),
+    Case(1, 2, 20, 23, 128, 6, 3, offset=3),
 ]
 """Odd sizes, T < k, offsets, windows (narrower than p too), chunks, decoding, H beyond 16; a window that ends with a
-tile, so that the hidden values beyond it lie in the next, and a length that does."""
+tile, so that the hidden values beyond it lie in the next, and a length that does; a head dimension in two parts, and
+the largest."""
 
 SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
 """Run with a bias beyond float16's range."""

@@ -1,4 +1,4 @@
-"""Attention in chunks of query rows: matrix products by PyTorch, the mixer and the softmax by kernels.
+"""Attention in chunks of query rows: mixer and softmax by kernels, matrix products by these or by PyTorch.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size,
 p = k//2. A chunk's maps hold the columns that one of its rows sees, and nothing of a chunk outlives it, so memory is
@@ -13,15 +13,18 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.cdape_attention.attend import attend, attend_backward
 from kernels.cdape_attention.backward import mix_backward, weight_backward
-from kernels.cdape_attention.configs import Tiles, padded, splits, tiles
+from kernels.cdape_attention.configs import Tiles, attend_blocks, padded, splits, tiles
 from kernels.cdape_attention.forward import mix
-from kernels.cdape_attention.softmax import softmax, softmax_backward
+from kernels.rows import split_head_dim
 
 UNBOUNDED = 1 << 30
 """The window where there is none."""
-COLUMN_BLOCK = 1024
-"""Columns that a softmax program takes at once."""
+PRECISION = "ieee"
+"""Of matrix products of float32, exact to the type; half types are not affected."""
+ALIGNED = 16
+"""Maps begin at a multiple of this many columns: where they end at one too, kernels read four logits at a time."""
 FUSION = True
 """Multiply and add in one rounding, said explicitly: Triton's default depends on its version."""
 
@@ -64,7 +67,7 @@ class Problem:
             "K": self.size,
             "DP": padded(self.width),
             "SATURATE": self.dtype == torch.float16,
-            "PRECISION": "ieee",  # for float32; has no effect on half types
+            "PRECISION": PRECISION,
             "enable_fp_fusion": FUSION,
         }
 
@@ -115,24 +118,28 @@ class Chunk:
     def of_columns(self, x: Tensor) -> Tensor:
         return x[:, :, self.left : self.right]
 
-    def launch(self, problem: Problem) -> dict[str, int]:
-        """Runtime arguments that all mixer kernels share."""
+    def extent(self, problem: Problem) -> dict[str, int]:
+        """Runtime arguments that say what a row sees, the same for all kernels."""
         return {
             "ROWS": self.rows,
             "COLUMNS": self.right - self.left,
             "first_row": self.position,
             "first_column": self.left,
-            "share_count": problem.offset + problem.rows + problem.size // 2,
-            "edge_row": self.first,
             "window": problem.window,
         }
+
+    def launch(self, problem: Problem) -> dict[str, int]:
+        """Runtime arguments that all mixer kernels share."""
+        shares = {"share_count": problem.offset + problem.rows + problem.size // 2, "edge_row": self.first}
+        return self.extent(problem) | shares
 
 
 def chunks(problem: Problem, size: int) -> Iterator[Chunk]:
     for first in range(0, problem.rows, size):
         last = min(first + size, problem.rows)
         position = problem.offset + first
-        yield Chunk(first, last, max(position - problem.window + 1, 0), problem.offset + last, position)
+        left = max(position - problem.window + 1, 0) // ALIGNED * ALIGNED
+        yield Chunk(first, last, left, problem.offset + last, position)
 
 
 def chunk_logits(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -159,6 +166,28 @@ def chunk_logits(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
     return logits
 
 
+def attend_launch(kernel: str, problem: Problem, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and arguments that `attend` and `attend_backward` share."""
+    batch, heads, columns, dim = v.shape
+    block = attend_blocks(kernel, chunk.rows, problem.dtype)
+    first, second = split_head_dim(dim)
+    options = {
+        **chunk.extent(problem),
+        "all_rows": problem.rows,
+        "all_columns": columns,
+        "DIM": dim,
+        "DA": first,
+        "DB": second,
+        "BM": block.rows,
+        "BN": block.columns,
+        "PRECISION": PRECISION,
+        "num_warps": block.warps,
+        "num_stages": block.stages,
+        "enable_fp_fusion": FUSION,
+    }
+    return (triton.cdiv(chunk.rows, block.rows) * batch * heads,), options
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """Output [B, H, R, d], and the softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
     batch, heads, rows = q.shape[:3]
@@ -168,24 +197,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, siz
     for chunk in chunks(problem, size):
         scores = torch.matmul(chunk.of_rows(scaled), chunk.of_columns(k).transpose(-1, -2))
         logits = chunk_logits(problem, chunk, scores)
-        probabilities = scores  # their place: the scores are not needed any more
-        softmax[(batch * heads * chunk.rows,)](
-            logits,
-            probabilities,
-            statistics[..., chunk.first :],
-            chunk.rows,
-            chunk.right - chunk.left,
-            chunk.position,
-            chunk.left,
-            problem.window,
-            rows,
-            batch * heads * rows,
-            BLOCK=COLUMN_BLOCK,
-            num_warps=4,
-            num_stages=2,
-            enable_fp_fusion=FUSION,
-        )
-        chunk.of_rows(output).copy_(torch.matmul(probabilities, chunk.of_columns(v)))
+        grid, options = attend_launch("attend", problem, chunk, v)
+        attend[grid](logits, chunk.of_columns(v), chunk.of_rows(output), statistics[..., chunk.first :], **options)
     return output, statistics
 
 
@@ -200,7 +213,6 @@ def backward(
     size: int,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, shares, bias, w1 and w2; the sums over chunks are float32."""
-    batch, heads, rows, _ = q.shape
     float32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     scaled = q * scale
     q_gradient = torch.empty_like(q)
@@ -211,28 +223,15 @@ def backward(
     for chunk in chunks(problem, size):
         scores = torch.matmul(chunk.of_rows(scaled), chunk.of_columns(k).transpose(-1, -2))
         logits = chunk_logits(problem, chunk, scores)
+        probabilities = torch.empty_like(scores)
         into_output = chunk.of_rows(gradient)
-        products = torch.matmul(into_output, chunk.of_columns(v).transpose(-1, -2))
-        columns = chunk.right - chunk.left
-        softmax_backward[(batch * heads * chunk.rows,)](
-            logits,
-            products,
-            statistics[..., chunk.first :],
-            chunk.rows,
-            columns,
-            chunk.position,
-            chunk.left,
-            problem.window,
-            rows,
-            batch * heads * rows,
-            BLOCK=COLUMN_BLOCK,
-            num_warps=4,
-            num_stages=2,
-            enable_fp_fusion=FUSION,
+        grid, options = attend_launch("attend_backward", problem, chunk, v)
+        attend_backward[grid](
+            logits, probabilities, chunk.of_columns(v), into_output, statistics[..., chunk.first :], **options
         )
-        chunk.of_columns(v_sum).add_(torch.matmul(products.transpose(-1, -2), into_output))
+        chunk.of_columns(v_sum).add_(torch.matmul(probabilities.transpose(-1, -2), into_output))
         _add_weights(problem, chunk, scores, logits, w1_sum, w2_sum)
-        into_scores = products  # their place: the probabilities are not needed any more
+        into_scores = probabilities  # their place: they are not needed any more
         _mixer_backward(problem, chunk, scores, logits, into_scores, share_sum, bias_sum)
         chunk.of_rows(q_gradient).copy_(torch.matmul(into_scores, chunk.of_columns(k)).mul_(scale))
         chunk.of_columns(k_sum).add_(torch.matmul(into_scores.transpose(-1, -2), chunk.of_rows(scaled)))

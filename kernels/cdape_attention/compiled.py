@@ -1,6 +1,6 @@
 """The kernels as the shipped models launch them, for `python -m kernels.compile cdape_attention`.
 
-H heads, D processor width, k kernel size.
+H heads, D processor width, k kernel size, d head dimension.
 """
 
 from collections.abc import Iterator
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from kernels.cdape_attention.attend import attend, attend_backward
 from kernels.cdape_attention.backward import mix_backward, weight_backward
-from kernels.cdape_attention.chunks import COLUMN_BLOCK
-from kernels.cdape_attention.configs import padded, tiles
+from kernels.cdape_attention.chunks import PRECISION
+from kernels.cdape_attention.configs import attend_blocks, padded, tiles
 from kernels.cdape_attention.forward import mix
-from kernels.cdape_attention.softmax import softmax, softmax_backward
 from kernels.compile import Configuration
+from kernels.rows import split_head_dim
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = [
@@ -22,9 +23,10 @@ SHAPES = [
     (32, 64, 7),
 ]
 """H, D and k: the shipped models at the default width, and the widest."""
+HEAD_DIMS = (32, 64, 80, 128)
 ROWS = 256
 DECODED = 1
-COMPUTE_TYPE = ("scores", "score_gradient", "w1", "w2")
+COMPUTE_TYPE = ("scores", "score_gradient", "w1", "w2", "probabilities", "v", "output_gradient", "output")
 FLOAT32 = (
     "logits",
     "gradient",
@@ -35,12 +37,14 @@ FLOAT32 = (
     "bias_partial",
     "edge_gradient",
     "partial",
+    "statistics",
 )
-"""Pointer arguments of the mixer kernels, by type."""
+"""Pointer arguments of all kernels, by type; what is in neither is an integer."""
 
 
-def _signature(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> dict[str, str]:
-    return {name: pointers.get(name, "i32") for name in kernel.arg_names if name not in constants}
+def _signature(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, str]:
+    types = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(COMPUTE_TYPE, f"*{kind}")
+    return {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
 
 
 def _mixer(kernel: Any, name: str, heads: int, width: int, size: int, kind: str, rows: int) -> Configuration:
@@ -53,21 +57,44 @@ def _mixer(kernel: Any, name: str, heads: int, width: int, size: int, kind: str,
         "BM": tile.rows,
         "BN": tile.distances,
         "SATURATE": kind == "fp16",
-        "PRECISION": "ieee",
+        "PRECISION": PRECISION,
     }
     if name == "weights":
         constants["KC"] = padded(size * heads)
     else:
         constants |= {"HP": padded(heads), "HAS_BIAS": True}
-    pointers = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(COMPUTE_TYPE, f"*{kind}")
     step = " decode" if rows == DECODED else ""
     return Configuration(
         name=f"{name}{step} H={heads} D={width} k={size} {kind}",
         kernel=kernel,
-        signature=_signature(kernel, constants, pointers),
+        signature=_signature(kernel, kind, constants),
         constexprs=constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def _attend(kernel: Any, name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
+    """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
+    block = attend_blocks(name, rows, TYPES[kind])
+    first, second = split_head_dim(dim)
+    constants = {
+        "DIM": dim,
+        "DA": first,
+        "DB": second,
+        "BM": block.rows,
+        "BN": block.columns,
+        "PRECISION": PRECISION,
+    }
+    which = " decode" if rows == DECODED else " odd" if odd else ""
+    columns = "i32" if odd or rows == DECODED else "i32:16"
+    return Configuration(
+        name=f"{name}{which} d={dim} {kind}",
+        kernel=kernel,
+        signature=_signature(kernel, kind, constants) | {"COLUMNS": columns},
+        constexprs=constants,
+        num_warps=block.warps,
+        num_stages=block.stages,
     )
 
 
@@ -81,13 +108,10 @@ def configurations() -> Iterator[Configuration]:
             yield _mixer(weight_backward, "weights", heads, width, size, kind, ROWS)
     for heads in (12, 32):
         yield _mixer(mix, "forward", heads, 32, 3, "bf16", DECODED)
-    for kind in TYPES:
-        pointers = {"probabilities": f"*{kind}", "products": f"*{kind}", "logits": "*fp32", "statistics": "*fp32"}
-        constants = {"BLOCK": COLUMN_BLOCK}
-        for kernel, name in ((softmax, "softmax"), (softmax_backward, "softmax_backward")):
-            yield Configuration(
-                name=f"{name} {kind}",
-                kernel=kernel,
-                signature=_signature(kernel, constants, pointers),
-                constexprs=constants,
-            )
+    for dim in HEAD_DIMS:
+        for kind in TYPES if dim == 64 else ("bf16",):
+            yield _attend(attend, "attend", dim, kind, ROWS)
+            yield _attend(attend_backward, "attend_backward", dim, kind, ROWS)
+        yield _attend(attend, "attend", dim, "bf16", ROWS, odd=True)
+        yield _attend(attend_backward, "attend_backward", dim, "bf16", ROWS, odd=True)
+    yield _attend(attend, "attend", 64, "bf16", DECODED)

@@ -51,6 +51,32 @@ def tiles(kernel: str, heads: int, width: int, size: int, rows: int, dtype: torc
     return chosen
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Launch parameters of `attend` and `attend_backward`."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def attend_blocks(kernel: str, rows: int, dtype: torch.dtype) -> Blocks:
+    """Launch parameters of a kernel, the same for all head dimensions.
+
+    The kernels wait for memory, so blocks are small: several programs share a processor. With 4 warps they spill where
+    the columns of a chunk are no multiple of 16 and each logit needs an address of its own.
+
+    Args:
+        kernel: attend or attend_backward.
+        rows: query rows of a chunk; a few (decoding) take the lowest block that a matrix product accepts.
+    """
+    few = rows <= 16
+    if dtype == torch.float32:
+        return Blocks(16 if few else 32 if kernel == "attend_backward" else 64, 32, 8, 2)
+    return Blocks(16, 64, 4, 3) if few else Blocks(64, 32, 8, 3)
+
+
 WORKSPACE = 1 << 26
 """Entries of one map [B, H, R, C] of a chunk; the backward pass holds three (4 bytes and twice the compute type)."""
 

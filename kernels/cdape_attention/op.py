@@ -7,16 +7,15 @@ p = k//2.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.cdape_attention import chunks
 from kernels.cdape_attention.configs import chunk_rows
-from kernels.cdape_attention.forward import mix
 from kernels.cdape_attention.reference import at_least_float32
 from kernels.cdape_attention.tables import shares as make_shares
+from kernels.rows import MAX_HEAD_DIM
+from kernels.runtime import DTYPES, capability, on_device_of
 
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 64
 """Widths beyond would need other tiles."""
 
@@ -46,7 +45,7 @@ def cdape_attention(
     float16 saturates), so b2's gradient is zero.
 
     Args:
-        q: queries [B, H, R, d], rotated by the caller if at all; bfloat16, float16 or float32.
+        q: queries [B, H, R, d], d ≤ 128, rotated by the caller if at all; bfloat16, float16 or float32.
         k, v: keys and values [B, H, C, d] of q's type, C ≥ offset + R; later columns are not read.
         bias: float32 [H, N] over distances n = i − j, N ≥ offset + R, or None.
         w1, b1: Conv1 [D, 2H, 1, k] (scores first; [D, H, 1, k] without a bias) and [D]; D ≤ 64, k odd.
@@ -60,7 +59,7 @@ def cdape_attention(
 
     Raises:
         ValueError: shapes, types or options that do not fit.
-        RuntimeError: tensors on a CPU without Triton's interpreter.
+        RuntimeError: a kernel cannot run where the tensors are (on a CPU without Triton's interpreter).
     """
     _check(q, k, v, bias, w1, b1, w2, b2, offset, window, chunk)
     batch, heads, rows, dim = q.shape
@@ -95,7 +94,7 @@ def _check(
     window: int | None,
     chunk: int | None,
 ) -> None:
-    if q.dtype not in TYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one type: bfloat16, float16 or float32"
         )
@@ -104,6 +103,8 @@ def _check(
     batch, heads, rows, dim = q.shape
     if min(batch, heads, rows, dim) < 1:
         raise ValueError(f"q is {list(q.shape)}; no size may be 0")
+    if dim > MAX_HEAD_DIM:
+        raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
     columns = k.shape[2]
     if k.shape != (batch, heads, columns, dim) or v.shape != k.shape:
         raise ValueError(
@@ -134,17 +135,6 @@ def _check(
         raise ValueError(
             f"b1, w2 and b2 are {list(b1.shape)}, {list(w2.shape)} and {list(b2.shape)}; "
             f"they must be [{width}], [{heads}, {width}, 1, {size}] and [{heads}]"
-        )
-
-
-INTERPRETED = not isinstance(mix, triton.runtime.JITFunction)
-
-
-def _check_device(x: Tensor) -> None:
-    if x.device.type == "cpu" and not INTERPRETED:
-        raise RuntimeError(
-            "cdape_attention has no CPU code: set TRITON_INTERPRET=1 before triton is imported to try it, or use "
-            "another attention backend"
         )
 
 
@@ -183,9 +173,10 @@ def _attention(
 
     `shares` is from tables.shares, `residual` float32 [H, N or 0], `w1` [D, H, k] the scores' half, `w2` [H, D, k].
     """
-    _check_device(q)
+    capability(q)  # raises where no kernel can run
     problem = _problem(shares, residual, w1, w2, b2, q, offset, window)
-    return chunks.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
+    with on_device_of(q):
+        return chunks.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
 
 
 @_attention.register_fake
@@ -224,11 +215,12 @@ def _attention_backward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, shares, residual, w1 and w2."""
-    _check_device(q)
+    capability(q)  # raises where no kernel can run
     problem = _problem(shares, residual, w1, w2, b2, q, offset, window)
-    q_, k_, v_, share_, bias_, w1_, w2_ = chunks.backward(
-        gradient.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), statistics, problem, scale, chunk
-    )
+    with on_device_of(q):
+        q_, k_, v_, share_, bias_, w1_, w2_ = chunks.backward(
+            gradient.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), statistics, problem, scale, chunk
+        )
     return q_, k_, v_, share_, bias_, w1_.to(w1.dtype), w2_.to(w2.dtype).contiguous()
 
 

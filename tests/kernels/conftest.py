@@ -1,29 +1,22 @@
 """Kernels run in Triton's interpreter where there is no GPU.
 
-Triton chooses once, when it is imported and when a kernel is decorated. TRITON_INTERPRET is in the environment only
-while triton is imported and while this folder is collected and run; other folders and their processes never see it.
+Triton chooses twice: when it is imported (tests/conftest.py does that) and when a kernel is decorated. So
+TRITON_INTERPRET is in the environment while this folder is collected, which imports the kernels, and while its tests
+run, which may import more and ask `kernels.runtime.interpreted`. Other folders and their processes never see it.
+`triton.knobs.runtime.interpret` is left alone: it reads the environment each time, and a value set there would last
+and show in the other folders' tests whenever this folder is collected with them.
 """
 
-import sys
 from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+import triton.language
 
 INTERPRETED = not torch.cuda.is_available()
 
-if INTERPRETED:
-    if "triton.language" not in sys.modules:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            import triton.language
-    import triton
-
-    if isinstance(triton.language.cdiv, triton.JITFunction):
-        raise RuntimeError("triton was imported without TRITON_INTERPRET before tests/kernels: see its conftest.py")
-    triton.knobs.propagate_env = False
-    triton.knobs.runtime.interpret = True
-    triton.knobs.propagate_env = True
+if INTERPRETED and isinstance(triton.language.cdiv, triton.JITFunction):
+    raise RuntimeError("triton was imported without TRITON_INTERPRET: tests/conftest.py has to import it first")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -43,7 +43,7 @@ class Triton:
     def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
         if not runs_here():
             return "it needs a CUDA device"
-        from kernels.biased_attention.configs import MAX_HEAD_DIM
+        from kernels.rows import MAX_HEAD_DIM
 
         if encoding.shape.head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.shape.head_dim}"
@@ -54,8 +54,8 @@ class Triton:
         return None if processor is None else _refuses_processor(encoding, processor)
 
     def __call__(self, rows: Rows) -> Tensor:
-        from kernels.biased_attention.op import DTYPES, biased_attention
-        from kernels.runtime import interpreted
+        from kernels.biased_attention.op import biased_attention
+        from kernels.runtime import DTYPES, interpreted
 
         elsewhere = not (rows.q.is_cuda or interpreted()) or rows.q.dtype not in DTYPES
         if elsewhere or rows.key_mask is not None or rows.query.drawn is not None:

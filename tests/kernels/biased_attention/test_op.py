@@ -208,16 +208,3 @@ def test_cpu_tensors_need_the_interpreter() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "RuntimeError: this kernel needs a CUDA device" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("dim", "split"), [(8, (16, 0)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32))]
-)
-def test_head_dimension_in_two_powers_of_two(dim: int, split: tuple[int, int]) -> None:
-    assert configs.split_head_dim(dim) == split
-
-
-def test_every_head_dimension_fits_its_split() -> None:
-    for dim in range(1, configs.MAX_HEAD_DIM + 1):
-        first, second = configs.split_head_dim(dim)
-        assert dim <= first + second < 2 * max(dim, 16)
