@@ -196,7 +196,7 @@ def bench(problem: Problem, rounds: int, wanted: list[str] | None, say: Callable
     """One record per peer."""
     torch.compiler.reset()  # every length is compiled for itself, far from Dynamo's limit of recompilations
     judged = problem if problem.length <= JUDGED_UP_TO else replace(problem, length=JUDGED_UP_TO)
-    verdicts = gate(judged, _chosen(judged, [*wanted, JUDGES[-1]] if wanted else None))
+    verdicts = gate(judged, _chosen(judged, [*wanted, *JUDGES] if wanted else None))
     found = _chosen(problem, wanted)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in found if verdicts[name].refusal is None}
     repeats = dict.fromkeys(times, 1)

@@ -37,9 +37,11 @@ from tools.plain_gpt import PlainGPT  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
 
 SHAPES = {
-    "quickstart": {"layers": 4, "width": 128, "heads": 4, "length": 64, "batch": 32, "cdape_width": 16, "floor": 0.85},
-    "medium": {"layers": 8, "width": 512, "heads": 8, "length": 512, "batch": 4, "cdape_width": 32, "floor": 0.95},
-}
+    "quickstart": {"layers": 4, "width": 128, "heads": 4, "length": 64, "batch": 32, "cdape_width": 16, "rows": 32,
+                   "floor": 0.85},
+    "medium": {"layers": 8, "width": 512, "heads": 8, "length": 512, "batch": 4, "cdape_width": 32, "rows": 64,
+               "floor": 0.95},
+}  # fmt: skip
 METHODS = {
     "rotary": {"pos_emb": "rotary"},
     "kerple_log": {"pos_emb": "kerple_log"},
@@ -52,7 +54,8 @@ def farfield(shape: dict, method: str, corpus: Path) -> Loop:
     values = {
         "num_layers": shape["layers"], "hidden_size": shape["width"], "num_attention_heads": shape["heads"],
         "seq_length": shape["length"], "train_micro_batch_size_per_gpu": shape["batch"], "train_iters": 1_000_000,
-        "make_vocab_size_divisible_by": 1, "lr_decay_style": "cosine", "warmup": 0.0, "eval_interval": 0,
+        "attention_chunk_rows": shape["rows"], "make_vocab_size_divisible_by": 1,
+        "lr_decay_style": "cosine", "warmup": 0.0, "eval_interval": 0,
         "train_data_paths": f"[{corpus / 'train_text_document'}]", "log_interval": 1_000_000,
         "optimizer.params.lr": 1e-3, "device": "cpu", **METHODS[method],
     }  # fmt: skip

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from kernels.runtime import interpreted
 from megatron.model.backends.backend import Backend, Rows
+from megatron.model.backends.choose import KEPT_UP_TO, RowBlocks
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.triton import Triton
@@ -116,6 +117,8 @@ def peers(problem: Problem) -> dict[str, Attention]:
         "flash": _flash,
     }
     ours = Triton(Chunked(CHUNK))
+    if problem.length <= KEPT_UP_TO:  # beyond, it is chunked
+        found["auto"] = _backend(problem, RowBlocks(CHUNK))
     here = problem.device != "cpu" or interpreted()
     if here and problem.dtype != torch.float64 and ours.refuses(*problem.methods) is None:
         found["triton"] = _backend(problem, ours)

@@ -62,7 +62,9 @@ class ModelOptions(Section):
     attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton"] = key(
         "auto", "how attention is computed; auto takes the fastest that can do this position encoding"
     )
-    attention_chunk_rows: int = key(128, "query rows per block of the chunked backend", ge=1, le=LONGEST)
+    attention_chunk_rows: int = key(
+        128, "query rows per block of the chunked backend, and of auto where it works in blocks", ge=1, le=LONGEST
+    )
 
 
 class PositionOptions(Section):

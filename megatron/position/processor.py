@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .method import Method
@@ -21,9 +22,9 @@ class Share(NamedTuple):
         """[W, R, columns + reach] for query rows and keys 0 … columns − 1, and as many as `reach` after them."""
         reach = self.edge.shape[-1]
         # Entry n of the table stands at n + reach, so the rows are read as if they were that much further on.
-        share = toeplitz(self.table, Span(query.start + reach, query.length), Span(0, reach + columns))
-        share[:, :, :reach] = self.edge[:, query.start : query.stop]  # in place: joining two parts would copy both
-        return share
+        inside = toeplitz(self.table, Span(query.start + reach, query.length), Span(reach, columns))
+        # Joined and not written in place, which is slower: autograd copies the whole gradient for it.
+        return torch.cat([self.edge[:, query.start : query.stop], inside], dim=-1) if reach else inside
 
 
 class Convolutions(NamedTuple):

@@ -13,7 +13,7 @@ from megatron.errors import UserError
 from megatron.model.backends import bias_matrix, triton
 from megatron.model.backends.backend import Rows
 from megatron.model.backends.bias_matrix import NetworkInKernel
-from megatron.model.backends.choose import EagerThenChunked, choose_backend
+from megatron.model.backends.choose import RowBlocks, choose_backend
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.triton import Triton
 from megatron.model.build import build_model
@@ -35,7 +35,7 @@ class Unused:
     def __call__(self, rows: Rows) -> torch.Tensor:
         assert rows.processor is not None
         assert isinstance(rows.encoding, NetworkInKernel)
-        return EagerThenChunked(4)(rows)
+        return RowBlocks(4)(rows)
 
 
 def results(backend, encoding, processor, q, k, v, query: Span, key: Span, window: int | None) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ def test_what_shows_at_run_time_is_computed_elsewhere(processor: str) -> None:
     e, p = build("kerple_log", processor, SHAPE)
     q, k, v = random_qkv(9, SHAPE)
     span = Span(0, 9)
-    backend = Triton(EagerThenChunked(4))
+    backend = Triton(RowBlocks(4))
     mask = torch.arange(9)[None] >= torch.tensor([[0], [3]])
     drawn = Span(0, 9, draw_positions(9, 20, anew=True))
     for rows in (

@@ -28,18 +28,23 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("grad", "length", "expected"), [(True, 12, "eager"), (True, 13, "chunked"), (False, 5, "chunked")]
-)
-def test_auto_materialises_only_short_training_sequences(grad, length, expected, monkeypatch) -> None:
-    monkeypatch.setattr(choose, "EAGER_UP_TO", 12)
-    encoding, processor = build("kerple_log", "cdape")
+    ("grad", "length", "processor", "expected"),
+    [
+        (True, 12, "cdape", "processed"), (True, 12, "none", "plain"), (True, 13, "cdape", "recomputed"),
+        (True, 13, "none", "recomputed"), (False, 5, "cdape", "recomputed"), (False, 5, "none", "recomputed"),
+    ],
+)  # fmt: skip
+def test_auto_keeps_the_maps_of_short_training_sequences_alone(grad, length, processor, expected, monkeypatch) -> None:
+    monkeypatch.setattr(choose, "KEPT_UP_TO", 12)
+    encoding, processor = build("kerple_log", processor)
     backend = choose_backend("auto", 4, encoding, processor)
-    backend.eager, backend.chunked = Counted(backend.eager), Counted(backend.chunked)
+    counted = {name: Counted(getattr(backend, name)) for name in ("plain", "processed", "recomputed")}
+    for name, counter in counted.items():
+        setattr(backend, name, counter)
     q, k, v = random_qkv(length)
     with torch.set_grad_enabled(grad):
         out = backend(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
-    assert {"eager": backend.eager.calls, "chunked": backend.chunked.calls}[expected] == 1
-    assert backend.eager.calls + backend.chunked.calls == 1
+    assert {name: counter.calls for name, counter in counted.items()} == {**dict.fromkeys(counted, 0), expected: 1}
     reference = Eager()(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
 

@@ -106,7 +106,7 @@ def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None
     assert refused["refusal"]
     assert "\n" not in refused["refusal"]
     assert (refused["error"] is None) == (wrong in (out_of_memory, nan_in_dk))
-    assert set(records) == {"eager", "chunked", "flash", "appendix", "right"}
+    assert set(records) == {"eager", "chunked", "auto", "flash", "appendix", "right"}
     assert all(record["ms"] and "refusal" not in record for record in records.values())
 
 
@@ -196,7 +196,7 @@ def test_a_refused_peer_is_an_error_line_and_exit_code_1(
         "error: wrong at T = 12: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
     )
     records: list[dict[str, Any]] = json.loads(files["json"].read_text(encoding="utf-8"))["records"]
-    assert [record["ms"] is None for record in records] == [False] * 4 + [True]
+    assert [record["ms"] is None for record in records] == [record["peer"] == "wrong" for record in records]
     assert "| cdape k=3 | 12 | 1 | wrong | — | — | — | — | — |  |" in files["markdown"].read_text(encoding="utf-8")
     assert files["plot"].is_file()
 

@@ -16,25 +16,26 @@ from megatron.position.processor import Processor
 
 logger = logging.getLogger(__name__)
 
-EAGER_UP_TO = 1024
-"""`auto` materialises training's score maps up to this many keys: faster than recomputing while they are small."""
+KEPT_UP_TO = 1024
+"""`auto` keeps training's score maps up to this many keys: faster than computing them again while they are small."""
+KEPT_ROWS = 128
+"""Rows per block that is kept, at least, where no processor works on them: smaller ones cost more than they save."""
 
 
-class EagerThenChunked:
-    """Eager for short training sequences, row blocks for the rest; the two agree to rounding.
-
-    Without gradients nothing is recomputed, and blocks over their causal columns do half the work and stay in caches.
-    """
+class RowBlocks:
+    """Blocks of rows over their causal columns, their maps kept for short training sequences, else recomputed."""
 
     def __init__(self, block: int) -> None:
-        self.eager, self.chunked = Eager(), Chunked(block)
+        self.recomputed, self.processed = Chunked(block), Chunked(block, recompute=False)
+        self.plain = Chunked(max(block, KEPT_ROWS), recompute=False)
 
     def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
         return None
 
     def __call__(self, rows: Rows) -> Tensor:
-        whole = torch.is_grad_enabled() and rows.key.length <= EAGER_UP_TO
-        return self.eager(rows) if whole else self.chunked(rows)
+        if torch.is_grad_enabled() and rows.key.length <= KEPT_UP_TO:
+            return self.plain(rows) if rows.processor is None else self.processed(rows)
+        return self.recomputed(rows)
 
 
 def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Processor | None) -> Backend:
@@ -43,7 +44,7 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
     Raises:
         UserError: the named backend cannot do it, with the reason and the ones that can.
     """
-    plain = EagerThenChunked(chunk_rows)
+    plain = RowBlocks(chunk_rows)
     backends: dict[str, Backend] = {
         "sdpa": Sdpa(), "triton": Triton(plain), "eager": Eager(), "chunked": Chunked(chunk_rows)
     }  # fmt: skip
@@ -55,7 +56,7 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
         if refusal is None:
             logger.info("attention backend: sdpa")
             return backends["sdpa"]
-        logger.info("attention backend: eager up to %d keys in training, else chunked (sdpa: %s)", EAGER_UP_TO, refusal)
+        logger.info("attention backend: row blocks, kept up to %d keys in training (sdpa: %s)", KEPT_UP_TO, refusal)
         return plain
     refusal = backends[name].refuses(encoding, processor)
     if refusal is not None:

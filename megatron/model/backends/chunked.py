@@ -1,6 +1,7 @@
-"""Blocks of query rows, recomputed in the backward pass: memory linear in T on any device.
+"""Blocks of query rows against their causal columns, half of eager's work, on any device.
 
-What is kept between the passes is q, k, v, the table over distances, and the output.
+Recomputed in the backward pass, what is kept between the passes is q, k, v, the table over distances and the output:
+memory linear in T. Kept, it is half of eager's.
 """
 
 from dataclasses import replace
@@ -18,10 +19,14 @@ from megatron.position.scores import share_for, table_for
 
 
 class Chunked:
-    """Blocks of `block` query rows."""
+    """Blocks of `block` query rows.
 
-    def __init__(self, block: int) -> None:
-        self.block = block
+    Args:
+        recompute: whether the backward pass computes a block's maps again, instead of keeping them.
+    """
+
+    def __init__(self, block: int, *, recompute: bool = True) -> None:
+        self.block, self.recompute = block, recompute
 
     def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
         return None
@@ -29,7 +34,7 @@ class Chunked:
     def __call__(self, rows: Rows) -> Tensor:
         table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
         share = share_for(rows.processor, table, rows.query, rows.key, rows.key_mask, rows.window)
-        run = _recomputed if torch.is_grad_enabled() else Eager.with_table
+        run = _recomputed if self.recompute and torch.is_grad_enabled() else Eager.with_table
         outputs = [run(block, table, share) for block in row_blocks(rows, self.block)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
