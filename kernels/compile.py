@@ -25,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels.runtime import interpreted
+
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
 
@@ -164,6 +166,22 @@ def _record(path: Path, ops: Iterable[str], rows: Mapping[str, Mapping[str, int]
     path.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
 
 
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse, before minutes of compiling, what could not be compiled, recorded or compared."""
+    if unknown := [op for op in options.ops if op not in all_ops()]:
+        parser.error(f"{unknown[0]} is no op; choose from {', '.join(all_ops())}")
+    if options.sample < 1:
+        parser.error(f"--sample is {options.sample}; it must be at least 1")
+    if options.json and (options.sample > 1 or set(options.arch) != set(SHARED_LIMIT)):
+        parser.error("--json records whole ops: leave --sample and --arch out")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: its folder does not exist")
+    if options.check and not options.check.is_file():
+        parser.error(f"--check {options.check}: no such file")
+    if interpreted():
+        parser.error("kernels are interpreted: unset TRITON_INTERPRET")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.compile", description="Compile kernels; report resources.")
     ops_help = "folders in kernels/, for example biased_attention; all that have a compiled.py if none is named"
@@ -173,6 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="record the table; rows of other ops in the file are kept")
     parser.add_argument("--check", type=Path, help="compare with a recorded table; exit 1 where they differ")
     options = parser.parse_args(arguments)
+    _check(parser, options)
     rows = table(options.ops, options.arch, options.sample)
     if options.json:
         _record(options.json, options.ops, rows)

@@ -19,9 +19,11 @@ def capability(x: Tensor) -> int | None:
     """Compute capability of the tensor's device as major · 10 + minor; None in the interpreter.
 
     Raises:
-        RuntimeError: a kernel cannot run where the tensor is.
+        RuntimeError: a kernel cannot run where the tensor is, or not in its type.
     """
     if interpreted():
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("Triton's interpreter computes bfloat16 wrongly: choose float32 or float16")
         return None
     if x.device.type != "cuda":
         raise RuntimeError(f"this kernel needs a CUDA device, its tensors are on {x.device}")

@@ -182,8 +182,8 @@ def main() -> None:
         for part in (REHEARSAL if arguments.rehearse else PARTS)
         if not arguments.parts or part.name in arguments.parts
     ]
-    if not parts:
-        parser.error(f"a rehearsal has no part {', '.join(arguments.parts)}")
+    if absent := set(arguments.parts or ()) - {part.name for part in parts}:
+        parser.error(f"a rehearsal has no part {', '.join(sorted(absent))}")
     sys.exit(check(parts, arguments.json, rehearsal=arguments.rehearse))
 
 

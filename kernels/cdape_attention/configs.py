@@ -1,7 +1,8 @@
 """Tile sizes by shape: a static table, so that all ranks of a run agree.
 
-Chosen by compiling for sm_80 and sm_90 (`compiled.py`): the most pixels per thread without spilling at k = 3. One table
-serves both, since no speed has been measured on either; what differs between chips belongs here once it has.
+Chosen by compiling for sm_80 and sm_90 (`compiled.py`): the most pixels per thread that spill little at k = 3 (16 bytes
+at most in half types). One table serves both, since no speed has been measured on either; what differs between chips
+belongs here once it has.
 
 H heads, D processor width, k kernel size, p = k//2, R query rows.
 """

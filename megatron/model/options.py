@@ -63,7 +63,11 @@ class ModelOptions(Section):
         "auto", "how attention is computed; auto takes the fastest that can do this position encoding"
     )
     attention_chunk_rows: int = key(
-        128, "query rows per block of the chunked backend, and of auto where it works in blocks", ge=1, le=LONGEST
+        128,
+        "query rows per block of the chunked backend, and of auto (which trains with at least 128 where there is no "
+        "score processor)",
+        ge=1,
+        le=LONGEST,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kernels.bias.compiled import configurations
-from kernels.compile import SHARED_LIMIT, all_ops, resources
+from kernels.compile import SHARED_LIMIT, all_ops, main, resources
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "kernels" / "resources.json"
@@ -59,3 +59,22 @@ def test_an_interpreted_kernel_is_not_compiled() -> None:
     else:
         with pytest.raises(ValueError, match="named in neither or wrongly: TABLE"):
             resources(one.kernel, {k: v for k, v in one.signature.items() if k != "TABLE"}, one.constexprs, arch=80)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nosuch"], "nosuch is no op; choose from bias, biased_attention, cdape_attention"),
+        (["--sample", "0"], "--sample is 0; it must be at least 1"),
+        (["bias", "--arch", "80", "--json", "new.json"], "--json records whole ops"),
+        (["bias", "--json", "nowhere/new.json"], "its folder does not exist"),
+        (["bias", "--check", "nowhere.json"], "no such file"),
+    ],
+)
+def test_what_cannot_be_compiled_or_recorded_is_refused_at_once(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -7,6 +7,7 @@ import torch
 from position_methods import MAPPED, build, random_qkv
 
 from kernels.bias.configs import MAX_WIDTH
+from kernels.biased_attention.op import biased_attention
 from kernels.cdape_attention.op import WIDEST
 from kernels.rows import MAX_HEAD_DIM
 from megatron.errors import UserError
@@ -88,11 +89,14 @@ def test_it_equals_eager_in_outputs_and_all_gradients(encoding, processor, start
 
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_what_shows_at_run_time_is_computed_elsewhere(processor: str) -> None:
+def test_what_shows_at_run_time_is_computed_elsewhere_and_said_once(
+    processor: str, caplog: pytest.LogCaptureFixture
+) -> None:
     e, p = build("kerple_log", processor, SHAPE)
     q, k, v = random_qkv(9, SHAPE)
     span = Span(0, 9)
     backend = Triton(RowBlocks(4))
+    triton._say.cache_clear()
     mask = torch.arange(9)[None] >= torch.tensor([[0], [3]])
     drawn = Span(0, 9, draw_positions(9, 20, anew=True))
     for rows in (
@@ -100,7 +104,23 @@ def test_what_shows_at_run_time_is_computed_elsewhere(processor: str) -> None:
         Rows(q, k, v, drawn, drawn, e, p),
         Rows(q, k, v[:, :2], span, span, e, p, heads=slice(0, 2)) if p is not None else Rows(q, k, v, span, span, e, p),
     ):
-        torch.testing.assert_close(backend(rows), Eager()(rows), rtol=TOLERANCE, atol=TOLERANCE)
+        for _ in range(2):
+            torch.testing.assert_close(backend(rows), Eager()(rows), rtol=TOLERANCE, atol=TOLERANCE)
+    said = [record.message for record in caplog.records]
+    expected = ["padding", "randomized positions", *(["a score processor over divided heads"] if p is not None else [])]
+    assert said == [f"attention_backend triton: {why} is left to PyTorch's row blocks" for why in expected]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
+@pytest.mark.parametrize("processor", ["none", "cdape"])
+def test_bfloat16_in_the_interpreter_is_left_to_pytorch(processor: str) -> None:
+    """The interpreter computes it wrongly."""
+    e, p = build("kerple_log", processor, SHAPE)
+    q, k, v = (x.bfloat16() for x in random_qkv(9, SHAPE))
+    rows = Rows(q, k, v, Span(0, 9), Span(0, 9), e, p)
+    assert torch.equal(Triton(Eager())(rows), Eager()(rows))
+    with pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
+        biased_attention(q, k, v)
 
 
 @pytest.mark.parametrize(

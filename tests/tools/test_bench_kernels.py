@@ -138,6 +138,7 @@ def test_a_long_problem_is_judged_at_a_shorter_one(
     assert {record["T"] for record in records.values()} == {12}
     assert "errs by" in records.pop("wrong")["refusal"]
     assert all("refusal" not in record for record in records.values())
+    assert all(record["ms"] and record["ratio"] is None for record in records.values())  # nothing of ours ran
     assert lengths == [6]
 
 
@@ -227,6 +228,8 @@ def test_what_was_measured_is_kept_when_the_run_is_stopped(
         (("--rounds", "1"), "--rounds: must be a whole number, at least 2"),
         (("--kernel-size", "2"), "--kernel-size: must be odd, not 2"),
         (("--peers", "nobody"), "nobody is not here; choose from eager, chunked"),
+        (("--kernel-size", "11", "--lengths", "5"), "11 leaves no row to compare at length 5"),
+        (("--plot", "a.docx"), "a.docx must end in .png, .svg, .pdf"),
         (("--dtype", "int8"), "--dtype"),
         (("--json", "no/such/folder/a.json"), "its folder does not exist"),
         (("--plot", "."), "is a folder"),

@@ -8,8 +8,11 @@
 | a network (FIRE)     | any           | `kernels/bias` and PyTorch's row blocks                                |
 
 What only shows at run time (padding, drawn positions, a processor's heads divided over ranks, a model that was moved to
-the CPU) goes to PyTorch's row blocks.
+the CPU, dropout under a processor) goes to PyTorch's row blocks, which is said once.
 """
+
+import logging
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +22,8 @@ from megatron.model.backends.bias_matrix import attend_with_matrix, with_network
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor
 from megatron.position.scores import table_for
+
+logger = logging.getLogger(__name__)
 
 # Triton is imported where it is asked for, and only there: it takes a second and needs no GPU machine to fail on.
 
@@ -57,23 +62,39 @@ class Triton:
         from kernels.biased_attention.op import biased_attention
         from kernels.runtime import DTYPES, interpreted
 
-        elsewhere = not (rows.q.is_cuda or interpreted()) or rows.q.dtype not in DTYPES
-        if elsewhere or rows.key_mask is not None or rows.query.drawn is not None:
-            return self.rest(rows)
+        if not (rows.q.is_cuda or interpreted()):
+            return self._otherwise(rows, "a model on the CPU")
+        if rows.q.dtype not in DTYPES or (interpreted() and rows.q.dtype == torch.bfloat16):
+            return self._otherwise(rows, f"{rows.q.dtype}{' in the interpreter' if interpreted() else ''}")
+        if rows.key_mask is not None or rows.query.drawn is not None:
+            return self._otherwise(rows, "padding" if rows.query.drawn is None else "randomized positions")
         network = rows.encoding.network()
         table = table_for(rows.encoding, rows.query, rows.key, rows.q.device) or Terms()
         if rows.processor is not None:
             if network is not None:
                 return self.rest(with_network_in_kernel(rows, network))
-            divided = rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0
-            return self.rest(rows) if divided or rows.dropout else _processed(rows, rows.processor, table.bias)
+            if rows.dropout:
+                return self._otherwise(rows, "attention_dropout with a score processor")
+            if rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0:
+                return self._otherwise(rows, "a score processor over divided heads")
+            return _processed(rows, rows.processor, table.bias)
         if network is not None or (rows.dropout and table.weight is None and table.bias is not None):
             return attend_with_matrix(rows, table.bias, network)
         if rows.dropout:
-            return self.rest(rows)
+            return self._otherwise(rows, "attention_dropout without a bias or with a weight")
         bias, weight = (None if t is None else t[rows.heads] for t in table)
         offset = rows.query.start - rows.key.start
         return biased_attention(rows.q, rows.k, rows.v, bias, weight, offset=offset, window=rows.window)
+
+    def _otherwise(self, rows: Rows, why: str) -> Tensor:
+        _say(why)
+        return self.rest(rows)
+
+
+@cache
+def _say(why: str) -> None:
+    """Once for each reason, not once for each layer and step."""
+    logger.warning("attention_backend triton: %s is left to PyTorch's row blocks", why)
 
 
 def _refuses_network(encoding: Encoding) -> str | None:
