@@ -1,4 +1,4 @@
-"""Rows of matrices [count, d] in kernels, with head dimensions d that need not be powers of two.
+"""Sizes that matrix products accept, and rows of matrices [count, d] whose head dimension d is none of them.
 
 A head dimension that is none is split into DA + DB (80 = 64 + 16), DB = 0 where it is one.
 """
@@ -10,16 +10,17 @@ MAX_HEAD_DIM = 128
 """Larger ones would need other tiles in every kernel."""
 
 
+def padded(size: int) -> int:
+    """The next size that a matrix product accepts: a power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def split_head_dim(head_dim: int) -> tuple[int, int]:
     """(DA, DB): powers of two of at least 16, or DB = 0, that hold `head_dim` with little padding: 80 = 64 + 16."""
-    whole = 16
-    while whole < head_dim:
-        whole *= 2
+    whole = padded(head_dim)
     if whole == 16 or head_dim == whole:
         return whole, 0
-    rest = 16
-    while rest < head_dim - whole // 2:
-        rest *= 2
+    rest = padded(head_dim - whole // 2)
     return (whole, 0) if rest == whole // 2 else (whole // 2, rest)
 
 

@@ -7,6 +7,7 @@ from kernels.bias import configs
 from kernels.bias.fire import fire_gradient_kernel, fire_kernel
 from kernels.bias.toeplitz import diagonal_sum_kernel, spread_kernel
 from kernels.compile import Configuration
+from kernels.rows import padded
 
 HEADS = (4, 16, 32)
 """12 heads compile to what 16 do."""
@@ -22,7 +23,7 @@ def configurations() -> Iterator[Configuration]:
         high, wide = configs.DIAGONAL
         sizes = {"BM": high, "BN": wide}
         yield _one(f"diagonals {text}", diagonal_sum_kernel, {"GRAD": text}, {"FACTOR": None, **sizes})
-        for heads in sorted({configs.power_of_two(heads) for heads in HEADS}):
+        for heads in sorted({padded(heads) for heads in HEADS}):
             fixed = {"BLOCK": configs.FIRE_BLOCK, "HP": heads}
             yield _one(f"fire H={heads} {text}", fire_kernel, {"OUT": text}, fixed)
             fixed = {"BLOCK": configs.FIRE_GRADIENT_BLOCK, "HP": heads, "WP": 32}

@@ -23,8 +23,3 @@ def parts(programs: int, rows: int) -> tuple[int, int]:
     count = min(max(-(-PARTS // programs), 1), -(-rows // 64))
     each = -(-rows // count)
     return -(-rows // each), each
-
-
-def power_of_two(number: int) -> int:
-    """The next power of two that a matrix product takes, at least 16."""
-    return max(16, 1 << (number - 1).bit_length())

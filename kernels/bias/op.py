@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.bias import configs
 from kernels.bias.fire import fire_gradient_kernel, fire_kernel
 from kernels.bias.toeplitz import diagonal_sum_kernel, spread_kernel
+from kernels.rows import padded
 from kernels.runtime import DTYPES, capability, on_device_of
 
 LAUNCH = {"num_warps": configs.NUM_WARPS, "num_stages": configs.NUM_STAGES, "enable_fp_fusion": True}
@@ -191,7 +192,7 @@ def _fire(
         fire_kernel[(rows, -(-columns // block))](
             *(u, z, w1, b1, w2, b2, out, heads, rows, columns, width, offset, above),
             BLOCK=block,
-            HP=configs.power_of_two(heads),
+            HP=padded(heads),
             **LAUNCH,
         )
     return out
@@ -232,8 +233,8 @@ def _fire_backward(
         fire_gradient_kernel[(groups,)](
             *(grad, u, z, w1, b1, w2, dx, dz, *sums, heads, rows, columns, width, offset),
             BLOCK=block,
-            HP=configs.power_of_two(heads),
-            WP=configs.power_of_two(width),
+            HP=padded(heads),
+            WP=padded(width),
             **LAUNCH,
         )
     du = _diagonal_sums(dx, 1 / z, u.shape[0], offset)[0]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.rows import padded
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -65,10 +67,7 @@ def config(arch: int | None, dtype: torch.dtype, head_dim: int) -> Config:
 
 def row_block(rows: int, tiles: Tiles) -> int:
     """BM of the forward pass: a few rows (decoding) do not need the whole tile, of which a dot needs 16."""
-    block = 16
-    while block < min(rows, tiles.BM):
-        block *= 2
-    return block
+    return padded(min(rows, tiles.BM))
 
 
 def groups(rows: int, block: int, pairs: int, partial: bool) -> int:

@@ -1,7 +1,6 @@
 """Pieces that the forward and the backward kernels share.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances; BM rows and BN columns of a tile.
-A head dimension that is no power of two is split into DA + DB (80 = 64 + 16), DB = 0 where it is one.
 """
 
 import triton

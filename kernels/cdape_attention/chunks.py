@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kernels.cdape_attention.attend import attend, attend_backward
 from kernels.cdape_attention.backward import mix_backward, weight_backward
-from kernels.cdape_attention.configs import Tiles, attend_blocks, padded, splits, tiles
+from kernels.cdape_attention.configs import Blocks, Tiles, attend_blocks, splits, tiles
 from kernels.cdape_attention.forward import mix
-from kernels.rows import split_head_dim
+from kernels.rows import padded, split_head_dim
 
 UNBOUNDED = 1 << 30
 """The window where there is none."""
@@ -166,21 +166,21 @@ def chunk_logits(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
     return logits
 
 
+def attend_constants(dim: int, block: Blocks) -> dict[str, Any]:
+    """Constants of `attend` and `attend_backward`, as they are launched and as they are compiled for the record."""
+    first, second = split_head_dim(dim)
+    return {"DIM": dim, "DA": first, "DB": second, "BM": block.rows, "BN": block.columns, "PRECISION": PRECISION}
+
+
 def attend_launch(kernel: str, problem: Problem, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and arguments that `attend` and `attend_backward` share."""
     batch, heads, columns, dim = v.shape
     block = attend_blocks(kernel, chunk.rows, problem.dtype)
-    first, second = split_head_dim(dim)
     options = {
         **chunk.extent(problem),
         "all_rows": problem.rows,
         "all_columns": columns,
-        "DIM": dim,
-        "DA": first,
-        "DB": second,
-        "BM": block.rows,
-        "BN": block.columns,
-        "PRECISION": PRECISION,
+        **attend_constants(dim, block),
         "num_warps": block.warps,
         "num_stages": block.stages,
         "enable_fp_fusion": FUSION,

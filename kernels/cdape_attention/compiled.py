@@ -10,11 +10,11 @@ import torch
 
 from kernels.cdape_attention.attend import attend, attend_backward
 from kernels.cdape_attention.backward import mix_backward, weight_backward
-from kernels.cdape_attention.chunks import PRECISION
-from kernels.cdape_attention.configs import attend_blocks, padded, tiles
+from kernels.cdape_attention.chunks import PRECISION, attend_constants
+from kernels.cdape_attention.configs import attend_blocks, tiles
 from kernels.cdape_attention.forward import mix
 from kernels.compile import Configuration
-from kernels.rows import split_head_dim
+from kernels.rows import padded
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = [
@@ -77,15 +77,7 @@ def _mixer(kernel: Any, name: str, heads: int, width: int, size: int, kind: str,
 def _attend(kernel: Any, name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
     """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
     block = attend_blocks(name, rows, TYPES[kind])
-    first, second = split_head_dim(dim)
-    constants = {
-        "DIM": dim,
-        "DA": first,
-        "DB": second,
-        "BM": block.rows,
-        "BN": block.columns,
-        "PRECISION": PRECISION,
-    }
+    constants = attend_constants(dim, block)
     which = " decode" if rows == DECODED else " odd" if odd else ""
     columns = "i32" if odd or rows == DECODED else "i32:16"
     return Configuration(

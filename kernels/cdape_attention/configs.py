@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.rows import padded
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -21,11 +23,6 @@ class Tiles:
     warps: int
     stages: int = 1
     """The loops recompute rather than stream, so nothing is gained by loading ahead, and shared memory is saved."""
-
-
-def padded(size: int) -> int:
-    """The next size that a matrix product accepts: a power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def tiles(kernel: str, heads: int, width: int, size: int, rows: int, dtype: torch.dtype) -> Tiles:

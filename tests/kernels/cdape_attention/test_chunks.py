@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, Problem, chunks
-from kernels.cdape_attention.configs import WORKSPACE, chunk_rows, padded, splits, tiles
+from kernels.cdape_attention.configs import WORKSPACE, chunk_rows, splits, tiles
+from kernels.rows import padded
 
 TYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
