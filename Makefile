@@ -50,7 +50,7 @@ gpu-check:
 lint: setup-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy megatron/config megatron/position megatron/errors.py megatron/options.py
+	@$(BIN)/mypy
 
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal

@@ -277,6 +277,7 @@ def with_intervals(records: Sequence[Record], sums: np.ndarray, counts: np.ndarr
         counts: tokens counted in each block, int [blocks].
     """
     found = intervals(sums, counts)
+    nll = [math.log(record.perplexity) if record.nll is None else record.nll for record in records]
     result = []
     for row, record in enumerate(records):
         about: dict[str, float | int] = {}
@@ -284,7 +285,7 @@ def with_intervals(records: Sequence[Record], sums: np.ndarray, counts: np.ndarr
             low, high = found.nll[row]
             about |= {"perplexity_low": _exp(low), "perplexity_high": _exp(high)}
         if row > 0:
-            about |= {"change": _exp(record.nll - records[0].nll), "change_from": records[0].length}
+            about |= {"change": _exp(nll[row] - nll[0]), "change_from": records[0].length}
             if found is not None:
                 low, high = found.change[row]
                 about |= {"change_low": _exp(low), "change_high": _exp(high)}

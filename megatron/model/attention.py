@@ -55,7 +55,7 @@ class PositionedAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, position: LayerPosition, layer: int) -> None:
         super().__init__(config=config)
         # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.
-        self._shared = (position.encoding,) if position.shared else ()
+        self._shared: tuple[Encoding, ...] = (position.encoding,) if position.shared else ()
         self._own = None if position.shared else position.encoding
         self.processor = position.processor
         self.window = position.window

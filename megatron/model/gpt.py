@@ -73,7 +73,7 @@ class GPT(GPTModel):
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         tokens: Tensor,
         labels: Tensor | None = None,

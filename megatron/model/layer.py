@@ -33,7 +33,7 @@ class Layer(TransformerLayer):
             output_and_bias, residual, self.hidden_dropout
         )
 
-    def forward(self, hidden: Tensor, reading: Reading | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, reading: Reading | None = None) -> Tensor:
         normed = self.input_layernorm(hidden)
         after_attention = self._add(self.self_attention(normed, attention_mask=reading), hidden)
         if self.parallel:

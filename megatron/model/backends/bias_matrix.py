@@ -62,13 +62,16 @@ def network_bias(
     """FIRE's bias [h, R, C] from its kernel, `above` for keys in the future."""
     from kernels.bias.op import fire_bias
 
-    of_heads = network._replace(weight2=network.weight2[heads], bias2=network.bias2[heads])
-    *parameters, half_length = of_heads
     return fire_bias(
-        *parameters,
+        network.c,
+        network.multiplier,
+        network.weight1,
+        network.bias1,
+        network.weight2[heads],
+        network.bias2[heads],
         query.length,
         key.length,
-        half_length=half_length,
+        half_length=network.half_length,
         offset=query.start - key.start,
         first_column=key.start,
         dtype=dtype,

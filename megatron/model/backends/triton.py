@@ -125,10 +125,16 @@ def _processed(rows: Rows, processor: Processor, bias: Tensor | None) -> Tensor:
 
     convolutions = processor.convolutions()
     assert convolutions is not None
-    *weights, residual_bias = convolutions
     return cdape_attention(
-        *(rows.q, rows.k, rows.v, bias, *weights),
+        rows.q,
+        rows.k,
+        rows.v,
+        bias,
+        convolutions.weight1,
+        convolutions.bias1,
+        convolutions.weight2,
+        convolutions.bias2,
         offset=rows.query.start - rows.key.start,
         window=rows.window,
-        residual_bias=residual_bias,
+        residual_bias=convolutions.residual_bias,
     )
