@@ -6,7 +6,7 @@ Every key has exactly one owner. Modules named `options.py` import pydantic and 
 line can check a configuration without importing torch.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,17 +23,30 @@ class Section(BaseModel):
     )
 
 
-def key(default: Any, doc: str, *, architecture: bool = False, **constraints: Any) -> Any:
+Role = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]
+"""What a key decides. Whatever treats some keys differently from others asks for their role, never for their names.
+
+    architecture     which function the trained weights compute; a run never changes it
+    context          the same, but no weight's shape depends on it; only finetuning may change it
+    initialization   the weights at step 0; a run that goes on from a checkpoint does not read it
+    data             which tokens are read, in which order, and which of them are scored
+    numerics         what one step does to the weights
+    schedule         how many steps of how many sequences there are, and their learning rates
+    machine          where and how fast it runs: results are the same but for rounding
+    output           what is reported, saved and loaded, and where
+"""
+
+
+def key(default: Any, doc: str, *, role: Role | None = None, **constraints: Any) -> Any:
     """One configuration key.
 
     Args:
         default: its default, a function that makes one, or `...` for a key that must be given.
         doc: one sentence of documentation; `docs/configuration.md` shows it.
-        architecture: does the key decide which function the trained weights compute? Then nothing may ignore a change
-            of it: resuming refuses one (`Config.architecture`).
+        role: what it decides. None only for a key that opens a section of its own, whose keys have theirs.
         constraints: pydantic's (`ge=1` …).
     """
-    mark: dict[str, Any] = {"json_schema_extra": {"architecture": True}} if architecture else {}
+    mark: dict[str, Any] = {} if role is None else {"json_schema_extra": {"role": role}}
     if callable(default):
         return Field(default_factory=default, description=doc, **mark, **constraints)
     return Field(default=default, description=doc, **mark, **constraints)

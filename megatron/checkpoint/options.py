@@ -6,12 +6,14 @@ from megatron.options import MOST_STEPS, Section, key
 class CheckpointOptions(Section):
     """A run's folder and its checkpoints."""
 
-    save: str | None = key(None, "the run's folder: configuration, logs, checkpoints; nothing is written if absent")
-    load: str | None = key(None, "a run's folder to resume from")
+    save: str | None = key(
+        None, "the run's folder: configuration, logs, checkpoints; nothing is written if absent", role="output"
+    )
+    load: str | None = key(None, "a run's folder to resume from", role="output")
     checkpoint_factor: int | None = key(
-        None, "steps between checkpoints; the last step is always saved", ge=1, le=MOST_STEPS
+        None, "steps between checkpoints; the last step is always saved", ge=1, le=MOST_STEPS, role="output"
     )
     keep_last_n_checkpoints: int | None = key(
-        None, "delete older checkpoints; all are kept if absent", ge=1, le=MOST_STEPS
+        None, "delete older checkpoints; all are kept if absent", ge=1, le=MOST_STEPS, role="output"
     )
-    finetune: bool = key(False, "load weights only: step 0, fresh optimizer")
+    finetune: bool = key(False, "load weights only: step 0, fresh optimizer", role="output")

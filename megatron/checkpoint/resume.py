@@ -74,10 +74,6 @@ def find_start(config: Config) -> Start:
     )
 
 
-WEIGHTLESS = ("seq_length", "attention_window", "randomized_positions")
-"""Keys of the architecture on which no weight's shape depends: finetuning may change them."""
-
-
 def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = False) -> None:
     """Refuse a checkpoint of another model.
 
@@ -92,7 +88,7 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
     old = {**stored.architecture(), **settled(stored.position)}
     free: set[str] = set()
     if finetune:
-        free.update(WEIGHTLESS)
+        free.update(config.of_role("context"))
         if new["pos_emb_per_layer"]:
             free.add("pos_emb_per_layer")
         if old.get("score_processor") == "none":
@@ -100,8 +96,6 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
     for key in sorted(set(new) | set(old)):
         if key in free:
             continue
-        if key == "tokenizer_type" and None in (new.get(key), old.get(key)):
-            continue  # said by the data; the vocabularies are compared
         if new.get(key) != old.get(key):
             what = "finetuning cannot change this" if finetune else "a run cannot change its model"
             raise UserError(
@@ -130,14 +124,12 @@ def _config_of(checkpoint: Path) -> Config:
 
 def _notes(config: Config, checkpoint: Path) -> list[str]:
     """Changes that are allowed but make the run differ from an uninterrupted one."""
-    new, old = config.flat(), _config_of(checkpoint).flat()
-    data = ("seed", "data_path", "split", "train_data_paths", "train_data_weights", "eod_mask_loss")
-    steps = ("train_iters", "train_batch_size", "optimizer", "weight_decay", "gradient_clipping")
-    schedule = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup")
-    return [
-        f"{key}: {old[key]!r} until here, {new[key]!r} from here on"
-        for key in (*data, *steps, *schedule)
-        if new[key] != old[key]
+    stored = _config_of(checkpoint)
+    new, old = config.of_role("data", "numerics", "schedule"), stored.of_role("data", "numerics", "schedule")
+    notes = [f"{key}: {old[key]!r} until here, {new[key]!r} from here on" for key in new if new[key] != old[key]]
+    new, old = config.of_role("initialization"), stored.of_role("initialization")
+    return notes + [
+        f"{key}: {new[key]!r} has no effect: the weights come from {checkpoint}" for key in new if new[key] != old[key]
     ]
 
 

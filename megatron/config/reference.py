@@ -33,7 +33,18 @@ what it replaced:
 - `precision` is short for `fp16` and `bf16` `enabled`; a file that switches one on switches the other off.
 - Every run saves its resolved configuration as `config.yml`, which loads to the same thing.
 
-Keys marked † decide which function the trained weights compute: a run is never resumed with another value of one.
+Every key has a role, which says what it decides and what becomes of a change when a run is resumed:
+
+| role | decides | a resumed run |
+| --- | --- | --- |
+| architecture | which function the trained weights compute | must agree |
+| context | the same, but no weight's shape depends on it | must agree; finetuning may change it |
+| initialization | the weights at step 0 | does not read it, and says so if it changed |
+| data | which tokens are read, in which order, and which are scored | says what changed |
+| numerics | what one step does to the weights | says what changed |
+| schedule | how many steps of how many sequences there are, and their learning rates | says what changed |
+| machine | where and how fast it runs; results are the same but for rounding | may change it |
+| output | what is reported, saved and loaded, and where | may change it |
 """
 
 NEOX_INTRODUCTION = """\
@@ -80,11 +91,11 @@ def _code(names: tuple[str, ...] | list[str]) -> str:
 def _section(name: str) -> str:
     title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
     rows = [
-        [f"`{key.name}`{' †' if key.architecture else ''}", default_of(key), type_of(key.field.annotation), key.doc]
+        [f"`{key.name}`", default_of(key), type_of(key.field.annotation), key.role or "", key.doc]
         for key in keys().values()
         if key.section == name
     ]
-    return f"## {name}\n\n{title}\n\n{table(['key', 'default', 'values', 'meaning'], rows)}"
+    return f"## {name}\n\n{title}\n\n{table(['key', 'default', 'values', 'role', 'meaning'], rows)}"
 
 
 def _position_names() -> str:

@@ -23,7 +23,7 @@ from megatron.data.options import DataOptions
 from megatron.errors import RunError
 from megatron.launch.options import LaunchOptions
 from megatron.model.options import ModelOptions, PositionOptions
-from megatron.options import Section
+from megatron.options import Role, Section
 from megatron.training.options import LoggingOptions, OptimizerOptions, TrainingOptions
 
 Path_ = tuple[str, ...]
@@ -58,10 +58,25 @@ class Config(BaseModel):
             sections[owners()[name]][name] = value
         return Config.model_validate(sections)
 
+    def of_role(self, *roles: Role) -> dict[str, Any]:
+        """The keys of some roles with their values, nested keys by their dotted names."""
+        sections = self.model_dump()
+        found = {}
+        for path, key in keys().items():
+            if key.role in roles:
+                value = sections[key.section]
+                for name in path:
+                    value = value[name]
+                found[key.name] = value
+        return found
+
     def architecture(self) -> dict[str, Any]:
         """The keys that decide which function the trained weights compute; a resumed run must agree in all of them."""
-        flat = self.flat()
-        return {path[0]: flat[path[0]] for path, key in keys().items() if len(path) == 1 and key.architecture}
+        return self.of_role("architecture", "context")
+
+    def training_as_such(self) -> dict[str, Any]:
+        """The keys that decide what is trained, on what and how: runs that agree in them differ by rounding alone."""
+        return self.of_role("architecture", "context", "initialization", "data", "numerics", "schedule")
 
     def text(self) -> str:
         """The configuration as YAML with a heading for each section."""
@@ -122,9 +137,10 @@ class Key:
         return self.field.description or ""
 
     @property
-    def architecture(self) -> bool:
+    def role(self) -> Role | None:
+        """What the key decides; None if it opens a nested section."""
         extra = self.field.json_schema_extra
-        return isinstance(extra, dict) and bool(extra.get("architecture"))
+        return extra.get("role") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
     @property
     def free(self) -> bool:
@@ -155,6 +171,8 @@ def keys() -> dict[Path_, Key]:
         for key in _walk(section, model):
             if key.path in found:
                 raise TypeError(f"key {key.name} has two owners: {found[key.path].section} and {section}")
+            if (key.role is None) != (key.opens is not None):
+                raise TypeError(f"key {key.name} needs a role, or, if it opens a section, none")
             found[key.path] = key
     return found
 

@@ -21,15 +21,6 @@ from megatron.model.options import PositionOptions
 from megatron.position.method import Method
 from megatron.position.registry import encoding_class, processor_class
 
-INCIDENTAL = {
-    *("save", "load", "finetune", "checkpoint_factor", "keep_last_n_checkpoints", "data_cache", "num_workers"),
-    *("log_interval", "tensorboard_dir", "use_tensorboard", "eval_interval", "eval_iters", "max_bad_steps"),
-    *("use_wandb", "wandb_mode", "wandb_project", "wandb_group", "wandb_team", "peak_tflops"),
-    *("num_gpus", "device", "master_port", "distributed_backend", "attention_backend", "attention_chunk_rows"),
-    *("checkpoint_activations", "checkpoint_num_layers", "zero_optimization", "deterministic"),
-}
-"""Keys that say where, how fast and how loudly a run was trained, and nothing about what was trained."""
-
 
 def method_name(position: PositionOptions, window: int | None = None) -> str:
     """The name of a position configuration, as above.
@@ -57,8 +48,7 @@ def method_name(position: PositionOptions, window: int | None = None) -> str:
 def distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int | None = None) -> list[str]:
     """A name per run: equal for runs that differ in their seed alone, different for all others."""
     names = [method_name(config.position, window) for config in configs]
-    same_but_seed = {*INCIDENTAL, "seed"}
-    trained = [{key: value for key, value in config.flat().items() if key not in same_but_seed} for config in configs]
+    trained = [{**config.training_as_such(), "seed": None} for config in configs]
     result = []
     for index, name in enumerate(names):
         same = [other for other in range(len(names)) if names[other] == name]

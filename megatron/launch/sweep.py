@@ -294,15 +294,13 @@ def _finished_steps(member: Member) -> int:
     Raises:
         UserError: its folder holds a run with another configuration.
     """
-    from megatron.evaluation.names import INCIDENTAL
-
     checkpoint = checkpoints.latest(member.folder)
     if checkpoint is None:
         return 0
-    found = Config.read(checkpoint / checkpoints.CONFIG).flat()
-    wanted = member.config.flat()
+    found = Config.read(checkpoint / checkpoints.CONFIG).training_as_such()
+    wanted = member.config.training_as_such()
     # None in the wanted configuration is settled when a run begins.
-    others = [k for k, v in wanted.items() if k not in INCIDENTAL and v is not None and found.get(k) != v]
+    others = [k for k, v in wanted.items() if v is not None and found.get(k) != v]
     if others:
         changes = ", ".join(f"{k} {show(found.get(k))} there, {show(wanted[k])} here" for k in others[:4])
         raise UserError(

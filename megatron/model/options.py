@@ -19,48 +19,50 @@ InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavi
 class ModelOptions(Section):
     """Shape and numerics of the GPT (GPT-NeoX's names)."""
 
-    num_layers: int = key(..., "transformer layers", architecture=True, ge=1, le=LARGEST)
-    hidden_size: int = key(..., "width of the residual stream", architecture=True, ge=1, le=LARGEST)
-    num_attention_heads: int = key(..., "attention heads; must divide hidden_size", architecture=True, ge=1, le=LARGEST)
-    seq_length: int = key(..., "training length, in tokens", architecture=True, ge=2, le=LONGEST)
+    num_layers: int = key(..., "transformer layers", ge=1, le=LARGEST, role="architecture")
+    hidden_size: int = key(..., "width of the residual stream", ge=1, le=LARGEST, role="architecture")
+    num_attention_heads: int = key(
+        ..., "attention heads; must divide hidden_size", ge=1, le=LARGEST, role="architecture"
+    )
+    seq_length: int = key(..., "training length, in tokens", ge=2, le=LONGEST, role="context")
     max_position_embeddings: int | None = key(
-        None, "rows of a learned position table; seq_length if absent", architecture=True, ge=1, le=LONGEST
+        None, "rows of a learned position table; seq_length if absent", ge=1, le=LONGEST, role="architecture"
     )
     intermediate_size: int | None = key(
-        None, "width of the feed-forward layer; 4 × hidden_size if absent", architecture=True, ge=1, le=LARGEST
+        None, "width of the feed-forward layer; 4 × hidden_size if absent", ge=1, le=LARGEST, role="architecture"
     )
     norm: Literal["layernorm", "rmsnorm"] = key(
-        "layernorm", "normalisation before attention and feed-forward", architecture=True
+        "layernorm", "normalisation before attention and feed-forward", role="architecture"
     )
-    layernorm_epsilon: float = key(1e-5, "epsilon of layernorm", architecture=True, gt=0)
-    rms_norm_epsilon: float = key(1e-8, "epsilon of rmsnorm", architecture=True, gt=0)
+    layernorm_epsilon: float = key(1e-5, "epsilon of layernorm", gt=0, role="architecture")
+    rms_norm_epsilon: float = key(1e-8, "epsilon of rmsnorm", gt=0, role="architecture")
     activation: Literal["gelu", "relu", "silu", "geglu", "swiglu"] = key(
-        "gelu", "feed-forward activation", architecture=True
+        "gelu", "feed-forward activation", role="architecture"
     )
     gpt_j_residual: bool = key(
-        False, "attention and feed-forward in parallel, x + attn(ln1(x)) + mlp(ln2(x))", architecture=True
+        False, "attention and feed-forward in parallel, x + attn(ln1(x)) + mlp(ln2(x))", role="architecture"
     )
-    gpt_j_tied: bool = key(False, "with gpt_j_residual: one layer norm for both branches", architecture=True)
+    gpt_j_tied: bool = key(False, "with gpt_j_residual: one layer norm for both branches", role="architecture")
     no_weight_tying: bool = key(
-        False, "an output matrix of its own instead of the transposed embedding", architecture=True
+        False, "an output matrix of its own instead of the transposed embedding", role="architecture"
     )
     use_bias_in_attn_linear: bool = key(
-        True, "bias in all linear layers of attention and feed-forward", architecture=True
+        True, "bias in all linear layers of attention and feed-forward", role="architecture"
     )
-    init_method: InitMethod = key("normal", "initialisation of weights")
+    init_method: InitMethod = key("normal", "initialisation of weights", role="initialization")
     output_layer_init_method: InitMethod = key(
-        "scaled_normal", "initialisation of the layers that write to the residual stream"
+        "scaled_normal", "initialisation of the layers that write to the residual stream", role="initialization"
     )
-    init_method_std: float = key(0.02, "standard deviation of normal and scaled_normal", gt=0)
-    hidden_dropout: float = key(0.0, "dropout on the residual branches", ge=0, lt=1)
-    attention_dropout: float = key(0.0, "dropout on attention probabilities", ge=0, lt=1)
+    init_method_std: float = key(0.02, "standard deviation of normal and scaled_normal", gt=0, role="initialization")
+    hidden_dropout: float = key(0.0, "dropout on the residual branches", ge=0, lt=1, role="numerics")
+    attention_dropout: float = key(0.0, "dropout on attention probabilities", ge=0, lt=1, role="numerics")
     make_vocab_size_divisible_by: int = key(
-        128, "the vocabulary is padded up to a multiple of this", architecture=True, ge=1, le=LARGEST
+        128, "the vocabulary is padded up to a multiple of this", ge=1, le=LARGEST, role="architecture"
     )
-    checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass")
-    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=LARGEST)
+    checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass", role="machine")
+    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=LARGEST, role="machine")
     attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton"] = key(
-        "auto", "how attention is computed; auto takes the fastest that can do this position encoding"
+        "auto", "how attention is computed; auto takes the fastest that can do this position encoding", role="machine"
     )
     attention_chunk_rows: int = key(
         128,
@@ -68,6 +70,7 @@ class ModelOptions(Section):
         "score processor)",
         ge=1,
         le=LONGEST,
+        role="machine",
     )
 
 
@@ -77,32 +80,32 @@ class PositionOptions(Section):
     pos_emb: str = key(
         "learned",
         "position encoding: a file of megatron/position/encodings, see `./deepy.py positions`",
-        architecture=True,
+        role="architecture",
     )
     pos_emb_options: dict[str, Any] = key(
-        dict, "options of that encoding, see `./deepy.py positions`", architecture=True
+        dict, "options of that encoding, see `./deepy.py positions`", role="architecture"
     )
     pos_emb_per_layer: bool = key(
-        False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", architecture=True
+        False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", role="architecture"
     )
     attention_window: int | None = key(
         None,
         "every token sees the last this many only, its own included; all if absent",
-        architecture=True,
         ge=1,
         le=LONGEST,
+        role="context",
     )
     randomized_positions: int | None = key(
         None,
         "each sequence's positions are drawn from this many, in ascending order (Ruoss et al. 2023); at least the "
         "longest length to be read",
-        architecture=True,
         ge=1,
         le=MOST_POSITIONS,
+        role="context",
     )
     score_processor: str = key(
-        "none", "score processor: none, or a file of megatron/position/processors", architecture=True
+        "none", "score processor: none, or a file of megatron/position/processors", role="architecture"
     )
     score_processor_options: dict[str, Any] = key(
-        dict, "options of that processor, see `./deepy.py positions`", architecture=True
+        dict, "options of that processor, see `./deepy.py positions`", role="architecture"
     )

@@ -12,13 +12,15 @@ LARGEST_SEED = 2**32 - 1
 
 
 class AdamParams(Section):
-    lr: float = key(6e-4, "peak learning rate", gt=0)
-    betas: list[float] = key(lambda: [0.9, 0.95], "Adam's decay rates", min_length=2, max_length=2)
-    eps: float = key(1e-8, "Adam's epsilon", gt=0)
+    lr: float = key(6e-4, "peak learning rate", gt=0, role="schedule")
+    betas: list[float] = key(lambda: [0.9, 0.95], "Adam's decay rates", min_length=2, max_length=2, role="numerics")
+    eps: float = key(1e-8, "Adam's epsilon", gt=0, role="numerics")
 
 
 class OptimizerChoice(Section):
-    type: Literal["Adam", "AdamW"] = key("Adam", "both mean AdamW (decoupled weight decay), as in GPT-NeoX")
+    type: Literal["Adam", "AdamW"] = key(
+        "Adam", "both mean AdamW (decoupled weight decay), as in GPT-NeoX", role="numerics"
+    )
     params: AdamParams = key(AdamParams, "learning rate, betas, epsilon")
 
 
@@ -26,75 +28,99 @@ class OptimizerOptions(Section):
     """AdamW and its learning-rate schedule."""
 
     optimizer: OptimizerChoice = key(OptimizerChoice, "type and its params")
-    weight_decay: float = key(0.1, "decoupled weight decay; not on biases, norms and position parameters", ge=0)
-    gradient_clipping: float = key(1.0, "largest global gradient norm; 0 turns clipping off", ge=0)
-    min_lr: float = key(0.0, "learning rate at the end of the decay", ge=0)
-    lr_decay_style: Literal["cosine", "linear", "constant"] = key("linear", "shape of the decay after warm-up")
-    lr_decay_iters: int | None = key(
-        None, "step at which min_lr is reached; train_iters if absent", ge=1, le=MOST_STEPS
+    weight_decay: float = key(
+        0.1, "decoupled weight decay; not on biases, norms and position parameters", ge=0, role="numerics"
     )
-    warmup: float = key(0.01, "share of lr_decay_iters spent in linear warm-up", ge=0, le=1)
+    gradient_clipping: float = key(1.0, "largest global gradient norm; 0 turns clipping off", ge=0, role="numerics")
+    min_lr: float = key(0.0, "learning rate at the end of the decay", ge=0, role="schedule")
+    lr_decay_style: Literal["cosine", "linear", "constant"] = key(
+        "linear", "shape of the decay after warm-up", role="schedule"
+    )
+    lr_decay_iters: int | None = key(
+        None, "step at which min_lr is reached; train_iters if absent", ge=1, le=MOST_STEPS, role="schedule"
+    )
+    warmup: float = key(0.01, "share of lr_decay_iters spent in linear warm-up", ge=0, le=1, role="schedule")
 
 
 class ZeroOptions(Section):
     """DeepSpeed's ZeRO."""
 
-    stage: Literal[0, 1, 2, 3] = key(0, "what is sharded: nothing, optimizer states, + gradients, + parameters")
-    allgather_partitions: bool = key(True, "see DeepSpeed")
-    allgather_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12)
-    overlap_comm: bool = key(False, "see DeepSpeed")
-    reduce_scatter: bool = key(True, "see DeepSpeed")
-    reduce_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12)
-    contiguous_gradients: bool = key(True, "see DeepSpeed")
-    stage3_param_persistence_threshold: int = key(
-        100_000, "ZeRO-3: smaller parameters stay on every rank", ge=0, le=10**12
+    stage: Literal[0, 1, 2, 3] = key(
+        0, "what is sharded: nothing, optimizer states, + gradients, + parameters", role="machine"
     )
-    stage3_max_live_parameters: int = key(1_000_000_000, "see DeepSpeed", ge=0, le=10**12)
-    stage3_prefetch_bucket_size: int = key(50_000_000, "see DeepSpeed", ge=0, le=10**12)
+    allgather_partitions: bool = key(True, "see DeepSpeed", role="machine")
+    allgather_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12, role="machine")
+    overlap_comm: bool = key(False, "see DeepSpeed", role="machine")
+    reduce_scatter: bool = key(True, "see DeepSpeed", role="machine")
+    reduce_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12, role="machine")
+    contiguous_gradients: bool = key(True, "see DeepSpeed", role="machine")
+    stage3_param_persistence_threshold: int = key(
+        100_000, "ZeRO-3: smaller parameters stay on every rank", ge=0, le=10**12, role="machine"
+    )
+    stage3_max_live_parameters: int = key(1_000_000_000, "see DeepSpeed", ge=0, le=10**12, role="machine")
+    stage3_prefetch_bucket_size: int = key(50_000_000, "see DeepSpeed", ge=0, le=10**12, role="machine")
 
 
 class Fp16Options(Section):
-    enabled: bool = key(False, "train in float16 with loss scaling (GPU)")
-    loss_scale: float = key(0, "a fixed loss scale; 0 is dynamic", ge=0)
-    initial_scale_power: int = key(12, "the dynamic loss scale starts at 2 to this power", ge=0, le=127)
-    loss_scale_window: int = key(1000, "good steps before the loss scale doubles", ge=1, le=MOST_STEPS)
-    hysteresis: int = key(2, "overflows before the loss scale halves", ge=1, le=MOST_STEPS)
-    min_loss_scale: float = key(1, "the loss scale never falls below", gt=0)
+    enabled: bool = key(False, "train in float16 with loss scaling (GPU)", role="numerics")
+    loss_scale: float = key(0, "a fixed loss scale; 0 is dynamic", ge=0, role="numerics")
+    initial_scale_power: int = key(
+        12, "the dynamic loss scale starts at 2 to this power", ge=0, le=127, role="numerics"
+    )
+    loss_scale_window: int = key(1000, "good steps before the loss scale doubles", ge=1, le=MOST_STEPS, role="numerics")
+    hysteresis: int = key(2, "overflows before the loss scale halves", ge=1, le=MOST_STEPS, role="numerics")
+    min_loss_scale: float = key(1, "the loss scale never falls below", gt=0, role="numerics")
 
 
 class Bf16Options(Section):
-    enabled: bool = key(False, "train in bfloat16 with float32 master weights")
+    enabled: bool = key(False, "train in bfloat16 with float32 master weights", role="numerics")
 
 
 class TrainingOptions(Section):
     """Batches, steps, precision, seeds."""
 
-    train_iters: int = key(..., "optimizer steps", ge=1, le=MOST_STEPS)
-    train_micro_batch_size_per_gpu: int = key(4, "sequences per rank and micro-step", ge=1, le=LARGEST_BATCH)
-    gradient_accumulation_steps: int = key(1, "micro-steps per optimizer step", ge=1, le=LARGEST_BATCH)
+    train_iters: int = key(..., "optimizer steps", ge=1, le=MOST_STEPS, role="schedule")
+    train_micro_batch_size_per_gpu: int = key(
+        4, "sequences per rank and micro-step", ge=1, le=LARGEST_BATCH, role="machine"
+    )
+    gradient_accumulation_steps: int = key(1, "micro-steps per optimizer step", ge=1, le=LARGEST_BATCH, role="machine")
     train_batch_size: int | None = key(
-        None, "sequences per optimizer step; the product of the other two and the ranks", ge=1, le=LARGEST_BATCH
+        None,
+        "sequences per optimizer step; the product of the other two and the ranks",
+        ge=1,
+        le=LARGEST_BATCH,
+        role="schedule",
     )
     zero_optimization: ZeroOptions = key(ZeroOptions, "DeepSpeed ZeRO")
-    precision: Literal["fp32", "bf16", "fp16"] | None = key(None, "short for fp16/bf16 `enabled`; bfloat16 is accepted")
+    precision: Literal["fp32", "bf16", "fp16"] | None = key(
+        None, "short for fp16/bf16 `enabled`; bfloat16 is accepted", role="numerics"
+    )
     fp16: Fp16Options = key(Fp16Options, "float16 training")
     bf16: Bf16Options = key(Bf16Options, "bfloat16 training")
-    seed: int = key(1234, "seeds initialisation, dropout and data order", ge=0, le=LARGEST_SEED)
-    deterministic: bool = key(False, "use deterministic algorithms only")
-    eval_interval: int = key(1000, "steps between validations; 0 turns them off", ge=0, le=MOST_STEPS)
-    eval_iters: int = key(100, "validation batches each time", ge=0, le=MOST_STEPS)
-    max_bad_steps: int = key(3, "stop after this many consecutive steps whose loss is not finite", ge=1, le=MOST_STEPS)
+    seed: int = key(1234, "seeds initialisation, dropout and data order", ge=0, le=LARGEST_SEED, role="numerics")
+    deterministic: bool = key(False, "use deterministic algorithms only", role="machine")
+    eval_interval: int = key(1000, "steps between validations; 0 turns them off", ge=0, le=MOST_STEPS, role="output")
+    eval_iters: int = key(100, "validation batches each time", ge=0, le=MOST_STEPS, role="output")
+    max_bad_steps: int = key(
+        3, "stop after this many consecutive steps whose loss is not finite", ge=1, le=MOST_STEPS, role="output"
+    )
 
 
 class LoggingOptions(Section):
     """What is reported while training, and where."""
 
-    log_interval: int = key(100, "steps between reports", ge=1, le=MOST_STEPS)
-    tensorboard_dir: str | None = key(None, "TensorBoard folder; `tensorboard` in the run's folder if absent")
-    use_tensorboard: bool = key(True, "write TensorBoard events")
-    use_wandb: bool = key(False, "report to Weights & Biases")
-    wandb_mode: Literal["online", "offline"] = key("offline", "online sends to the network; offline writes files")
-    wandb_project: str = key("farfield", "Weights & Biases project")
-    wandb_group: str | None = key(None, "Weights & Biases group")
-    wandb_team: str | None = key(None, "Weights & Biases entity")
-    peak_tflops: float | None = key(None, "the device's peak TFLOP/s, for MFU; known GPUs are looked up", gt=0)
+    log_interval: int = key(100, "steps between reports", ge=1, le=MOST_STEPS, role="output")
+    tensorboard_dir: str | None = key(
+        None, "TensorBoard folder; `tensorboard` in the run's folder if absent", role="output"
+    )
+    use_tensorboard: bool = key(True, "write TensorBoard events", role="output")
+    use_wandb: bool = key(False, "report to Weights & Biases", role="output")
+    wandb_mode: Literal["online", "offline"] = key(
+        "offline", "online sends to the network; offline writes files", role="output"
+    )
+    wandb_project: str = key("farfield", "Weights & Biases project", role="output")
+    wandb_group: str | None = key(None, "Weights & Biases group", role="output")
+    wandb_team: str | None = key(None, "Weights & Biases entity", role="output")
+    peak_tflops: float | None = key(
+        None, "the device's peak TFLOP/s, for MFU; known GPUs are looked up", gt=0, role="output"
+    )

@@ -122,7 +122,7 @@ def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path
     optimizer = {"params": {"lr": 1e-2, "betas": [0.5, 0.6]}}
     keys = {"train_iters": 6, "lr_decay_iters": 4, "min_lr": 1e-3}
     train(tiny_config(corpus, run, load=str(run), optimizer=optimizer, **keys), Console(file=stream, width=200))
-    assert "optimizer: " in stream.getvalue()
+    assert "optimizer.params.betas: [0.9, 0.95] until here, [0.5, 0.6] from here on" in stream.getvalue()
     other = copied(trained, tmp_path / "other")
     train(tiny_config(corpus, other, load=str(other), **keys))
     assert losses(run)[:5] == losses(other)[:5]

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from megatron.config.load import load
 from megatron.config.schema import SECTIONS, Config, keys, owners
 from megatron.errors import RunError
-from megatron.options import Section
+from megatron.options import Role, Section
 
 SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
 
@@ -86,7 +87,7 @@ def test_configuration_is_frozen():
     [
         "hidden_size=27", "num_layers=3", "norm=rmsnorm", "no_weight_tying=true", "pos_emb=rotary", "pos_emb=alibi",
         "pos_emb_options.std=0.5", "pos_emb_per_layer=true", "score_processor=dape", "gpt_j_residual=true",
-        "make_vocab_size_divisible_by=64", "tokenizer_type=bytes", "layernorm_epsilon=1e-6", "intermediate_size=50",
+        "make_vocab_size_divisible_by=64", "layernorm_epsilon=1e-6", "intermediate_size=50",
     ],
 )  # fmt: skip
 def test_architecture_changes_with_what_decides_the_function(change):
@@ -98,7 +99,7 @@ def test_architecture_changes_with_what_decides_the_function(change):
     [
         "attention_backend=eager", "attention_chunk_rows=7", "checkpoint_activations=true", "hidden_dropout=0.5",
         "attention_dropout=0.5", "train_iters=9", "seed=1", "lr=1", "precision=bf16", "num_gpus=2", "save=x",
-        "init_method=small_init", "data_path=elsewhere",
+        "init_method=small_init", "data_path=elsewhere", "tokenizer_type=bytes",
     ],
 )  # fmt: skip
 def test_architecture_ignores_what_does_not(change):
@@ -108,3 +109,22 @@ def test_architecture_ignores_what_does_not(change):
 def test_no_section_has_a_secret():
     for name in owners():
         assert not any(word in name for word in ("token", "password", "secret", "api_key")) or name == "tokenizer_type"
+
+
+def test_every_leaf_has_one_role():
+    config = small()
+    of_roles = [config.of_role(role) for role in get_args(Role)]
+    assert sorted(name for found in of_roles for name in found) == sorted(
+        k.name for k in keys().values() if not k.opens
+    )
+    assert config.of_role("schedule")["optimizer.params.lr"] == config.optimizer.optimizer.params.lr
+
+
+@pytest.mark.parametrize("change", ["hidden_dropout=0.5", "fp16.loss_scale=8", "lr=1", "seq_length=32", "split='9,1'"])
+def test_what_is_trained_changes_with_what_decides_it(change):
+    assert small(change).training_as_such() != small().training_as_such()
+
+
+@pytest.mark.parametrize("change", ["attention_backend=eager", "num_gpus=2", "log_interval=7", "save=x"])
+def test_what_is_trained_is_the_same_wherever_it_runs(change):
+    assert small(change, "train_batch_size=8").training_as_such() == small("train_batch_size=8").training_as_such()

@@ -1,0 +1,69 @@
+"""What becomes of a changed key when a run is resumed follows from its role, for every key that there is."""
+
+from typing import Any
+
+import pytest
+from tiny_runs import tiny_config, write_corpora
+
+from megatron.checkpoint.resume import find_start
+from megatron.config.schema import Config, Key, keys
+from megatron.errors import UserError
+from megatron.training.loop import train
+
+BY_ROLE = {
+    "architecture": "refused",
+    "context": "refused",
+    "initialization": "unread",
+    "data": "said",
+    "numerics": "said",
+    "schedule": "said",
+    "machine": "silent",
+    "output": "silent",
+}
+# Values that building the comparison looks into; any other key may have a value that nobody knows.
+KNOWN = {
+    "pos_emb": "rotary",
+    "pos_emb_options": {"r1_start": 1.0},
+    "score_processor": "cdape",
+    "score_processor_options": {"width": 4},
+}
+COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compared with what
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("changed")
+    run = folder / "run"
+    config = tiny_config(write_corpora(folder), run, train_iters=1, score_processor="dape")
+    train(config)
+    return config.replace(load=str(run))
+
+
+def changed(config: Config, key: Key) -> Config:
+    """The configuration with another value of one key, which nothing validates."""
+    value: Any = KNOWN.get(key.name, "another")
+    outer = [getattr(config, key.section)]
+    for name in key.path[:-1]:
+        outer.append(getattr(outer[-1], name))
+    for section, name in zip(reversed(outer), reversed(key.path), strict=True):
+        value = section.model_copy(update={name: value})
+    return config.model_copy(update={key.section: value})
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize(
+    "key", [key for key in keys().values() if key.role and key.name not in COMPARED], ids=lambda key: key.name
+)
+def test_a_changed_key_follows_its_role(trained: Config, key: Key) -> None:
+    try:
+        notes = find_start(changed(trained, key)).notes
+    except UserError as error:
+        found = "refused" if str(error).startswith(f"{key.name}: ") else str(error)
+    else:
+        said = [note for note in notes if note.startswith(f"{key.name}: ")]
+        found = "silent" if not said else "unread" if "has no effect" in said[0] else "said"
+    assert found == BY_ROLE[key.role or ""]
+
+
+def test_nothing_changed_nothing_said(trained: Config) -> None:
+    assert [note for note in find_start(trained).notes if "until here" in note or "no effect" in note] == []
