@@ -22,7 +22,8 @@ from megatron.training.loop import train
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # Forward passes differ by float32 rounding. Adam's first steps divide gradients by their own size, so an entry whose
-# true gradient is rounding noise moves by a whole learning rate in either direction: later losses are held less tightly.
+# true gradient is rounding noise moves by a whole learning rate in either direction: later losses are held less
+# tightly.
 FIRST, LATER = 1e-5, 5e-3
 
 Numbers = dict[str, list[float]]
