@@ -6,7 +6,6 @@ is printed there goes to the log as well, so that the log tells the whole story.
 """
 
 import os
-import shutil
 import sys
 import tempfile
 import traceback
@@ -15,7 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.control import Control
 
 from megatron.errors import FarfieldError, RunError
@@ -34,11 +33,28 @@ def describe(error: BaseException) -> str:
 
 
 class RunConsole(Console):
-    """A rich console that also writes what is printed (not live progress) to the log, as plain text."""
+    """A rich console that also writes what is printed (not live progress) to the log, as plain text.
+
+    Its size is that of the terminal behind `file`, asked anew each time. rich would ask descriptors 0, 1 and 2, which
+    point elsewhere during a run.
+    """
 
     def __init__(self, *, log: Console, **options: Any) -> None:
         super().__init__(**options)
         self._log = log
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        try:
+            columns, lines = os.get_terminal_size(self.file.fileno())
+        except OSError:  # a file or a pipe
+            columns = lines = 0
+        # A width that was given (by COLUMNS too) counts; a pseudo-terminal may know none.
+        return ConsoleDimensions(self._width or columns or 80, self._height or lines or 25)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
@@ -110,7 +126,7 @@ def run_console(log: Path, *, silent: bool = False) -> Iterator[Console]:
             redirect_stdout(log_file),  # Python's own streams need not be descriptors 1 and 2: notebooks, pytest
             redirect_stderr(log_file),
         ):
-            width = shutil.get_terminal_size().columns if user_file.isatty() else WIDTH
+            width = None if user_file.isatty() else WIDTH
             plain = Console(file=log_file, width=WIDTH, color_system=None, force_terminal=False)
             yield RunConsole(log=plain, file=user_file, width=width)
     finally:

@@ -1,18 +1,40 @@
 """The run on the user's console: a bar with the time left on a terminal, and one tidy line per interval anywhere."""
 
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from megatron.training.metrics import EvaluationRecord, TrainRecord
 
+QUIET = 30.0
+"""Seconds after which a validation says how far it is where there is no bar, and again after as many."""
+SETTLED = 5.0
+"""Seconds of training before the first steps are taken for the speed of the run."""
+
 
 def duration(seconds: float) -> str:
-    """0:07, 12:05, 3:04:00."""
-    minutes, s = divmod(max(0, round(seconds)), 60)
+    """0:07, 12:05, 3:04:00; from two days on 180 days."""
+    whole = max(0, round(seconds))
+    if whole >= 2 * 86400:
+        return f"{whole / 86400:,.0f} days"
+    minutes, s = divmod(whole, 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def about(seconds: float) -> str:
+    """A rough time in one unit: about 40 s, about 7 min, about 20 h, about 180 days."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:,.0f} {unit}"
+    return f"about {max(1, round(seconds))} s"
+
+
+def speed(tflops: float) -> str:
+    """12.3 GFLOP/s, 1.23 TFLOP/s: in the unit in which the number is not tiny."""
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def train_line(record: TrainRecord, train_iters: int) -> str:
@@ -26,7 +48,7 @@ def train_line(record: TrainRecord, train_iters: int) -> str:
     parts.append(f"lr {record.learning_rate:.2e}")
     if record.grad_norm is not None:
         parts.append(f"grad {record.grad_norm:.2f}")
-    parts += [f"{record.tokens_per_second:,.0f} tok/s", f"{record.ms_per_step:,.1f} ms", f"{record.tflops:.3g} TFLOP/s"]
+    parts += [f"{record.tokens_per_second:,.0f} tok/s", f"{record.ms_per_step:,.1f} ms", speed(record.tflops)]
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
     if record.loss_scale != 1.0:
@@ -49,43 +71,87 @@ def evaluation_line(record: EvaluationRecord, train_iters: int) -> str:
 
 
 class ConsoleReporter:
-    """Prints lines, and on a terminal keeps a bar below them. `console` None prints nothing."""
+    """Prints lines, and on a terminal keeps a bar below them.
 
-    def __init__(self, console: Console | None, train_iters: int) -> None:
+    Args:
+        console: where to; None prints nothing.
+        train_iters: the last step.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self, console: Console | None, train_iters: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.console, self.train_iters = console, train_iters
-        self._first, self._begun = 0, 0.0
+        self._clock = clock
+        self._since = self._spoke = 0.0
+        self._first = self._step = 0  # the step that time is counted from, and the last that is done
+        self._warm = False  # has the first step, which is not like the others, been left out of the count?
+        self._estimate: float | None = None  # seconds, until a measured time has been told in its place
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
             self._bar = Progress(
-                TextColumn("training"),
+                TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[step]}/{task.total:.0f}"),
                 TextColumn("[cyan]{task.fields[left]}"),
                 console=console,
                 transient=True,
                 expand=True,
             )
-            self._task = self._bar.add_task("", total=train_iters, left="")
+            self._task = self._bar.add_task("training", total=train_iters, left="", step=0)
 
     def say(self, line: str) -> None:
         """A line of its own."""
         if self.console is not None:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def begin(self, step: int) -> None:
-        """Training begins after `step` steps: the time left is counted from here."""
-        self._first, self._begun = step, time.monotonic()
+    def begin(self, step: int, estimate: float | None = None) -> None:
+        """Training begins after `step` steps: the time left is counted from here.
+
+        `estimate` is what the rest may take, in seconds, and shown until the first steps tell better.
+        """
+        self._first = self._step = step
+        self._since, self._warm, self._estimate = self._clock(), False, estimate
         if self._bar is not None:
+            left = "" if estimate is None else f"{about(estimate)} left"
+            self._bar.update(self._task, completed=step, step=step, left=left)
             self._bar.start()
+
+    def micro_step(self, done: int, total: int) -> None:
+        """So many of the micro-batches of the next step are done."""
+        if self._bar is not None and done < total:
+            self._bar.update(
+                self._task, description=f"training {done}/{total}", completed=self._step + done / total
+            )
 
     def step(self, step: int) -> None:
         """A step is done."""
+        self._step = step
+        now = self._clock()
+        left = (now - self._since) / max(1, step - self._first) * (self.train_iters - step)
         if self._bar is not None:
-            spent = time.monotonic() - self._begun
-            left = spent / max(1, step - self._first) * (self.train_iters - step)
-            self._bar.update(self._task, completed=step, left=f"{duration(left)} left")
+            self._bar.update(
+                self._task, description="training", completed=step, step=step, left=f"{duration(left)} left"
+            )
+        if not self._warm:
+            self._first, self._since, self._warm = step, now, True
+        elif self._estimate is not None and now - self._since >= SETTLED:
+            self._estimate = None
+            self.say(f"at the speed of the first steps: {about(left)} left")
+
+    def validating(self, split: str, done: int, total: int) -> None:
+        """So many of the micro-batches of a validation are done; 0 begins it."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{split} {done}/{total}" if done < total else "training")
+        elif done == 0:
+            self._spoke = self._clock()
+        elif done < total and self._clock() - self._spoke >= QUIET:
+            self._spoke = self._clock()
+            self.say(f"{split}: {done} of {total} batches")
 
     def train(self, record: TrainRecord) -> None:
+        self._estimate = None  # this line tells the time left as well
         self.say(train_line(record, self.train_iters))
 
     def evaluation(self, record: EvaluationRecord) -> None:

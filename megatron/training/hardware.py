@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import time
 
 import torch
 
@@ -42,6 +43,28 @@ def peak_tflops(device: torch.device, precision: str, given: float | None) -> fl
         if part in name:
             return single if precision == "fp32" else half
     return None
+
+
+def matmul_speed(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
+    """FLOP/s of a product [rows, inner] · [inner, columns] here and now, measured in a few hundredths of a second.
+
+    Rows beyond what fills the device are left out: they would only take longer.
+    """
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    rows = min(rows, 512 if device.type == "cpu" else 8192)
+    left = torch.ones(rows, inner, dtype=dtype, device=device)
+    right = torch.ones(inner, columns, dtype=dtype, device=device)
+
+    def seconds(repeats: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            product = left @ right
+        product[0, 0].item()  # waits for the device
+        return time.perf_counter() - begun
+
+    first = min(seconds(1), seconds(1))  # the first one of all finds caches and libraries cold
+    repeats = max(1, min(100, int(0.03 / max(first, 1e-6))))
+    return 2.0 * rows * inner * columns * repeats / max(seconds(repeats), 1e-9)
 
 
 def peak_memory(device: torch.device) -> float:

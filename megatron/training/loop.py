@@ -24,6 +24,7 @@ from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.schema import Config
 from megatron.errors import RunError
+from megatron.training import outline
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import precision
 from megatron.training.hardware import peak_memory
@@ -99,7 +100,7 @@ class Loop:
         if done:
             run.console.say(f"nothing to do: step {self.step} of {train_iters} is reached; raise train_iters")
         run.engine.model.train()
-        run.console.begin(self.step)
+        self._introduce()
         begun = run.start.progress
         # One rank carries what an earlier session left of the interval: shares are added over ranks.
         self.interval.clear(begun.interval_loss if run.processes.first else 0.0, begun.interval_steps)
@@ -109,10 +110,14 @@ class Loop:
             self._save()
             if stopped:
                 number = round(run.processes.largest(stop.signal or 0))  # it may have reached another process only
-                saved = f"saved {self.checkpoint}" if self.checkpoint is not None else "nothing is saved"
+                saved = "nothing is saved"
+                if self.checkpoint is not None:
+                    saved = f"saved {self.checkpoint}; go on with: {outline.carry_on(run.config)}"
                 run.console.say(f"stopped by signal {number} at step {self.step} of {train_iters}; {saved}")
             elif not done:  # a finished run has its test on record
                 test = self._test()
+            if not stopped:
+                run.console.say(outline.last_line(run.config, self.checkpoint))
         return TrainResult(
             step=self.step,
             loss=self.loss,
@@ -122,6 +127,14 @@ class Loop:
             seconds=time.perf_counter() - self.begun,
             signal=number,
         )
+
+    def _introduce(self) -> None:
+        """Say what the run is and how long it may take, and begin to count."""
+        run, seconds = self.run, None
+        if run.console.console is not None and self.step < run.config.training.train_iters:
+            seconds = outline.seconds_ahead(run, self.step)
+            run.console.say(outline.first_line(run, self.step, seconds))
+        run.console.begin(self.step, seconds)
 
     def _steps(self, stop: StopRequest) -> bool:
         """Train to the last step; True if the run was asked to stop before it."""
@@ -156,7 +169,8 @@ class Loop:
         tokens = max(tokens, 1)  # a mask may leave nothing of a batch
         loss = torch.zeros((), dtype=torch.float64, device=device)
         lr = run.schedule(self.step)
-        for batch in micro:
+        for done, batch in enumerate(micro):
+            run.console.micro_step(done, micro_steps)
             inputs, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
             part = (engine.losses(inputs, labels) * mask).sum()
             engine.backward(part, tokens)
@@ -228,7 +242,10 @@ class Loop:
         if run.datasets.valid is None:
             return
         self.interval.pause()
-        self.valid = validate(run.engine, run.datasets.valid, run.config, run.processes, step=self.step, split="valid")
+        self.valid = validate(
+            run.engine, run.datasets.valid, run.config, run.processes, step=self.step, split="valid",
+            progress=run.console.validating,
+        )  # fmt: skip
         run.console.evaluation(self.valid)
         report(run.reporters, self.valid)
         self.interval.resume()
@@ -237,7 +254,10 @@ class Loop:
         run = self.run
         if run.datasets.test is None:
             return None
-        record = validate(run.engine, run.datasets.test, run.config, run.processes, step=self.step, split="test")
+        record = validate(
+            run.engine, run.datasets.test, run.config, run.processes, step=self.step, split="test",
+            progress=run.console.validating,
+        )  # fmt: skip
         run.console.evaluation(record)
         report(run.reporters, record)
         return record

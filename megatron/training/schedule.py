@@ -10,7 +10,7 @@ With peak rate `lr`, n = lr_decay_iters and w = warmup · n warm-up steps, step 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.training.options import OptimizerOptions
@@ -49,3 +49,26 @@ def build_schedule(options: OptimizerOptions, train_iters: int) -> Schedule:
         decay_steps=decay_steps,
         style=options.lr_decay_style,
     )
+
+
+def rate_jump(old: Schedule, new: Schedule, step: int) -> str | None:
+    """One line if the rate of step `step` is far from the one before it, and how to avoid that; else None.
+
+    Extending a run does this: a decay that ends with the run ends later now, so the rate returns to where a longer
+    run would have been. What is far: more than a tenth of itself, and more than the old schedule's own next step.
+    """
+    if step == 0:
+        return None
+    was, planned, now = old(step - 1), old(step), new(step)
+    if abs(now - was) <= max(0.1 * max(now, was), 2 * abs(planned - was)):
+        return None
+    text = f"the learning rate was {was:.2e} and {'jumps' if now > was else 'drops'} to {now:.2e}"
+    kept = replace(new, decay_steps=old.decay_steps, warmup_steps=old.warmup_steps)
+    if old.decay_steps == new.decay_steps or kept(step) != planned:
+        return text  # another rate was asked for by name
+    text += f": its decay now ends at step {new.decay_steps:,}; lr_decay_iters={old.decay_steps} keeps the old schedule"
+    if step >= old.decay_steps:
+        text += f", which is over: it stays at min_lr={new.min_lr:g}"
+        if new.min_lr == 0:
+            text += ", where nothing is learned, so give a min_lr too"
+    return text

@@ -27,7 +27,7 @@ from megatron.training.engine import Engine, precision
 from megatron.training.hardware import peak_tflops
 from megatron.training.processes import Processes
 from megatron.training.reporters import Reporter, build_reporters
-from megatron.training.schedule import Schedule, build_schedule
+from megatron.training.schedule import Schedule, build_schedule, rate_jump
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Run:
     console: ConsoleReporter
     reporters: list[Reporter]
     flops_per_token: float
+    parameters: int
     peak: float | None
     """The device's peak TFLOP/s, if it is known."""
     lock: RunLock | None
@@ -95,7 +96,7 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
     datasets, train_samples = _datasets(config, start)
 
     reporter = console if processes.first else ConsoleReporter(None, config.training.train_iters)
-    for note in start.notes:
+    for note in (*start.notes, *_rate_jump(config, start)):
         reporter.say(note)
     if datasets.valid is None and config.training.eval_interval and config.training.eval_iters:
         reporter.say("no validation: the configuration names no validation data")
@@ -103,7 +104,8 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
     model = build_model(config.model, config.position, known.size, seed=config.training.seed)
     if start.weights_only:
         resume.load_weights(start, config, model)
-    flops_per_token = model.flops_per_token(config.model.seq_length)
+    # Counted before ZeRO divides the parameters among processes.
+    flops_per_token, parameters = model.flops_per_token(config.model.seq_length), model.num_parameters()
     runtime.initialize(config.training.seed + processes.rank)  # dropout differs between ranks
     engine = Engine(config, model, processes)
     if start.checkpoint is not None and not start.weights_only:
@@ -136,6 +138,7 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
         console=reporter,
         reporters=build_reporters(config, start.progress.step) if processes.first else [],
         flops_per_token=flops_per_token,
+        parameters=parameters,
         peak=peak_tflops(processes.device, precision(config), config.logging.peak_tflops),
         lock=lock,
     )
@@ -148,6 +151,16 @@ def _determinism(config: Config) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
+
+
+def _rate_jump(config: Config, start: Start) -> list[str]:
+    """A line if the run goes on with another learning rate than the one it had come to."""
+    if start.checkpoint is None or start.weights_only:
+        return []
+    before = Config.read(start.checkpoint / CONFIG)
+    old, new = (build_schedule(each.optimizer, each.training.train_iters) for each in (before, config))
+    note = rate_jump(old, new, start.progress.step) if start.progress.step < config.training.train_iters else None
+    return [] if note is None else [note]
 
 
 def _datasets(config: Config, start: Start) -> tuple[Datasets, int]:

@@ -6,6 +6,7 @@ are put back, and nothing of the optimizer is touched.
 """
 
 import time
+from collections.abc import Callable
 from itertools import islice
 
 import torch
@@ -21,9 +22,19 @@ from megatron.training.processes import Processes
 
 @torch.no_grad()
 def validate(
-    engine: Engine, dataset: Dataset, config: Config, processes: Processes, *, step: int, split: str
+    engine: Engine,
+    dataset: Dataset,
+    config: Config,
+    processes: Processes,
+    *,
+    step: int,
+    split: str,
+    progress: Callable[[str, int, int], None] = lambda split, done, total: None,
 ) -> EvaluationRecord:
-    """Mean loss per counted token of `eval_iters` global batches. All processes must call this."""
+    """Mean loss per counted token of `eval_iters` global batches. All processes must call this.
+
+    `progress` is called with the split, the micro-batches that are done, and all there are.
+    """
     training = config.training
     begun = time.perf_counter()
     states = random_states.capture()
@@ -33,12 +44,15 @@ def validate(
     order = batches(
         dataset, micro_batch=training.train_micro_batch_size_per_gpu, rank=processes.rank, world=processes.world
     )
-    for batch in islice(order, training.eval_iters * training.gradient_accumulation_steps):
+    total = training.eval_iters * training.gradient_accumulation_steps
+    progress(split, 0, total)
+    for done, batch in enumerate(islice(order, total), start=1):
         tokens, labels, mask = (
             batch[name].to(processes.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
         )
         losses += (engine.losses(tokens, labels) * mask).sum(dtype=torch.float64)
         counted += mask.sum(dtype=torch.float64)
+        progress(split, done, total)
     engine.model.train()
     random_states.restore(states)
     share_of_loss, share_of_tokens = processes.mean(float(losses), float(counted))

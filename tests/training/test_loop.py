@@ -57,11 +57,13 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert result.test_loss == records(tmp_path, "test")[30]["loss"]
     assert (result.step, result.exit_code) == (30, 0)
     assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
-    lines = text.splitlines()
+    begins, *lines, ends = text.splitlines()
+    assert " parameters on " in begins
+    assert ends == f"saved {result.checkpoint}; next: ./deepy.py evaluate {tmp_path}"
     assert [line.split()[1] for line in lines] == ["10/30", "20/30", "20/30", "30/30", "30/30", "30/30"]
     assert "\x1b" not in text
     assert all(
-        word in lines[0] for word in ("loss", "ppl", "lr", "grad", "tok/s", "ms", "TFLOP/s", "MFU", "GiB", "left")
+        word in lines[0] for word in ("loss", "ppl", "lr", "grad", "tok/s", "ms", "FLOP/s", "MFU", "GiB", "left")
     )
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert Config.read(tmp_path / "config.yml").flat() == config.flat()

@@ -1,0 +1,76 @@
+"""The first and the last line of a run: what it is and how long it may take, where it was saved and what comes next."""
+
+import shlex
+from pathlib import Path
+
+import torch
+
+from megatron.config.schema import Config
+from megatron.training.console import about
+from megatron.training.engine import precision
+from megatron.training.hardware import matmul_speed
+from megatron.training.setup import Run
+
+
+def count(number: float) -> str:
+    """Three digits and a unit: 950, 837k, 124M, 26.2B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            shown = number / size
+            return f"{shown:.{2 if shown < 9.995 else 1 if shown < 99.95 else 0}f}{unit}"
+    return f"{number:.0f}"
+
+
+def seconds_ahead(run: Run, step: int) -> float:
+    """What the steps after `step` may take, before any of them was timed.
+
+    Their FLOPs at the speed of one matrix product of the model's own size. The rest of a step is slower than that, so
+    the true time is rather longer: twice is usual, and a small model may take many times as long.
+    """
+    training, model = run.config.training, run.config.model
+    speed = matmul_speed(
+        run.processes.device,
+        precision(run.config),
+        rows=training.train_micro_batch_size_per_gpu * model.seq_length,
+        inner=model.hidden_size,
+        columns=model.intermediate_size or 4 * model.hidden_size,
+    )
+    tokens = (training.train_iters - step) * (training.train_batch_size or 0) * model.seq_length
+    return tokens * run.flops_per_token / run.processes.world / speed
+
+
+def first_line(run: Run, step: int, seconds: float) -> str:
+    """What a run is: size, device, precision, steps, layout, time."""
+    config, device = run.config, run.processes.device
+    training, length = config.training, config.model.seq_length
+    place = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    batch, world = training.train_batch_size or 0, run.processes.world
+    parts = [f"{world} processes"] if world > 1 else []
+    if training.gradient_accumulation_steps > 1 or world > 1:
+        parts.append(f"micro-batches of {training.train_micro_batch_size_per_gpu}")
+    if training.gradient_accumulation_steps > 1:
+        parts.append(f"{training.gradient_accumulation_steps} accumulated")
+    if training.zero_optimization.stage:
+        parts.append(f"ZeRO {training.zero_optimization.stage}")
+    layout = f" ({', '.join(parts)})" if parts else ""
+    tokens = count(training.train_iters * batch * length)
+    done = f"from step {step:,}, " if step else ""
+    return (
+        f"{count(run.parameters)} parameters on {place} in {precision(config)}; {training.train_iters:,} steps of "
+        f"{batch:,} × {length:,} tokens{layout} are {tokens} tokens; {done}{about(seconds)}"
+    )
+
+
+def last_line(config: Config, checkpoint: Path | None) -> str:
+    """Where a finished run was saved, and the command that comes next."""
+    if checkpoint is None or config.checkpoint.save is None:
+        return "nothing is saved: save names no folder"
+    held_out = config.data.data_path or config.data.test_data_paths or config.data.valid_data_paths
+    data = "" if held_out else " --data TEXT"
+    return f"saved {checkpoint}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{data}"
+
+
+def carry_on(config: Config) -> str:
+    """The command that takes a stopped run up again."""
+    folder = shlex.quote(str(config.checkpoint.save))
+    return f"./deepy.py train {folder}/config.yml load={folder}"

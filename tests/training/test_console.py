@@ -1,0 +1,204 @@
+"""What a person sees of a run: the bar, the estimates, the first line and the last."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from screen import terminal
+from tiny_runs import tiny_config, write_corpora
+
+from megatron.launch.console import run_console
+from megatron.model.build import build_model
+from megatron.training import loop, outline
+from megatron.training.console import ConsoleReporter, about, duration, speed
+from megatron.training.hardware import matmul_speed
+from megatron.training.loop import train
+from megatron.training.metrics import TrainRecord
+
+
+RECORD = TrainRecord(
+    step=1, loss=2.0, perplexity=7.4, learning_rate=1e-3, grad_norm=0.5, tokens_per_second=1e4, ms_per_step=41.5,
+    tflops=0.1, mfu=None, loss_scale=1.0, skipped_steps=0, memory_gib=1.5, tokens=64, seconds_left=125.0,
+)  # fmt: skip
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+def plain(train_iters: int) -> tuple[io.StringIO, Clock, ConsoleReporter]:
+    stream, clock = io.StringIO(), Clock()
+    return stream, clock, ConsoleReporter(Console(file=stream, width=200), train_iters, clock=clock)
+
+
+@pytest.mark.parametrize("width", [60, 97, 200])
+def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    said = [f"line {number} " + "x" * (30 + 90 * (number % 2)) for number in range(4)]
+    with terminal(width) as screen:
+        with run_console(tmp_path / "log.txt") as user:
+            assert user.width == width
+            reporter = ConsoleReporter(user, 10)
+            reporter.begin(0, 7200.0)
+            for step, line in enumerate(said, start=1):
+                reporter.micro_step(0, 2)
+                reporter.micro_step(1, 2)
+                reporter.step(step)
+                reporter.say(line)
+            reporter.validating("valid", 3, 9)
+            user.print("last")
+            reporter.close()
+    bars = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.sent)) if "━" in line]
+    assert len(bars) >= 5
+    assert {len(bar.rstrip()) for bar in bars} <= {width, width - 1}
+    assert any("about 2 h left" in bar for bar in bars)
+    assert any(bar.startswith("valid 3/9") for bar in bars)
+    # The bar has gone, and no piece of it stands between the lines; long ones are broken by the terminal.
+    broken = [line[at : at + width] for line in [*said, "last"] for at in range(0, len(line), width)]
+    assert screen.shown == broken
+
+
+def test_the_first_steps_correct_the_estimate_once() -> None:
+    stream, clock, reporter = plain(1000)
+    reporter.begin(0, estimate=60.0)
+    for step, seconds in ((1, 30.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 3.0)):  # the first step compiles and allocates
+        clock.now += seconds
+        reporter.step(step)
+    assert stream.getvalue() == "at the speed of the first steps: about 50 min left\n"
+
+
+def test_a_record_tells_the_time_left_so_nothing_is_corrected_after_it() -> None:
+    stream, clock, reporter = plain(1000)
+    reporter.begin(0, estimate=60.0)
+    reporter.step(1)
+    reporter.train(RECORD)
+    clock.now += 30
+    reporter.step(2)
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_a_long_validation_says_how_far_it_is() -> None:
+    stream, clock, reporter = plain(10)
+    for done in range(101):
+        reporter.validating("test", done, 100)
+        clock.now += 1.0
+    assert stream.getvalue().splitlines() == [f"test: {done} of 100 batches" for done in (30, 60, 90)]
+    stream, clock, reporter = plain(10)
+    for done in range(101):  # a short one says nothing
+        reporter.validating("valid", done, 100)
+        clock.now += 0.2
+    assert stream.getvalue() == ""
+
+
+def test_validation_reports_every_micro_batch(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(ConsoleReporter, "validating", lambda self, *at: seen.append(at))
+    train(tiny_config(corpus, train_iters=1, eval_interval=1, eval_iters=3))
+    assert seen == [("valid", done, 3) for done in range(4)]
+
+
+def test_words_for_times_speeds_and_counts() -> None:
+    assert [duration(s) for s in (0.4, 65, 10921, 15552000)] == ["0:00", "1:05", "3:02:01", "180 days"]
+    assert [about(s) for s in (0.01, 45, 125, 3600 * 5, 180.2 * 86400)] == [
+        "about 1 s", "about 45 s", "about 2 min", "about 5 h", "about 180 days"
+    ]  # fmt: skip
+    assert [speed(t) for t in (0.0123, 0.9, 1.0, 412.3)] == ["12.3 GFLOP/s", "900 GFLOP/s", "1 TFLOP/s", "412 TFLOP/s"]
+    assert [outline.count(n) for n in (7, 12_345, 124_439_808, 999_999, 2.65e9, 26.2e9)] == [
+        "7", "12.3k", "124M", "1.00M", "2.65B", "26.2B"
+    ]  # fmt: skip
+
+
+def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(
+        corpus, tmp_path / "a run", train_iters=2, train_batch_size=8, gradient_accumulation_steps=2, log_interval=5,
+        zero_optimization={"stage": 1},
+    )  # fmt: skip
+    model = build_model(config.model, config.position, 61, device="meta")
+    stream = io.StringIO()
+    # At a millionth of what the FLOPs of a step are, the two steps take two million seconds.
+    step = model.flops_per_token(16) * 8 * 16
+    monkeypatch.setattr(outline, "matmul_speed", lambda *place, **shape: step / 1e6)
+    result = train(config, Console(file=stream, width=300))
+    first, _, last = stream.getvalue().splitlines()
+    assert first == (
+        f"{outline.count(model.num_parameters())} parameters on CPU ({torch.get_num_threads()} threads) in fp32; "
+        "2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"
+    )
+    assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"
+
+
+def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(corpus, tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step_0000004"
+    without = config.replace(valid_data_paths=[])
+    assert outline.last_line(without, checkpoint).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
+    assert outline.last_line(tiny_config(corpus), None) == "nothing is saved: save names no folder"
+    assert outline.carry_on(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
+
+
+def test_a_silent_run_measures_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop.outline, "seconds_ahead", None)
+    train(tiny_config(corpus, train_iters=1))
+
+
+def test_the_speed_of_a_product_is_its_flops_over_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import hardware
+
+    clock = iter(range(100))
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: float(next(clock)))  # every product takes a second
+    assert matmul_speed(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
+
+
+def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(corpus: Path, tmp_path: Path) -> None:
+    keys = {"save": str(tmp_path), "lr_decay_style": "cosine", "min_lr": 1e-4}
+    train(tiny_config(corpus, **keys))
+    again = {**keys, "load": str(tmp_path), "train_iters": 8}
+
+    def notes(**more: object) -> list[str]:
+        stream = io.StringIO()
+        reporter = ConsoleReporter(Console(file=stream, width=300), 8)
+        loop.prepare(tiny_config(corpus, **again, **more), reporter).close()
+        return [line for line in stream.getvalue().splitlines() if "learning rate" in line]
+
+    # Cosine from 1e-2 to 1e-4: step 3 of 4 trains with 1e-4 + 99e-4 (1 + cos 3π/4)/2, step 4 of 8 with the middle.
+    assert notes() == [
+        "the learning rate was 1.55e-03 and jumps to 5.05e-03: its decay now ends at step 8; lr_decay_iters=4 keeps the "
+        "old schedule, which is over: it stays at min_lr=0.0001"
+    ]
+    assert notes(lr_decay_iters=4) == []
+
+
+def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
+    from megatron.training.schedule import Schedule, rate_jump
+
+    old, new = Schedule(1.0, 0.0, 0, 100, "linear"), Schedule(1.0, 0.0, 0, 200, "linear")
+    assert "nothing is learned, so give a min_lr too" in (rate_jump(old, new, 100) or "")
+    assert rate_jump(old, old, 50) is None
+    assert rate_jump(old, new, 0) is None
+    middle = rate_jump(old, new, 50) or ""
+    assert middle.endswith("lr_decay_iters=100 keeps the old schedule")
+    asked = rate_jump(old, Schedule(0.1, 0.0, 0, 100, "linear"), 50)
+    assert asked == "the learning rate was 5.10e-01 and drops to 5.00e-02"
+    warm = Schedule(1.0, 0.0, 10, 100, "linear")  # in warm-up every step is far from the one before
+    assert rate_jump(warm, warm, 2) is None
+
+
