@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -226,7 +227,10 @@ def evaluate(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Corpus or dataset to score; each run's own test split if absent.", show_default=False),
+        typer.Option(
+            help="Text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent.",
+            show_default=False,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -258,7 +262,11 @@ def evaluate(
 
       ./deepy.py evaluate runs/kerple/checkpoints/step_0010000 --protocol nonoverlapping
 
+      ./deepy.py evaluate runs/kerple --data book.txt
+
       ./deepy.py evaluate runs/rotary --window 512 -o results/window
+
+    A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
     """
     from megatron.launch.console import explained, run_console, temporary_log
 
@@ -441,11 +449,26 @@ def main() -> int:
         return 141
     except Exception as error:
         if isinstance(error, usage_error):
-            if error.format_message():  # type: ignore[attr-defined]
-                _say(f"{error.format_message().rstrip('.')} (see {_help_of(error)})")  # type: ignore[attr-defined]
+            if _usage(error):
+                _say(f"{_usage(error)} (see {_help_of(error)})")
             return 2
         _say(_unexpected(error))
         return 1
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with the command line: the library's words, with the value, or the command that has the option."""
+    text = error.format_message().rstrip(".")
+    given = error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
+    if given is not None and repr(given) not in text:
+        text = text.replace("Invalid value for", f"Invalid value {str(given)!r} for")
+    option = getattr(error, "option_name", None)
+    commands = getattr(getattr(error.ctx, "command", None), "commands", {})  # of an error before any command
+    have = [name for name, each in commands.items() if any(option in parameter.opts for parameter in each.params)]
+    if have:
+        rest = shlex.join(word for word in sys.argv[1:] if word not in commands)
+        text += f"; write it after its command: ./deepy.py {have[0]} … {rest}"
+    return text
 
 
 def _help_of(error: Any) -> str:

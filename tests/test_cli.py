@@ -1,5 +1,6 @@
 """The command line from outside: what it prints, where, its exit codes, and what it does not import."""
 
+import contextlib
 import json
 import os
 import pty
@@ -43,18 +44,45 @@ def deepy(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
     )
 
 
-def modules_after(*arguments: str, cwd: Path) -> tuple[int, set[str]]:
-    """Run the command line in a fresh interpreter; its exit code and the modules that it imported."""
+@pytest.fixture
+def inside(capfd, monkeypatch):
+    """The command line in this process, where everything is imported already; all but the process is the same."""
+    import deepy as program
+
+    def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", ["./deepy.py", *arguments])
+            for name, value in {"COLUMNS": "120", **environment}.items():
+                patch.setenv(name, value)
+            capfd.readouterr()
+            with contextlib.ExitStack() as stack:
+                # rich remembers sys.stdout, which is another one in every test
+                stack.callback(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+                code = program.main()
+            out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+    return call
+
+
+def calls_without(packages: tuple[str, ...], calls: list[tuple[str, ...]], cwd: Path) -> dict[tuple[str, ...], list]:
+    """Exit code, standard output and error of calls, made one after the other where packages cannot be imported."""
     code = (
-        f"import sys, runpy, json; sys.argv = {['deepy.py', *arguments]!r}; sys.path.insert(0, {str(ROOT)!r})\n"
-        "code = 0\n"
-        f"try: runpy.run_path({str(DEEPY)!r}, run_name='__main__')\n"
-        "except SystemExit as error: code = error.code\n"
-        "open('modules.json', 'w').write(json.dumps([code, sorted(sys.modules)]))\n"
+        f"import contextlib, io, json, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"sys.modules.update(dict.fromkeys({packages!r}))\n"
+        "import deepy\n"
+        "results = []\n"
+        f"for call in {calls!r}:\n"
+        "    sys.argv = ['./deepy.py', *call]\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:\n"
+        "        code = deepy.main()\n"
+        "    results.append([code, out.getvalue(), err.getvalue()])\n"
+        "open('results.json', 'w').write(json.dumps(results))\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, timeout=60)
-    code, names = json.loads((cwd / "modules.json").read_text())
-    return code, set(names)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(calls, json.loads((cwd / "results.json").read_text()), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -71,97 +99,114 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [], *([command, "--help"] for command in COMMANDS)])
-def test_help_comes_without_torch(tmp_path, arguments):
-    code, modules = modules_after(*arguments, cwd=tmp_path)
-    assert code in (0, None) if arguments else code == 2
-    assert not modules & {"torch", "numpy", "deepspeed", "matplotlib"}
+def test_help_comes_without_torch(tmp_path):
+    calls = [("--help",), (), *((command, "--help") for command in COMMANDS)]
+    found = calls_without(("torch", "numpy", "deepspeed", "matplotlib"), calls, tmp_path)
+    for arguments, (code, _, error) in found.items():
+        assert code == (0 if arguments else 2)
+        assert error == ""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "no_such_file"],
-        ["train", "125M", "num_layrs=3"],
-        ["train", "125M", "hidden_size=7"],
-        ["train", "125M", "precision=bf16"],  # no data
-        ["train", "162M", "local_setup", "device=cuda", "num_gpus=99"],
-        ["evaluate"],
-        ["sweep", "no_such_file"],
-        ["nonsense"],
-    ],
-)
-def test_errors_come_without_torch_in_one_line_with_exit_code_2(tmp_path, arguments):
-    code, modules = modules_after(*arguments, cwd=tmp_path)
-    assert code == 2
-    assert "torch" not in modules
-    done = deepy(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-    assert len(errors) == 1, done.stderr
+MISTAKES = {
+    ("train", "no_such_file"): "no_such_file: no such configuration file",
+    ("train", "125M", "num_layrs=3"): "unknown key 'num_layrs'; did you mean num_layers?",
+    ("train", "125M", "hidden_size=7"): "hidden_size",
+    ("train", "125M", "precision=bf16"): "no data to train on",
+    ("train", "162M", "local_setup", "device=cuda", "num_gpus=99"): "no CUDA device here",
+    ("evaluate",): "Missing argument",
+    ("evaluate", "run", "--window", "nonsense"): "Invalid value 'nonsense' for '--window'",
+    ("evaluate", "run", "--windows", "0"): "Invalid value '0' for '--windows'",
+    ("--window", "nonsense"): "it after its command: ./deepy.py evaluate … --window nonsense (see ./deepy.py --help)",
+    ("evaluate", "nowhere"): "nowhere: no such folder",
+    ("evaluate", "data"): "data: no checkpoint in it",
+    ("evaluate", "run", "run/."): "the same checkpoint is given twice: run, run/.",
+    ("evaluate", "run", "--lengths", "1x,b"): "lengths: 'b' is not a length",
+    ("evaluate", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
+    ("evaluate", "run", "--lengths", "16", "--protocol", "first"): "protocol = 'first': choose one of last, nonoverl",
+    ("evaluate", "run", "--lengths", "16", "--data", "nowhere"): "nowhere: no such text; --data names a file (.txt",
+    ("evaluate", "run", "--lengths", "16", "-o", "tiny.yml"): "--output is tiny.yml, which is a file; name a folder",
+    ("train", "tiny", "save=tiny.yml"): "save is tiny.yml, which is a file; name a folder",
+    ("evaluate", "run", "--lengths", "16", "--precision", "fp8"): "precision = 'fp8': choose one of auto, fp32",
+    ("evaluate", "run", "--lengths", "16", "--device", "tpu"): "device = 'tpu': choose one of auto, cpu, cuda",
+    ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",
+    ("sweep", "no_such_file"): "no_such_file: no such configuration file",
+    ("nonsense",): "No such command 'nonsense'",
+}
+
+
+@pytest.fixture(scope="module")
+def mistakes(corpus) -> dict[tuple[str, ...], list]:
+    from megatron.checkpoint.progress import Progress
+    from megatron.config.load import load
+
+    data = f"test_data_paths=[{corpus}/data/fox/test_text_document]"
+    checkpoint = corpus / "run" / "checkpoints" / "step_0000004"
+    load([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
+    Progress(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    return calls_without(("torch",), list(MISTAKES), corpus)
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_errors_come_without_torch_in_one_line_with_exit_code_2(mistakes, arguments):
+    code, out, error = mistakes[arguments]
+    errors = [line for line in error.splitlines() if not line.startswith("note: ")]
+    assert len(errors) == 1, error
     assert errors[0].startswith("error: ")
-    assert done.stdout == ""
+    assert MISTAKES[arguments] in errors[0]
+    assert out == ""
+    assert code == 2
 
 
-def test_help_is_fast(tmp_path):
-    """Well under what importing torch takes; the best of three, for busy machines."""
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        assert deepy("--help", cwd=tmp_path).returncode == 0
-        times.append(time.perf_counter() - started)
-    assert min(times) < 1.0
-
-
-def test_gpt_neox_habits(tmp_path):
-    done = deepy("train.py", "-d", "configs", "162M.yml", "local_setup.yml", "--dry-run", "seed=7", cwd=tmp_path)
+def test_gpt_neox_habits(tmp_path, inside):
+    done = inside("train.py", "-d", "configs", "162M.yml", "local_setup.yml", "--dry-run", "seed=7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^seed: 7$", done.stdout, re.MULTILINE)
     assert "train_data_paths: [data/python/train_text_document]" in done.stdout
 
 
-def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus):
-    first = deepy("train", "tiny.yml", "pos-emb=kerple_log", "save=runs/x", "--dry-run", cwd=corpus)
+def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
+    first = inside("train", "tiny.yml", "pos-emb=kerple_log", "save=runs/x", "--dry-run", cwd=corpus)
     assert "note: pos_emb rotary (tiny.yml:5) replaced by kerple_log (command line)" in first.stderr
     (tmp_path / "config.yml").write_text(first.stdout)
-    second = deepy("train", str(tmp_path / "config.yml"), "--dry-run", cwd=corpus)
+    second = inside("train", str(tmp_path / "config.yml"), "--dry-run", cwd=corpus)
     assert second.stdout == first.stdout
     assert second.stderr == ""
 
 
-def test_dry_run_says_what_would_be_refused(tmp_path):
-    done = deepy("train", "162M", "--dry-run", cwd=tmp_path)
+def test_dry_run_says_what_would_be_refused(tmp_path, inside):
+    done = inside("train", "162M", "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
     assert "num_layers: 12" in done.stdout
     assert done.stderr.startswith("error: no data to train on")
 
 
-def test_several_problems_are_several_lines(tmp_path):
-    done = deepy("train", "162M", "num_layrs=3", "norm=nrom", "seed=x", cwd=tmp_path)
+def test_several_problems_are_several_lines(tmp_path, inside):
+    done = inside("train", "162M", "num_layrs=3", "norm=nrom", "seed=x", cwd=tmp_path)
     assert done.returncode == 2
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * 3
 
 
-def test_positions(tmp_path):
-    done = deepy("positions", "--json", cwd=tmp_path)
+def test_positions(tmp_path, inside):
+    done = inside("positions", "--json", cwd=tmp_path)
     records = json.loads(done.stdout)
     assert [r["name"] for r in records if r["kind"] == "encoding"] == encodings()
     assert [r["name"] for r in records if r["kind"] == "processor"] == processors()[1:]
     assert {"formula", "parameters", "options", "source"} <= set(records[0])
-    table = deepy("positions", cwd=tmp_path).stdout
+    table = inside("positions", cwd=tmp_path).stdout
     assert all(record["name"] in table for record in records)
     assert "[num_buckets, H]" in table  # square brackets are text, not markup
 
 
-def test_keys(tmp_path):
-    done = deepy("keys", "rotary-pct", cwd=tmp_path)
+def test_keys(tmp_path, inside):
+    done = inside("keys", "rotary-pct", cwd=tmp_path)
     assert "pos_emb_options.fraction" in done.stdout
-    assert deepy("keys", "no such key", cwd=tmp_path).returncode == 2
+    assert inside("keys", "no such key", cwd=tmp_path).returncode == 2
 
 
-def test_keys_are_readable_in_80_columns(tmp_path):
+def test_keys_are_readable_in_80_columns(tmp_path, inside):
     """Each key stands alone in its line, and what is said of it has nearly the whole width."""
-    lines = deepy("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
+    lines = inside("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
     found = lookup("zero")
     assert [line for line in lines if line and not line.startswith(" ")] == [row[0] for row in found]
     assert max(map(len, lines)) <= 80
@@ -172,14 +217,14 @@ def test_keys_are_readable_in_80_columns(tmp_path):
         assert " ".join(expected.split()) in text
 
 
-def test_prepare_takes_the_files_with_the_suffixes(tmp_path):
+def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
     (tmp_path / "src").mkdir()
     for name in ("a.py", "b.rs", "c.txt"):
         (tmp_path / "src" / name).write_text(f"the text of {name}")
-    done = deepy("prepare", "src", "--suffixes", ".py, .rs", "-o", "code", "--split", "none", cwd=tmp_path)
+    done = inside("prepare", "src", "--suffixes", ".py, .rs", "-o", "code", "--split", "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
-    wrong = deepy("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
+    wrong = inside("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr) == (2, "error: suffixes: 'rs' does not start with a dot, as .txt does\n")
 
 
@@ -191,15 +236,12 @@ def test_broken_pipe_is_silent(tmp_path):
     assert done.stdout.splitlines()[1] in ("0", "141")  # 0: head was slower than the whole page
 
 
-def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path):
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['deepy.py', 'keys']\n"
-        "import deepy, megatron.config.reference as reference\n"
-        "def lookup(pattern): raise ZeroDivisionError('by\\nzero')\n"
-        "reference.lookup = lookup\n"
-        "sys.exit(deepy.main())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, monkeypatch, inside):
+    def broken(pattern: str) -> None:
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr("megatron.config.reference.lookup", broken)
+    done = inside("keys", cwd=tmp_path)
     assert done.returncode == 1
     found = re.fullmatch(r"error: ZeroDivisionError: by zero; the traceback is in (\S+)\n", done.stderr)
     assert found, done.stderr
@@ -208,31 +250,38 @@ def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path):
     log.unlink()
 
 
-def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus):
-    """The whole way, from another working directory than the project's, with one process."""
-    trained = deepy("train", "tiny", "save=runs/one", cwd=corpus)
+@pytest.fixture(scope="module")
+def trained(corpus) -> subprocess.CompletedProcess[str]:
+    """A run by one process, from another working directory than the project's."""
+    return deepy("train", "tiny", "save=runs/one", cwd=corpus)
+
+
+def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, inside):
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
-    lines = trained.stdout.splitlines()
+    first, *lines, last = trained.stdout.splitlines()
     assert lines
     assert all(line.startswith("step ") for line in lines), trained.stdout
+    assert " parameters on " in first
+    assert last == "saved runs/one/checkpoints/step_0000004; next: ./deepy.py evaluate runs/one --data TEXT"
     run = corpus / "runs" / "one"
     assert (run / "checkpoints" / "latest").exists()
     log = (run / "log.txt").read_text()
-    assert all(line in log for line in lines)
-    evaluated = deepy("evaluate", "runs/one", "--lengths", "16,32", "--windows", "2", "--data", "data/fox", cwd=corpus)
+    assert all(line in log for line in (first, *lines, last))
+    # The command that it names, with a text.
+    command = last.split("./deepy.py ")[1].replace("TEXT", "text/1.txt").split()
+    evaluated = inside(*command, "--lengths", "16,32", "--windows", "2", cwd=corpus)
     assert evaluated.returncode == 0, evaluated.stderr
     assert "rotary" in evaluated.stdout
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
 
 
-def test_two_processes_give_the_losses_of_one(corpus):
-    def losses(*overrides: str) -> list[float]:
-        done = deepy("train", "tiny", *overrides, cwd=corpus)
+def test_two_processes_give_the_losses_of_one(corpus, trained):
+    def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
         assert done.returncode == 0, done.stderr
-        return [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
+        return [float(value) for value in re.findall(r"  loss ([\d.]+)", done.stdout)]
 
-    one, two = losses(), losses("num_gpus=2")
+    one, two = losses(trained), losses(deepy("train", "tiny", "num_gpus=2", cwd=corpus))
     assert len(one) == len(two) == 2
     assert two == pytest.approx(one, abs=2e-4)  # printed with four decimals
 

@@ -29,6 +29,8 @@ class Progress:
     """Processes that wrote the checkpoint."""
     zero_stage: int = 0
     precision: str = "fp32"
+    directory: str | None = None
+    """Where it was trained: what relative paths of its configuration are relative to."""
 
     def write(self, folder: Path) -> None:
         """Write `progress.json` into a checkpoint."""

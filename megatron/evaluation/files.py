@@ -7,6 +7,20 @@ from pathlib import Path
 from megatron.errors import RunError, UserError
 
 
+def check_folder(key: str, folder: Path) -> None:
+    """See whether a folder can be written to, or made, without making it.
+
+    Raises:
+        UserError: it is a file, or lies in one, or may not be written to; the line begins with `key`, which named it.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        what = "which" if there == folder else str(there)
+        raise UserError(f"{key} is {folder}, {'but ' * (there != folder)}{what} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key} is {folder}, but {there} may not be written to; name another folder")
+
+
 def write_bytes(path: str | Path, content: bytes) -> Path:
     """Write `content` to `path`, making its folders.
 

@@ -23,7 +23,7 @@ from torch import nn
 from megatron.errors import RunError, UserError
 from megatron.evaluation.bootstrap import intervals
 from megatron.evaluation.names import method_name
-from megatron.evaluation.protocols import Plan, make_plan
+from megatron.evaluation.protocols import Plan, default_targets, make_plan
 from megatron.evaluation.records import Record
 
 LARGEST_NLL = 700.0
@@ -47,16 +47,6 @@ class Summary(NamedTuple):
     nll: float  # nats per token
     stderr: float | None  # of nll over blocks; None for one block
     tokens: int  # targets counted
-
-
-def default_lengths(train_length: int) -> list[int]:
-    """1×, 2×, 4×, 8×, 16× and 32× the training length."""
-    return [train_length * multiple for multiple in (1, 2, 4, 8, 16, 32)]
-
-
-def default_targets(train_length: int, lengths: Sequence[int], protocol: str) -> int:
-    """Targets per window of `last`: the training length, or the shortest length if that is shorter."""
-    return min(train_length, min(lengths, default=train_length)) if protocol == "last" else 1
 
 
 def known_lengths(model: "GPT", lengths: Sequence[int]) -> list[int]:

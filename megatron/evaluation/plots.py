@@ -2,14 +2,17 @@
 
 Colours are Okabe and Ito's, told apart by colour-blind eyes too; markers and dashes repeat the distinction in grey.
 The length axis is logarithmic (lengths double); the perplexity axis becomes logarithmic where curves differ by more
-than a factor of 4, since on a linear one an exploding curve would flatten all others. Bands: with several seeds,
+than a factor of 4, since on a linear one an exploding curve would flatten all others. Bars: with several seeds,
 smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would hide the
-curves.
+curves. Curves with bars stand side by side at each length, because intervals of the same text overlap and areas or bars
+on top of each other could not be told apart.
 """
 
 import io
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,13 +27,19 @@ from megatron.evaluation.tables import Layout, layouts, multiple
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
-MOST_BANDS = len(COLOURS)
+MOST_BARS = len(COLOURS)
+SPREAD = 0.4
+"""The share of the way from one length to the next over which curves with bars stand side by side."""
 ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
 
 
-def png(records: Sequence[Record]) -> bytes:
+def png(records: Sequence[Record], *, narrow: bool = False) -> bytes:
     """A PNG with one panel per comparable group of records (see `tables.layouts`).
+
+    Args:
+        records: what to draw.
+        narrow: for telephones: as wide as high, with the legend below.
 
     Raises:
         UserError: there is nothing to draw.
@@ -39,28 +48,44 @@ def png(records: Sequence[Record]) -> bytes:
     if not groups:
         raise UserError("no records to plot")
     # Figure instead of pyplot: no window system, no global state.
-    columns = max(-(-len(layout.methods) // ROWS) for layout in groups)
-    figure = Figure(figsize=(6.4 + 2.2 * columns, 4.6 * len(groups)), dpi=160, layout="constrained")
+    most = max(len(layout.methods) for layout in groups)
+    size = (4.0, 3.6 + 0.19 * most) if narrow else (6.4 + 2.2 * -(-most // ROWS), 4.6)
+    figure = Figure(figsize=(size[0], size[1] * len(groups)), dpi=200 if narrow else 160, layout="constrained")
     FigureCanvasAgg(figure)
     for row, layout in enumerate(groups, start=1):
-        _draw(figure.add_subplot(len(groups), 1, row), layout)
+        _draw(figure.add_subplot(len(groups), 1, row), layout, narrow=narrow)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
 
 
-def _draw(axes: Axes, layout: Layout) -> None:
-    low, high, banded = float("inf"), 0.0, False
+def style(index: int) -> dict[str, str]:
+    """Colour, marker and dashes of a curve: no two of 64 share colour and marker, no two of 256 all three."""
+    row = index // len(COLOURS)
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[(index + row) % len(MARKERS)],
+        "linestyle": DASHES[(row + index // (len(COLOURS) * len(MARKERS))) % len(DASHES)],
+    }
+
+
+def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
+    low, high = float("inf"), 0.0
+    drawn = [_curve(layout, method) for method in layout.methods]
+    barred = len(drawn) <= MOST_BARS and any(None not in bars for _, _, bars in drawn)
+    places = _side_by_side(layout, len(drawn)) if barred else [1.0] * len(drawn)
     curves: list[Line2D] = []
-    for index, method in enumerate(layout.methods):
-        lengths, means, bands = _curve(layout, method)
-        colour, style = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
-        marker = MARKERS[index % len(MARKERS)]
-        curves += axes.plot(lengths, means, style, color=colour, marker=marker, markersize=5, linewidth=1.8)
-        if len(layout.methods) <= MOST_BANDS and all(band is not None for band in bands):
-            lower, upper = zip(*(band for band in bands if band is not None), strict=True)
-            axes.fill_between(lengths, lower, upper, color=colour, alpha=0.15, linewidth=0)
-            banded = True
+    for index, ((lengths, means, bars), place) in enumerate(zip(drawn, places, strict=True)):
+        at = [length * place for length in lengths]
+        look = style(index)
+        curves += axes.plot(at, means, **look, markersize=5, linewidth=1.8 if not barred else 1.4)  # type: ignore[arg-type]
+        if barred and None not in bars:
+            lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
+            axes.vlines(at, lower, upper, color=look["color"], linewidth=1.6, alpha=0.85)
+            axes.plot(
+                [*at, *at], [*lower, *upper], linestyle="none", marker="_", markersize=6, markeredgewidth=1.6,
+                color=look["color"], alpha=0.85,
+            )  # fmt: skip
         low, high = min(low, *means), max(high, *means)
 
     axes.set_xscale("log", base=2)
@@ -68,7 +93,9 @@ def _draw(axes: Axes, layout: Layout) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     trained = layout.train_length
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}\n{multiple(round(x) / trained)}"))
-    axes.set_xlabel("length: tokens, and multiples of the training length")
+    axes.set_xlabel(
+        "length: tokens, × training length" if narrow else "length: tokens, and multiples of the training length"
+    )
     if high > 4 * low:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(_ticks(low, high)))
@@ -82,30 +109,40 @@ def _draw(axes: Axes, layout: Layout) -> None:
     )  # fmt: skip
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(layout.title, loc="left", fontsize=11)
+    axes.set_title(layout.title, loc="left", fontsize=8.5 if narrow else 11)
     # matplotlib leaves out curves whose label begins with an underscore unless handles and labels are both given.
-    band = "band: smallest to\nlargest seed" if layout.repeats > 1 else "band: 95% interval\nover windows"
-    # Beside the axes, where no curve can run through it.
-    legend = axes.legend(
-        curves, layout.methods, frameon=False, fontsize=9, title=band if banded else None, alignment="left",
-        loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=-(-len(curves) // ROWS),
-    )  # fmt: skip
+    bar = "bar: smallest to\nlargest seed" if layout.repeats > 1 else "bar: 95% interval\nover windows"
+    title = bar.replace("\n", " " if narrow else "\n") if barred else None
+    # Outside the axes, where no curve can run through it.
+    place: dict[str, Any] = (
+        {"loc": "upper left", "bbox_to_anchor": (0.0, -0.24), "fontsize": 8}
+        if narrow
+        else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": 9, "ncols": -(-len(curves) // ROWS)}
+    )
+    legend = axes.legend(curves, layout.methods, frameon=False, title=title, alignment="left", **place)
     legend.get_title().set_fontsize(8)
 
 
+def _side_by_side(layout: Layout, count: int) -> list[float]:
+    """Factors on the length that put `count` curves next to each other around each length."""
+    steps = [later / length for length, later in pairwise(layout.lengths)]
+    step = min(steps, default=2.0) ** SPREAD
+    return [step ** (index / max(count - 1, 1) - 0.5) if count > 1 else 1.0 for index in range(count)]
+
+
 def _curve(layout: Layout, method: str) -> tuple[list[int], list[float], list[tuple[float, float] | None]]:
-    """Lengths, mean perplexities and bands of one method."""
+    """Lengths, mean perplexities and bars of one method."""
     found: dict[int, list[Record]] = {}
     for record in layout.records:
         if record.method == method:
             found.setdefault(record.length, []).append(record)
     lengths = sorted(found)
-    means, bands = [], []
+    means, bars = [], []
     for length in lengths:
         values = [record.perplexity for record in found[length]]
         means.append(statistics.fmean(values))
-        bands.append((min(values), max(values)) if len(values) > 1 else found[length][0].interval)
-    return lengths, means, bands
+        bars.append((min(values), max(values)) if len(values) > 1 else found[length][0].interval)
+    return lengths, means, bars
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -65,6 +65,16 @@ class Plan:
         return (ends + np.arange(1 - self.scored[length], 1)).reshape(self.blocks, self.targets)
 
 
+def default_lengths(train_length: int) -> list[int]:
+    """1×, 2×, 4×, 8×, 16× and 32× the training length."""
+    return [train_length * multiple for multiple in (1, 2, 4, 8, 16, 32)]
+
+
+def default_targets(train_length: int, lengths: Sequence[int], protocol: str) -> int:
+    """Targets per window of `last`: the training length, or the shortest length if that is shorter."""
+    return min(train_length, min(lengths, default=train_length)) if protocol == "last" else 1
+
+
 def make_plan(
     stream_length: int,
     lengths: Sequence[int],

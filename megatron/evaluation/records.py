@@ -18,6 +18,7 @@ import difflib
 import io
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.errors import UserError
 from megatron.evaluation.files import write_text
+
+RESULTS = "results.json"
 
 NEGLIGIBLE = 0.005
 """A change of perplexity below half a percent is none, however sure it is."""
@@ -66,6 +69,9 @@ class Record(BaseModel):
         default=None, description="hash of the scored tokens: equal digests, equal targets"
     )
     dataset: str | None = Field(default=None, description="where the scored tokens come from")
+    text_digest: str | None = Field(
+        default=None, description="hash of the text that the tokens were taken from, wherever it lies"
+    )
     tokenizer: str | None = Field(default=None, description="name of the tokenizer")
     position: str | None = Field(default=None, description="position encoding and processor with their options")
     max_length: int | None = Field(default=None, ge=1, description="positions that the model knows, if they end")
@@ -112,6 +118,26 @@ class Record(BaseModel):
         if abs(self.change - 1) < NEGLIGIBLE:
             return "holds"
         return "rises" if self.change_low > 1 else "falls" if self.change_high < 1 else "holds"
+
+
+def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> list[Record]:
+    """Old records but for those that the new ones measure again, then the new ones.
+
+    The same is measured again if run, position method (with the window of the evaluation), protocol and text agree,
+    whatever the lengths: an evaluation is kept or replaced as a whole.
+
+    Args:
+        old, new: in the order in which they are to stand.
+        one_run: all are of the same run, whatever they call it; else `run` tells.
+    """
+
+    def identity(record: Record) -> tuple[str | None, ...]:
+        run = None if one_run or record.run is None else os.path.realpath(record.run)
+        method = record.method if record.position is None else record.position
+        return run, method, record.protocol, record.text_digest or record.dataset
+
+    again = {identity(record) for record in new}
+    return [*(record for record in old if identity(record) not in again), *new]
 
 
 def write(path: str | Path, records: Sequence[Record]) -> Path:

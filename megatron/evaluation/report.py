@@ -37,29 +37,43 @@ _PAGE = Template("""<!DOCTYPE html>
 <title>$title</title>
 <style>
 :root { color-scheme: light; }
+* { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
-  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-img { max-width: 100%; height: auto; }
-.wide { overflow-x: auto; }
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+p, dl { max-width: 50rem; } .plot { max-width: none; } img { max-width: 100%; height: auto; }
 table { border-collapse: collapse; margin: 0.8rem 0; font-variant-numeric: tabular-nums; }
 caption { caption-side: bottom; text-align: left; color: #555; font-size: 0.9rem; padding-top: 0.4rem; }
-th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; font-weight: normal; }
+th, td { padding: 0.35rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; font-weight: normal;
+  vertical-align: top; }
 thead th { border-bottom: 2px solid #888; vertical-align: bottom; } th[scope=row], th:first-child { text-align: left; }
-small { display: block; color: #555; font-weight: normal; } td.best { font-weight: bold; } .text { text-align: left; }
+.text { text-align: left; } .results td { white-space: nowrap; } .results .text { white-space: normal; }
+small { display: block; color: #555; font-weight: normal; overflow-wrap: anywhere; } td.best { font-weight: bold; }
 code, pre { font: 0.88em/1.4 ui-monospace, monospace; } pre { background: #f6f6f6; padding: 0.8rem; overflow-x: auto; }
-dt { color: #555; } dd { margin: 0 0 0.4rem 1.2rem; } footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
+summary, dd { overflow-wrap: anywhere; } dt { color: #555; } dd { margin: 0 0 0.4rem 1.2rem; }
+footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
+@media (max-width: 56rem) { /* a card for each row, its cells under the names of their columns */
+  body { margin-top: 1rem; }
+  table, caption, tbody { display: block; } thead { display: none; } table { display: flex; flex-direction: column; }
+  caption { order: 1; }
+  tr { display: grid; grid-template-columns: repeat(auto-fit, minmax(6.2rem, 1fr)); gap: 0.4rem 0.6rem;
+    padding: 0.6rem 0; border-bottom: 1px solid #ddd; }
+  th[scope=row] { font-weight: bold; overflow-wrap: anywhere; } th[scope=row], td.wide { grid-column: 1 / -1; }
+  th, td { display: block; padding: 0; border: 0; text-align: left; }
+  td::before { content: attr(data-label); display: block; color: #555; font-size: 0.8rem; font-weight: normal; }
+}
 </style>
 </head>
 <body>
 <h1>$title</h1>
 <p>$summary</p>
-<p><img alt="Perplexity over length, one curve per method" src="data:image/png;base64,$plot"></p>
+<p class="plot"><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,$narrow">
+<img alt="Perplexity over length, one curve per method" src="data:image/png;base64,$plot"></picture></p>
 $tables
 <h2>What was measured</h2>
 $measured
 <h2>Models</h2>
-<div class="wide">$models</div>
+$models
 <h2>Machine and software</h2>
 <dl>$machine</dl>
 $configurations
@@ -104,7 +118,8 @@ def render(
         title=html.escape(title),
         summary=" ".join(html.escape(_summary(layout)) for layout in groups),
         plot=base64.b64encode(png(records)).decode("ascii"),
-        tables="\n".join(f'<div class="wide">{html_table(layout)}</div>' for layout in groups),
+        narrow=base64.b64encode(png(records, narrow=True)).decode("ascii"),
+        tables="\n".join(html_table(layout) for layout in groups),
         measured="\n".join(f"<p>{_measured(layout)}</p>" for layout in groups),
         models=_models(records),
         machine=_facts(records),
@@ -148,11 +163,11 @@ def _measured(layout: Layout) -> str:
     if record.bits_per_byte is not None:
         text += " One token is one byte."
     if layout.repeats > 1:
-        text += f" Cells are means over {layout.repeats} seeds with their standard deviation; bands span the seeds."
+        text += f" Cells are means over {layout.repeats} seeds with their standard deviation; bars span the seeds."
     elif any(entry.stderr is not None for entry in layout.records):
         text += (
-            " Bands are 95% intervals over windows of text; all methods and lengths share the text, so differences "
-            "between them are known better than the bands suggest."
+            " Bars are 95% intervals over windows of text; all methods and lengths share the text, so differences "
+            "between them are known better than the bars suggest."
         )
     if layout.changes:
         text += (
@@ -164,7 +179,7 @@ def _measured(layout: Layout) -> str:
 
 def _models(records: Sequence[Record]) -> str:
     """One row per trained model."""
-    heads = ("method", "position encoding", "parameters", "seed", "steps", "tokens trained on", "scoring", "run")
+    heads = ("parameters", "seed", "steps", "tokens trained on", "run, and how it was scored")
     rows: dict[tuple[str, int, str | None], str] = {}
     for record in records:
         identity = (record.method, record.seed, record.run)
@@ -174,14 +189,21 @@ def _models(records: Sequence[Record]) -> str:
         seconds = sum(entry.seconds or 0.0 for entry in same)
         took = f"{seconds:,.1f} s" if seconds else None
         scoring = ", ".join(part for part in (record.backend, record.dtype, took) if part)
-        values = (
-            *(record.position or "–", _known(record.parameters), str(record.seed), _known(record.step)),
-            *(_known(record.train_tokens), scoring or "–", record.run or "–"),
+        values = (_known(record.parameters), str(record.seed), _known(record.step), _known(record.train_tokens))
+        cells = "".join(
+            f'<td data-label="{name}">{html.escape(value)}</td>' for name, value in zip(heads, values, strict=False)
         )
-        cells = "".join(f'<td class="text">{html.escape(value)}</td>' for value in values)
-        rows[identity] = f'<tr><th scope="row">{html.escape(record.method)}</th>{cells}</tr>'
-    head = "".join(f'<th scope="col" style="text-align: left">{name}</th>' for name in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows.values())}</tbody></table>"
+        run = f"{html.escape(record.run or '–')}<small>{html.escape(scoring)}</small>"
+        position = "" if record.position in (None, record.method) else f"<small>{html.escape(record.position)}</small>"
+        rows[identity] = (
+            f'<tr><th scope="row">{html.escape(record.method)}{position}</th>{cells}'
+            f'<td class="text wide" data-label="{heads[-1]}">{run}</td></tr>'
+        )
+    columns = "".join(f'<th scope="col">{name}</th>' for name in heads[:-1])
+    return (
+        f'<table><thead><tr><th scope="col">method</th>{columns}<th scope="col" class="text">{heads[-1]}</th></tr>'
+        f"</thead><tbody>{''.join(rows.values())}</tbody></table>"
+    )
 
 
 def _facts(records: Sequence[Record]) -> str:

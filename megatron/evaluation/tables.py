@@ -61,6 +61,7 @@ class Layout:
     cells: dict[tuple[str, int], Cell]
     changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known
     limits: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
+    text: str | None = None  # what was scored, if there are tables of other texts beside this one
 
     @property
     def repeats(self) -> int:
@@ -73,7 +74,8 @@ class Layout:
     @property
     def title(self) -> str:
         """What the table shows, in one line."""
-        return f"Perplexity, trained at {self.train_length:,} tokens, protocol {self.protocol}"
+        text = "" if self.text is None else f", text {self.text}"
+        return f"Perplexity, trained at {self.train_length:,} tokens, protocol {self.protocol}{text}"
 
     @property
     def caption(self) -> str:
@@ -132,7 +134,8 @@ def layouts(records: Sequence[Record]) -> list[Layout]:
     groups: dict[tuple[str, int, str | None], list[Record]] = {}
     for record in records:
         groups.setdefault((record.protocol, record.train_length, record.target_digest), []).append(record)
-    return [_layout(group) for group in groups.values()]
+    several = len({record.dataset for record in records}) > 1
+    return [_layout(group, name_text=several) for group in groups.values()]
 
 
 def show(console: Console, records: Sequence[Record]) -> None:
@@ -205,33 +208,35 @@ def plain(layout: Layout) -> str:
 
 
 def html_table(layout: Layout) -> str:
-    """A `<table>` element; every text in it is escaped."""
+    """A `<table>` element; every text in it is escaped. `data-label` repeats a cell's head, for narrow screens."""
     heads = "".join(
         f'<th scope="col">{html.escape(times)}<small>{html.escape(tokens)}</small></th>'
         for times, tokens in layout.heads()
     )
+    above, below = layout.change_head()
     if layout.changes:
-        above, below = layout.change_head()
         heads += f'<th scope="col" class="text">{html.escape(above)}<small>{html.escape(below)}</small></th>'
     rows = []
     for method in layout.methods:
         cells = []
-        for length in layout.lengths:
+        for length, (times, tokens) in zip(layout.lengths, layout.heads(), strict=True):
             cell = layout.cells.get((method, length))
             text = html.escape(layout.missing(method, length) if cell is None else str(cell))
             if cell is not None and cell.interval is not None:
                 text += f"<small>{number(cell.interval[0])} – {number(cell.interval[1])}</small>"
-            cells.append(f'<td class="best">{text}</td>' if _best(cell) else f"<td>{text}</td>")
+            best = ' class="best"' if _best(cell) else ""
+            cells.append(f'<td{best} data-label="{html.escape(f"{times} ({tokens})")}">{text}</td>')
         if layout.changes:
-            cells.append(f'<td class="text">{html.escape(_change(layout, method))}</td>')
+            change = html.escape(_change(layout, method))
+            cells.append(f'<td class="text wide" data-label="{html.escape(f"{above} {below}")}">{change}</td>')
         rows.append(f'<tr><th scope="row">{html.escape(method)}</th>{"".join(cells)}</tr>')
     return (
-        f"<table><caption>{html.escape(layout.title)}. {html.escape(layout.caption)}.</caption>"
+        f'<table class="results"><caption>{html.escape(layout.title)}. {html.escape(layout.caption)}.</caption>'
         f'<thead><tr><th scope="col">method</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
 
 
-def _layout(records: Sequence[Record]) -> Layout:
+def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
     latest = {(record.method, record.length, record.seed, record.run): record for record in records}
     found: dict[tuple[str, int], list[Record]] = {}
     for record in latest.values():
@@ -264,6 +269,7 @@ def _layout(records: Sequence[Record]) -> Layout:
         cells=cells,
         changes=changes,
         limits={record.method: record.max_length for record in latest.values() if record.max_length is not None},
+        text=records[0].dataset if name_text else None,
     )
 
 

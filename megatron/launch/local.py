@@ -21,6 +21,7 @@ from megatron.checkpoint.lock import LOCK
 from megatron.config.ranks import with_batch
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
+from megatron.evaluation.files import check_folder
 from megatron.launch import devices, worker
 from megatron.launch.console import temporary_log
 from megatron.launch.processes import free_port, rendezvous, run_processes
@@ -113,11 +114,10 @@ def _log(config: Config) -> Iterator[Path]:
 
 def _make_folder(folder: Path) -> list[Path]:
     """Make a folder and its parents; returns those that are new, the innermost first."""
+    check_folder("save", folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise UserError(f"save is {folder}, which is a file; name a folder") from error
     except OSError as error:
         raise RunError(f"save: {folder} cannot be made: {error.strerror}") from error
     return missing

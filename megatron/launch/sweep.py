@@ -35,7 +35,7 @@ from megatron.config.schema import Config, Path_
 from megatron.config.settings import COMMAND_LINE, show
 from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.evaluation.files import write_text
+from megatron.evaluation.files import check_folder, write_text
 from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
 from megatron.launch.console import explained, run_console
 from megatron.launch.local import terminable
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 POLL_SECONDS = 0.2
-RESULTS, RECEIPT = "results.json", "evaluated.json"
+RECEIPT = "evaluated.json"
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
@@ -103,6 +103,7 @@ def run(
     """
     sweep = read(files, overrides, search)
     output = Path(sweep.options.output)
+    check_folder("sweep.output", output)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -241,7 +242,7 @@ def _prepare(corpus: CorpusOptions, console: Console) -> None:
 
 
 def _lengths(sweep: Sweep) -> list[int]:
-    from megatron.evaluation.run import parse_lengths
+    from megatron.evaluation.request import parse_lengths
 
     chosen = sweep.options.evaluate
     train_length = sweep.members[0].config.model.seq_length
@@ -365,7 +366,7 @@ def _evaluate(member: Member, chosen: EvaluateOptions, lengths: list[int], job: 
         names=[member.variant], progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
     )  # fmt: skip
     meter.finish()
-    receipt = {"how": how, "sha256": _sha256(member.folder / RESULTS)}
+    receipt = {"how": how, "records": [_sha256(record) for record in found]}
     write_text(member.folder / RECEIPT, json.dumps(receipt, indent=1) + "\n")
     return found
 
@@ -375,7 +376,7 @@ def _how(member: Member, chosen: EvaluateOptions, lengths: list[int]) -> dict[st
     checkpoint = checkpoints.resolve(member.folder)
     weights = (checkpoint / checkpoints.WEIGHTS).stat()
     return {
-        "format": 2,  # 1 had no bootstrap
+        "format": 3,  # 1 had no bootstrap, 2 was a receipt for the whole results.json
         "evaluate": chosen.model_dump(),
         "lengths": lengths,
         "method": member.variant,
@@ -384,13 +385,15 @@ def _how(member: Member, chosen: EvaluateOptions, lengths: list[int]) -> dict[st
 
 
 def _evaluated(member: Member, how: dict[str, Any]) -> "list[Record] | None":
-    """The records of a member if it was evaluated in this way before."""
-    from megatron.evaluation.records import read as read_records
+    """The records of a member if it was evaluated in this way before and all of them are still in its results."""
+    from megatron.evaluation.records import RESULTS, read
 
     results, known = member.folder / RESULTS, _receipt(member.folder / RECEIPT)
-    if known.get("how") != how or not results.is_file() or known.get("sha256") != _sha256(results):
+    if known.get("how") != how or not results.is_file():
         return None
-    return read_records(results)
+    there = {_sha256(record): record for record in read(results)}
+    wanted = known.get("records") or []
+    return [there[name] for name in wanted] if wanted and all(name in there for name in wanted) else None
 
 
 def _write(output: Path, found: "Sequence[Record]", sweep: Sweep) -> None:
@@ -474,8 +477,8 @@ def _receipt(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(record: "Record") -> str:
+    return hashlib.sha256(record.model_dump_json().encode()).hexdigest()
 
 
 @contextmanager

@@ -121,9 +121,7 @@ class ConsoleReporter:
     def micro_step(self, done: int, total: int) -> None:
         """So many of the micro-batches of the next step are done."""
         if self._bar is not None and done < total:
-            self._bar.update(
-                self._task, description=f"training {done}/{total}", completed=self._step + done / total
-            )
+            self._bar.update(self._task, description=f"training {done}/{total}", completed=self._step + done / total)
 
     def step(self, step: int) -> None:
         """A step is done."""

@@ -11,6 +11,7 @@ loss stays non-finite, its last good checkpoint untouched.
 """
 
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,6 +284,7 @@ class Loop:
             world=run.processes.world,
             zero_stage=training.zero_optimization.stage,
             precision=precision(run.config),
+            directory=os.getcwd(),
         )
         self.checkpoint = save_checkpoint(
             options.save,

@@ -10,7 +10,8 @@ from torch import nn
 
 from megatron.data.datasets import Vocabulary
 from megatron.errors import RunError, UserError
-from megatron.evaluation.perplexity import default_targets, evaluate, summarize, window_losses
+from megatron.evaluation.perplexity import evaluate, summarize, window_losses
+from megatron.evaluation.protocols import default_targets
 
 from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
 

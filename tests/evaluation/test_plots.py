@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from itertools import pairwise
 
 import pytest
 from matplotlib.figure import Figure
@@ -18,6 +19,11 @@ def axes_of(records: list[Record]):
     (layout,) = tables.layouts(records)
     plots._draw(axes, layout)
     return axes
+
+
+def curves(axes) -> list:
+    """The curves, without the ends of their bars and the mark of the training length."""
+    return [line for line in axes.lines if line.get_marker() not in ("_", "None")]
 
 
 def test_png_is_whole_and_large_enough_to_read(story: list[Record]) -> None:
@@ -38,12 +44,17 @@ def test_png_is_whole_and_large_enough_to_read(story: list[Record]) -> None:
 
 def test_curves_are_the_records(story: list[Record]) -> None:
     axes = axes_of(story)
-    rotary, _, cdape = axes.lines[:3]
-    assert list(rotary.get_xdata()) == [64, 512, 2048]
+    rotary, kerple, cdape = curves(axes)
+    # Side by side, the middle one where its lengths are; a curve alone stands there too.
+    assert list(kerple.get_xdata()) == [64, 512, 2048]
+    assert 60 > rotary.get_xdata()[0] > 64 / 2
+    assert 64 * 2 > cdape.get_xdata()[0] > 68
+    assert rotary.get_xdata()[0] * cdape.get_xdata()[0] == pytest.approx(64**2)
+    assert list(curves(axes_of(story[:3]))[0].get_xdata()) == [64, 512, 2048]
     assert list(rotary.get_ydata()) == [5.25, 12.5, 29.75]
     assert list(cdape.get_ydata()) == [4.96, 4.9, 4.87]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rotary", "kerple_log", "cdape"]
-    styles = {(line.get_color(), line.get_marker()) for line in axes.lines[:3]}
+    styles = {(line.get_color(), line.get_marker()) for line in curves(axes)}
     assert len(styles) == 3
 
 
@@ -53,34 +64,61 @@ def test_axes(story: list[Record]) -> None:
     assert axes.get_yscale() == "log"  # 29.75 / 4.87 is more than 4
     assert list(axes.xaxis.get_major_locator()()) == [64, 512, 2048]
     assert axes.xaxis.get_major_formatter()(2048, 0) == "2,048\n32×"
-    assert any(list(line.get_xdata()) == [64, 64] for line in axes.lines[3:])  # the training length
+    assert any(list(line.get_xdata()) == [64, 64] for line in axes.lines)  # the training length
     flat = axes_of([r for r in story if r.method != "rotary"])
     assert flat.get_yscale() == "linear"
 
 
-def test_bands_are_intervals_or_seeds(story: list[Record]) -> None:
+def test_bars_are_intervals_or_seeds(story: list[Record]) -> None:
     axes = axes_of(story)
     assert len(axes.collections) == 3
-    assert axes.get_legend().get_title().get_text() == "band: 95% interval\nover windows"
+    assert axes.get_legend().get_title().get_text() == "bar: 95% interval\nover windows"
     seeds = axes_of([record("t5", length, p, seed) for length in (64, 128) for seed, p in enumerate((5.0, 5.5, 6.5))])
-    (band,) = seeds.collections
-    heights = band.get_paths()[0].vertices[:, 1]
-    assert (heights.min(), heights.max()) == (5.0, 6.5)
-    assert seeds.get_legend().get_title().get_text() == "band: smallest to\nlargest seed"
+    (bars,) = seeds.collections
+    assert [segment.tolist() for segment in bars.get_segments()] == [[[x, 5.0], [x, 6.5]] for x in (64.0, 128.0)]
+    assert seeds.get_legend().get_title().get_text() == "bar: smallest to\nlargest seed"
     assert not axes_of([record("t5", 64, 5.0), record("t5", 128, 5.5)]).collections
+
+
+def test_five_overlapping_intervals_stand_side_by_side() -> None:
+    """Nothing is drawn over another method's bar: each has a place of its own, far from the next length."""
+    lengths = (64, 128, 256)
+    records = [record(f"m{i}", length, 5 + i / 100, stderr=0.05) for i in range(5) for length in lengths]
+    axes = axes_of(records)
+    axes.figure.set_size_inches(8.6, 4.6)
+    axes.figure.draw_without_rendering()
+    for at, length in enumerate(lengths):
+        places = [bars.get_segments()[at][0][0] for bars in axes.collections]
+        pixels = [axes.transData.transform((place, 5))[0] for place in places]
+        assert all(later - earlier > 3 for earlier, later in pairwise(pixels))
+        assert length / 2**0.5 < places[0] < places[-1] < length * 2**0.5
+
+
+def test_sixty_four_methods_have_sixty_four_pairs_of_colour_and_marker() -> None:
+    looks = [plots.style(index) for index in range(256)]
+    assert len({(look["color"], look["marker"]) for look in looks[:64]}) == 64
+    assert len({tuple(look.values()) for look in looks}) == 256
+    drawn = curves(axes_of([record(f"m{i}", length, 5 + i) for i in range(31) for length in (64, 2048)]))
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 31
+
+
+def test_a_narrow_plot_has_its_legend_below(story: list[Record]) -> None:
+    wide, narrow = (struct.unpack(">II", plots.png(story, narrow=narrow)[16:24]) for narrow in (False, True))
+    assert narrow[0] <= 800 < wide[0]
+    assert narrow[1] > narrow[0]
 
 
 def test_many_methods_with_odd_names_stay_distinct() -> None:
     names = [f"_method {i} $\\frac" for i in range(11)]
     records = [record(name, length, 5 + i) for i, name in enumerate(names) for length in (64, 128)]
     axes = axes_of(records)
-    styles = {(line.get_color(), line.get_linestyle()) for line in axes.lines[:11]}
+    styles = {(line.get_color(), line.get_linestyle()) for line in curves(axes)}
     assert len(styles) == 11
     assert len(axes.get_legend().get_texts()) == 11
     assert plots.png(records)  # a dollar sign in a name is no formula
 
 
-def test_many_methods_have_no_bands_and_a_legend_beside_the_panel() -> None:
+def test_many_methods_have_no_bars_and_a_legend_beside_the_panel() -> None:
     records = [record(f"method {i}", length, 5 + i, stderr=0.05) for i in range(31) for length in (64, 2048)]
     axes = axes_of(records)
     assert not axes.collections
@@ -90,7 +128,7 @@ def test_many_methods_have_no_bands_and_a_legend_beside_the_panel() -> None:
     figure.draw_without_rendering()
     box = axes.get_legend().get_window_extent()
     assert box.height <= figure.bbox.height
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines[:31]}) == 31
+    assert len({(line.get_color(), line.get_linestyle()) for line in curves(axes)}) == 31
 
 
 def test_groups_that_cannot_be_compared_get_panels(story: list[Record]) -> None:

@@ -13,7 +13,7 @@ from megatron.evaluation.records import Record
 
 from .conftest import record
 
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "source"}
 
 
 class Page(HTMLParser):
@@ -54,6 +54,8 @@ def test_it_stands_alone_and_embeds_the_plot(story: list[Record], tmp_path: Path
     (source,) = page.sources
     assert source.startswith("data:image/png;base64,")
     assert base64.b64decode(source.split(",")[1], validate=True) == plots.png(story)
+    (narrow,) = re.findall(r'srcset="data:image/png;base64,([^"]+)"', content)
+    assert base64.b64decode(narrow, validate=True) == plots.png(story, narrow=True)
 
 
 def test_it_says_what_was_measured(story: list[Record]) -> None:
@@ -107,3 +109,12 @@ def test_configurations_are_folded(story: list[Record]) -> None:
     assert "details" in page.tags
     assert "pos_emb: rotary" in page.text
     assert "details" not in Page(report.render(story)).tags
+
+
+def test_every_cell_names_its_column_for_narrow_screens(story: list[Record]) -> None:
+    content = report.render(story)
+    cells = re.findall(r"<td[^>]*>", content)
+    assert len(cells) == 3 * 3 + 3 * 5  # lengths, and facts of the models
+    assert all(re.search(r'data-label="[^"]+"', cell) for cell in cells)
+    assert re.search(r'<td data-label="32× \(2,048\)">29.75', content)
+    assert "@media (max-width: 56rem)" in content

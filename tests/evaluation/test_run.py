@@ -20,7 +20,8 @@ from megatron.data.datasets import token_stream
 from megatron.errors import UserError
 from megatron.evaluation import records
 from megatron.evaluation.perplexity import evaluate
-from megatron.evaluation.run import evaluate_runs, find_device, machine, parse_lengths, software
+from megatron.evaluation.request import parse_lengths
+from megatron.evaluation.run import evaluate_runs, find_device, machine, software
 from megatron.model.build import build_model
 
 SHAPE = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
@@ -36,15 +37,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make_run(name: str, *overrides: str, data: list[str] = DATA, tokenizer: str = "bytes", step: int = 5) -> Path:
+def make_run(
+    name: str,
+    *overrides: str,
+    data: list[str] = DATA,
+    tokenizer: str = "bytes",
+    size: int = 257,
+    step: int = 5,
+    directory: str | None = None,
+) -> Path:
     """A run folder with random weights, made without training."""
     config = load([], [*SHAPE, *data, f"save={name}", "pos_emb=rotary", *overrides]).config
-    model = build_model(config.model, config.position, 257, seed=config.training.seed)
+    model = build_model(config.model, config.position, size, seed=config.training.seed)
     checkpoint = Path(name) / "checkpoints" / f"step_{step:07d}"
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")
-    vocabulary = {"size": 257, "name": tokenizer}
-    Progress(step=step, consumed_tokens=step * 32, vocabulary=vocabulary).write(checkpoint)
+    vocabulary = {"size": size, "name": tokenizer}
+    Progress(step=step, consumed_tokens=step * 32, vocabulary=vocabulary, directory=directory).write(checkpoint)
     weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
     write_weights(weights, checkpoint / "model.safetensors", {})
     (checkpoint.parent / "latest").write_text(checkpoint.name)
@@ -87,14 +96,128 @@ def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place
     evaluate_runs([run], [8, 16], console=Console(file=out, width=200))
     assert len(records.read(run / "results.json")) == 2
     assert out.getvalue().startswith(f"results will be written to {run}\n")
-    out = io.StringIO()
-    evaluate_runs([run], [8, 16], console=Console(file=out, width=200))
-    assert out.getvalue().startswith(f"results will be written to {run}, in the place of {run}/results.json\n")
     before = (run / "results.json").read_text()
     out = io.StringIO()
     evaluate_runs([run / "checkpoints" / "step_0000005"], [8], console=Console(file=out))
     assert (run / "results.json").read_text() == before
     assert out.getvalue().startswith("results will not be written: give --output FOLDER to keep them\n")
+
+
+def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replaced(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("runs/a", "pos_emb=t5")
+    first = evaluate_runs([run], [8, 16])
+    spans = evaluate_runs([run], [8], "nonoverlapping")
+    train = evaluate_runs([run], [8], data="corpus/train_text_document")
+    window = evaluate_runs([run], [8], window=4)
+    assert records.read(run / "results.json") == [*first, *spans, *train, *window]
+    out = io.StringIO()
+    again = evaluate_runs([run], [8, 32], console=Console(file=out, width=200))
+    assert out.getvalue().startswith(
+        f"results will be written to {run}; the 5 there stay, unless this measures the same again\n"
+    )
+    assert records.read(run / "results.json") == [*spans, *train, *window, *again]
+    assert len(list(csv.DictReader((run / "results.csv").read_text().splitlines()))) == 5
+    # Three tables, as numbers of other protocols and texts cannot be compared; the shown one is of this evaluation.
+    assert (run / "results.md").read_text().count("| method |") == len({r.target_digest for r in [*again, *train]}) + 2
+    assert "nonoverlapping" not in out.getvalue()
+    # From elsewhere the run and its text are called otherwise, and are the same.
+    monkeypatch.chdir(place.parent)
+    moved = evaluate_runs([place / run], [8, 32])
+    assert [r.perplexity for r in moved] == [r.perplexity for r in again]
+    assert records.read(place / run / "results.json") == [*spans, *train, *window, *moved]
+
+
+def test_a_folder_gathers_runs(place: Path) -> None:
+    make_run("runs/a", "pos_emb=rotary")
+    make_run("runs/b", "pos_emb=alibi")
+    (a,) = evaluate_runs(["runs/a"], [8], output="out")
+    (b,) = evaluate_runs(["runs/b"], [8], output="out")
+    assert records.read("out/results.json") == [a, b]
+    (again,) = evaluate_runs(["./runs/a"], [8], output="out")
+    assert records.read("out/results.json") == [b, again]
+    Path("out/results.json").write_text("[")
+    with pytest.raises(UserError, match=r"out/results.json: not JSON"):  # what is not understood is not replaced
+        evaluate_runs(["runs/a"], [8], output="out")
+
+
+def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("runs/a")
+    text = "The quick brown fox jumps over the lazy dog.\n" * 9
+    Path("fox.txt").write_text(text)
+    Path("fox.jsonl").write_text("\n".join(json.dumps({"text": text[i::2]}) for i in range(2)))
+    (found,) = evaluate_runs([run], [8], data="fox.txt")
+    assert (found.dataset, found.tokenizer) == ("fox.txt", "bytes")
+    stream = np.array([*text.encode(), 256])
+    (direct,) = evaluate(load_model(run), stream, [8])
+    assert found.perplexity == direct.perplexity
+    (lines,) = evaluate_runs([run], [8], data="fox.jsonl")
+    stream = np.array([*text[::2].encode(), 256, *text[1::2].encode(), 256])
+    assert lines.perplexity == evaluate(load_model(run), stream, [8])[0].perplexity
+    # Bytes need no file, so the corpus of the training may be gone.
+    Path("corpus").rename("gone")
+    assert evaluate_runs([run], [8], data="fox.txt")[0].perplexity == found.perplexity
+    foreign = make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
+    for data, message in (
+        ("fox.md", r"fox.md: its suffix is none of \.txt, \.jsonl"),
+        ("empty.txt", "empty.txt: there is no text in it"),
+        ("nothing.txt", r"nothing.txt: no such text; --data names a file \(.txt"),
+    ):
+        if not data.startswith("nothing"):
+            Path(data).write_text("")
+        with pytest.raises(UserError, match=message):
+            evaluate_runs([run], [8], data=data)
+    with pytest.raises(UserError, match=r"fox.txt: is to be tokenized as runs/foreign was trained: train_data_paths"):
+        evaluate_runs([foreign], [8], data="fox.txt")
+
+
+def test_a_file_of_text_is_tokenized_by_the_tokenizer_of_the_corpus(place: Path) -> None:
+    bpe = prepare(["text.txt"], "bpe", tokenizer="bpe", vocab_size=300, split=(0.4, 0.3, 0.3))
+    data = [entry.replace("corpus/", "bpe/") for entry in DATA]
+    run = make_run("runs/bpe", data=data, tokenizer=bpe.tokenizer, size=bpe.vocab_size)
+    Path("more.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(100, 140)))
+    (found,) = evaluate_runs([run], [8], data="more.txt")
+    prepare(["more.txt"], "again", tokenizer="HFTokenizer", vocab_file="bpe/tokenizer.json", split=None)
+    (expected,) = evaluate_runs([run], [8], data="again")
+    assert (found.tokenizer, found.perplexity) == (bpe.tokenizer, expected.perplexity)
+    assert found.text_digest == expected.text_digest
+    with pytest.raises(UserError, match="was trained with tokenizer bytes, runs/bpe with HFTokenizer-"):
+        evaluate_runs([run, make_run("runs/bytes")], [8], data="more.txt")
+
+
+@pytest.mark.parametrize("save", ["runs/a", "/absolute"])
+def test_data_are_found_from_any_directory_and_after_the_tree_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str
+) -> None:
+    (work := tmp_path / "work").mkdir()
+    monkeypatch.chdir(work)
+    Path("text.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(100)))
+    prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
+    run = make_run(save if save == "runs/a" else str(work / "runs" / "a"), directory=str(work))
+    (found,) = evaluate_runs([run], [8])
+    assert found.dataset == "corpus/test_text_document"
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    (other,) = evaluate_runs([work / "runs" / "a"], [8])
+    assert (other.dataset, other.perplexity) == (str(work / "corpus" / "test_text_document"), found.perplexity)
+    # Another corpus of that name in the working directory is not the run's.
+    Path("text.txt").write_text("something else\n" * 200)
+    prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
+    (other,) = evaluate_runs([work / "runs" / "a"], [8])
+    assert other.perplexity == found.perplexity
+    moved = work.rename(tmp_path / "moved")
+    (other,) = evaluate_runs([moved / "runs" / "a"], [8])
+    assert (other.dataset, other.perplexity) == (str(moved / "corpus" / "test_text_document"), found.perplexity)
+
+
+def test_a_run_that_does_not_know_where_it_was_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("runs/a")
+    (found,) = evaluate_runs([run], [8])
+    monkeypatch.chdir(place.parent)
+    assert evaluate_runs([place / run], [8])[0].perplexity == found.perplexity
+    monkeypatch.chdir(place / "runs")
+    assert evaluate_runs(["a"], [8])[0].perplexity == found.perplexity
 
 
 def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None:
@@ -184,7 +307,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
     make_run("runs/long", "seq_length=16")
     make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
     make_run("runs/cdape", "pos_emb=alibi", "score_processor=cdape")
-    monkeypatch.setattr("megatron.evaluation.run.load_model", no_work)
+    monkeypatch.setattr("megatron.checkpoint.load_model.load_model", no_work)
     for runs, options, message in (
         ([], {}, "no run given"),
         (["runs/none"], {}, "runs/none: no such folder"),
@@ -206,7 +329,11 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
         (["runs/a"], {"lengths": [8], "precision": "fp8"}, "choose one of auto, fp32, bf16, fp16"),
         (["runs/a"], {"lengths": [8], "precision": "fp16", "device": "cpu"}, "needs a GPU"),
         (["runs/a"], {"lengths": [8], "data": "nowhere"}, "nowhere"),
-        (["runs/a"], {"lengths": [8], "output": "text.txt/x"}, "text.txt/x: cannot be made"),
+        (
+            ["runs/a"],
+            {"lengths": [8], "output": "text.txt/x"},
+            "--output is text.txt/x, but text.txt is a file; name a folder",
+        ),
     ):
         with pytest.raises(UserError) as caught:
             evaluate_runs(runs, **options)

@@ -128,7 +128,7 @@ def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
     assert parser.rows[2][1:] == [
         ("best", "5.00*4.50 – 5.75"),
         ("best", "5.02*"),
-        ("text", "1.004 [0.985, 1.023] holds"),
+        ("text wide", "1.004 [0.985, 1.023] holds"),
     ]
     assert "6.000 [5.500, 6.500] rises" in shown(judged, force_terminal=True, width=120)
 

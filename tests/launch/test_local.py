@@ -130,7 +130,7 @@ def test_a_place_that_cannot_be_written(fake_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="which is a file"):
         local.train(config(f"save={tmp_path / 'file'}"))
-    with pytest.raises(RunError, match="cannot be made"):
+    with pytest.raises(UserError, match=r"save is .*/file/inside, but .*/file is a file; name a folder"):
         local.train(config(f"save={tmp_path / 'file' / 'inside'}"))
 
 

@@ -247,7 +247,7 @@ def test_an_interrupt_ends_the_training(trainer: Path, monkeypatch: pytest.Monke
         (("rotary: {pos_emb: rotary}", "rotary: {seq_length: 32}"), "all variants of a sweep need the same"),
         (("train_iters: 6", "train_iters: 6\n    save: runs/x"), "sweep.yml:9: save is set by the sweep: use"),
         (("output: out", "output: out\n      seeds: [1, 1]"), "sweep.yml:17: sweep.seeds repeats a seed"),
-        (("output: out", "output: text/1.txt/x"), "cannot be made"),
+        (("output: out", "output: text/1.txt/x"), "sweep.output is text/1.txt/x, but text/1.txt is a file; name"),
         (("sources: [text]", "sources: [nothing]"), "nothing"),
         (("variants:", "variants: {}\n      varients:"), "unknown key 'sweep.varients'; did you mean variants?"),
     ],

@@ -18,7 +18,6 @@ from megatron.training.hardware import matmul_speed
 from megatron.training.loop import train
 from megatron.training.metrics import TrainRecord
 
-
 RECORD = TrainRecord(
     step=1, loss=2.0, perplexity=7.4, learning_rate=1e-3, grad_norm=0.5, tokens_per_second=1e4, ms_per_step=41.5,
     tflops=0.1, mfu=None, loss_scale=1.0, skipped_steps=0, memory_gib=1.5, tokens=64, seconds_left=125.0,
@@ -52,19 +51,18 @@ def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_what_is_printed(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("COLUMNS", raising=False)
     said = [f"line {number} " + "x" * (30 + 90 * (number % 2)) for number in range(4)]
-    with terminal(width) as screen:
-        with run_console(tmp_path / "log.txt") as user:
-            assert user.width == width
-            reporter = ConsoleReporter(user, 10)
-            reporter.begin(0, 7200.0)
-            for step, line in enumerate(said, start=1):
-                reporter.micro_step(0, 2)
-                reporter.micro_step(1, 2)
-                reporter.step(step)
-                reporter.say(line)
-            reporter.validating("valid", 3, 9)
-            user.print("last")
-            reporter.close()
+    with terminal(width) as screen, run_console(tmp_path / "log.txt") as user:
+        assert user.width == width
+        reporter = ConsoleReporter(user, 10)
+        reporter.begin(0, 7200.0)
+        for step, line in enumerate(said, start=1):
+            reporter.micro_step(0, 2)
+            reporter.micro_step(1, 2)
+            reporter.step(step)
+            reporter.say(line)
+        reporter.validating("valid", 3, 9)
+        user.print("last")
+        reporter.close()
     bars = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.sent)) if "━" in line]
     assert len(bars) >= 5
     assert {len(bar.rstrip()) for bar in bars} <= {width, width - 1}
@@ -181,8 +179,8 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
 
     # Cosine from 1e-2 to 1e-4: step 3 of 4 trains with 1e-4 + 99e-4 (1 + cos 3π/4)/2, step 4 of 8 with the middle.
     assert notes() == [
-        "the learning rate was 1.55e-03 and jumps to 5.05e-03: its decay now ends at step 8; lr_decay_iters=4 keeps the "
-        "old schedule, which is over: it stays at min_lr=0.0001"
+        "the learning rate was 1.55e-03 and jumps to 5.05e-03: its decay now ends at step 8; lr_decay_iters=4 keeps "
+        "the old schedule, which is over: it stays at min_lr=0.0001"
     ]
     assert notes(lr_decay_iters=4) == []
 
@@ -200,5 +198,3 @@ def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
     assert asked == "the learning rate was 5.10e-01 and drops to 5.00e-02"
     warm = Schedule(1.0, 0.0, 10, 100, "linear")  # in warm-up every step is far from the one before
     assert rate_jump(warm, warm, 2) is None
-
-

@@ -1,0 +1,163 @@
+"""The text that is scored: a run's own held-out split, or what `--data` names, as tokens of the run's tokenizer.
+
+`--data` is a dataset's prefix, a corpus folder, or a file of text (.txt, .jsonl, .jsonl.gz, .jsonl.zst), which is
+tokenized here as `prepare` would. Nothing in this module needs torch, so that what is missing is said at once.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config.schema import Config
+from megatron.data.corpus import read_corpus
+from megatron.data.datasets import Vocabulary, load_tokenizer, sequence_range, token_stream, vocabulary
+from megatron.data.encode import Encoder, chunks, encode_all
+from megatron.data.options import DataOptions
+from megatron.data.paths import Split, basename, description_of, split_prefixes
+from megatron.data.sources import SUFFIXES, raw_documents, scan
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer
+from megatron.errors import UserError
+
+DIGESTED = 1 << 20
+"""Tokens of a text that go into its digest: all of a small one, blocks spread over a large one."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is scored: tokens, and what they are called."""
+
+    tokens: np.ndarray
+    name: str
+    vocabulary: Vocabulary
+
+    @property
+    def digest(self) -> str:
+        """A hash that tells texts apart wherever they lie: tokenizer, number of tokens, and up to 2^20 of them."""
+        size, blocks = len(self.tokens), 256
+        length = DIGESTED // blocks
+        begins = range(0, size, length) if size <= DIGESTED else np.linspace(0, size - length, blocks).astype(np.int64)
+        found = hashlib.sha256(f"{self.vocabulary.name} {size}".encode())
+        for begin in begins:
+            found.update(np.ascontiguousarray(self.tokens[begin : begin + length], dtype="<i8").tobytes())
+        return found.hexdigest()[:16]
+
+
+def text_of(name: str, config: Config, data: str | Path | None, trained: str | None = None) -> Text:
+    """The text that a run is scored on.
+
+    Args:
+        name: of the run, for messages.
+        config: of the run.
+        data: what `--data` says; None is the run's own test split, else its valid split.
+        trained: the name of the tokenizer that the run was trained with, if it is known.
+
+    Raises:
+        UserError: there is no such text, or another tokenizer made it.
+        RunError: its files are damaged.
+    """
+    if data is not None and _is_text_file(Path(data)):
+        tokenizer = _tokenizer(name, config, Path(data), trained)
+        known = Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod)
+        source = str(data)
+    else:
+        options, split = _split(name, config, data)
+        tokenizer, known = None, vocabulary(options)
+        source = str(data) if data is not None else f"the {split} data of {name}"
+    if known.name != (trained or known.name):
+        raise UserError(f"{source}: made by tokenizer {known.name}, but {name} was trained with {trained}")
+    if tokenizer is not None:
+        return Text(_encoded(source, Path(source).stat().st_mtime_ns, tokenizer), source, known)
+    where = ", ".join(str(prefix) for _, prefix in split_prefixes(options, split))
+    called = f"{where} ({split} of {options.split})" if options.data_path is not None else where
+    return Text(token_stream(options, split), called, known)
+
+
+def common_text(runs: Sequence[tuple[str, Config, str | None]], data: str | Path | None) -> Text:
+    """The text of all runs, given as name, configuration and tokenizer.
+
+    Raises:
+        UserError: as `text_of`, or the runs do not share their text, or its tokenizer.
+    """
+    first: Text | None = None
+    for name, config, trained in runs:
+        text = text_of(name, config, data, trained)
+        if first is None:
+            first = text
+        elif text.vocabulary.name != first.vocabulary.name:
+            raise UserError(
+                f"{name} was trained with tokenizer {text.vocabulary.name}, {runs[0][0]} with "
+                f"{first.vocabulary.name}: perplexities per token cannot be compared"
+            )
+        elif (text.name, text.vocabulary) != (first.name, first.vocabulary) and not np.array_equal(
+            text.tokens, first.tokens
+        ):
+            raise UserError(
+                f"{name} would be scored on {text.name}, {runs[0][0]} on {first.name}: name one text for all with "
+                "--data"
+            )
+    assert first is not None
+    return first
+
+
+def _split(name: str, config: Config, data: str | Path | None) -> tuple[DataOptions, Split]:
+    """The data options and the split of them that a run is scored on."""
+    own = config.data
+    if data is not None:
+        prefix = _dataset(Path(data))
+        # A tokenizer named in the run's configuration is needed only where the data do not say their own.
+        keys = {} if description_of(prefix) else own.model_dump(include={"tokenizer_type", "vocab_file", "merge_file"})
+        return DataOptions(test_data_paths=[str(prefix)], **keys), "test"
+    for split in ("test", "valid"):
+        if own.data_path is not None and sequence_range(own.split, split, 1 << 20) is not None:
+            return own, split
+        if own.data_path is None and split_prefixes(own, split):
+            return own, split
+    raise UserError(f"{name}: its configuration names no test or valid data; name a text with --data")
+
+
+def _dataset(path: Path) -> Path:
+    """The prefix meant by `--data`: of a corpus folder, its test split, else its valid split, else all of it."""
+    if not path.is_dir():
+        if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
+            raise UserError(f"{path}: no such text; --data names a file ({', '.join(SUFFIXES)}), a corpus or a dataset")
+        return path
+    splits = read_corpus(path).splits
+    chosen = next((split for split in ("test", "valid", "all") if split in splits), None)
+    if chosen is None:
+        raise UserError(f"{path}: has only {', '.join(splits)}; name a dataset in it to score that one")
+    return path / basename(chosen)
+
+
+def _is_text_file(path: Path) -> bool:
+    return path.is_file() and path.suffix not in (".bin", ".idx") and not Path(f"{path}.idx").exists()
+
+
+def _tokenizer(name: str, config: Config, file: Path, trained: str | None) -> Tokenizer:
+    """The run's own tokenizer: from its data, or without them where it needs no files."""
+    try:
+        return load_tokenizer(config.data)
+    except UserError as error:
+        if trained == ByteTokenizer.type:
+            return ByteTokenizer()
+        raise UserError(f"{file}: is to be tokenized as {name} was trained: {error}") from None
+
+
+@lru_cache(maxsize=2)  # a sweep asks for the same text for each of its runs
+def _encoded(file: str, modified: int, tokenizer: Tokenizer) -> np.ndarray:
+    """All documents of a file of text, each with its end-of-document token, int [N]."""
+    if not file.endswith(SUFFIXES):
+        raise UserError(f"{file}: its suffix is none of {', '.join(SUFFIXES)}; `./deepy.py prepare` reads others")
+    documents = ((document, 0) for source in scan([str(Path(file).absolute())]) for document in raw_documents(source))
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+    parts = [
+        part.tokens
+        for chunk in encode_all(Encoder(tokenizer, dtype, "text"), chunks(documents), workers=1)
+        for part in chunk.by_split.values()
+    ]
+    if not parts:
+        raise UserError(f"{file}: there is no text in it")
+    return np.concatenate(parts)
