@@ -51,6 +51,7 @@ def png(records: Sequence[Record], *, narrow: bool = False) -> bytes:
     most = max(len(layout.methods) for layout in groups)
     size = (4.0, 3.6 + 0.19 * most) if narrow else (6.4 + 2.2 * -(-most // ROWS), 4.6)
     figure = Figure(figsize=(size[0], size[1] * len(groups)), dpi=200 if narrow else 160, layout="constrained")
+    figure.get_layout_engine().set(hspace=0.05)  # type: ignore[union-attr,call-arg]
     FigureCanvasAgg(figure)
     for row, layout in enumerate(groups, start=1):
         _draw(figure.add_subplot(len(groups), 1, row), layout, narrow=narrow)
@@ -114,12 +115,12 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
     bar = "bar: smallest to\nlargest seed" if layout.repeats > 1 else "bar: 95% interval\nover windows"
     title = bar.replace("\n", " " if narrow else "\n") if barred else None
     # Outside the axes, where no curve can run through it.
-    place: dict[str, Any] = (
+    outside: dict[str, Any] = (
         {"loc": "upper left", "bbox_to_anchor": (0.0, -0.24), "fontsize": 8}
         if narrow
         else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": 9, "ncols": -(-len(curves) // ROWS)}
     )
-    legend = axes.legend(curves, layout.methods, frameon=False, title=title, alignment="left", **place)
+    legend = axes.legend(curves, layout.methods, frameon=False, title=title, alignment="left", **outside)
     legend.get_title().set_fontsize(8)
 
 

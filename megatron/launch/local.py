@@ -20,6 +20,7 @@ from types import FrameType
 from megatron.checkpoint.lock import LOCK
 from megatron.config.ranks import with_batch
 from megatron.config.schema import Config
+from megatron.data.paths import SPLITS, split_prefixes
 from megatron.errors import RunError, UserError
 from megatron.evaluation.files import check_folder
 from megatron.launch import devices, worker
@@ -50,6 +51,8 @@ def train(config: Config) -> int:
     """
     resolved = resolve(config)
     config, ranks = resolved.config, resolved.ranks
+    for split in SPLITS:
+        split_prefixes(config.data, split)  # missing files are told before torch is imported
     port = config.launch.master_port or free_port()
     with _log(config) as log:
         if ranks > 1:
