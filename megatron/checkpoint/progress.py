@@ -46,6 +46,8 @@ class Progress:
             progress = Progress(**{key: value for key, value in values.items() if key in known})
             if not all(isinstance(n, int) for n in (progress.step, progress.train_samples, progress.consumed_samples)):
                 raise ValueError("its counts are not whole numbers")
+            if not isinstance(progress.directory, str | None):
+                raise ValueError("its directory is not text")
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise RunError(f"{path}: not the progress of a checkpoint ({error})") from None
         return progress

@@ -28,8 +28,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 MOST_BARS = len(COLOURS)
-SPREAD = 0.4
-"""The share of the way from one length to the next over which curves with bars stand side by side."""
+GAP, SPREAD = 0.1, 0.4
+"""How far apart curves with bars stand, and all of them together at most: shares of the way to the next length."""
 ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
 
@@ -127,7 +127,7 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
 def _side_by_side(layout: Layout, count: int) -> list[float]:
     """Factors on the length that put `count` curves next to each other around each length."""
     steps = [later / length for length, later in pairwise(layout.lengths)]
-    step = min(steps, default=2.0) ** SPREAD
+    step = min(steps, default=2.0) ** min(SPREAD, GAP * (count - 1))
     return [step ** (index / max(count - 1, 1) - 0.5) if count > 1 else 1.0 for index in range(count)]
 
 

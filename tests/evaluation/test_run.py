@@ -17,7 +17,7 @@ from megatron.checkpoint.weights import write_weights
 from megatron.config.load import load
 from megatron.data.corpus import prepare
 from megatron.data.datasets import token_stream
-from megatron.errors import UserError
+from megatron.errors import RunError, UserError
 from megatron.evaluation import plots, records
 from megatron.evaluation.perplexity import evaluate
 from megatron.evaluation.request import parse_lengths
@@ -351,8 +351,6 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
 
 
 def test_a_failure_keeps_the_runs_before_it(place: Path) -> None:
-    from megatron.errors import RunError
-
     make_run("runs/a", "pos_emb=rotary")
     broken = make_run("runs/b", "pos_emb=alibi")
     weights = broken / "checkpoints" / "step_0000005" / "model.safetensors"
@@ -407,6 +405,12 @@ def test_devices() -> None:
     for name in ("tpu", "cuda:x", "cuda:99"):
         with pytest.raises(UserError, match="device = "):
             find_device(name)
+
+
+def test_a_directory_that_is_no_text_is_damage(place: Path) -> None:
+    run = make_run("runs/a", directory=5)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"progress.json: not the progress of a checkpoint \(its directory is not text"):
+        evaluate_runs([run], [8])
 
 
 def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:

@@ -190,7 +190,14 @@ def test_only_what_is_asked_for_anew_is_done_anew(trainer: Path) -> None:
     calls()
     run("sweep.evaluate.multiples=[1, 2]")
     assert calls() == ["evaluate out/rotary/seed_1234", "evaluate out/mine/seed_1234"]
-    Path("out/rotary/seed_1234/results.json").write_text("[]")  # somebody evaluated that run in another way
+    results = Path("out/rotary/seed_1234/results.json")
+    there = json.loads(results.read_text())
+    # Somebody evaluated that run by another protocol: what the sweep measured is still there, and found.
+    results.write_text(json.dumps([{**there[0], "protocol": "nonoverlapping"}, *there]))
+    found, _ = run("sweep.evaluate.multiples=[1, 2]")
+    assert not Path("calls").exists()
+    assert {r.protocol for r in found} == {"last"}
+    results.write_text(json.dumps(there[1:]))  # in the sweep's own way, but at other lengths
     run("sweep.evaluate.multiples=[1, 2]")
     assert calls() == ["evaluate out/rotary/seed_1234"]
 
