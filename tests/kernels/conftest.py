@@ -33,10 +33,26 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device() -> str:
-    """Where kernels run: a GPU if there is one."""
+    """Where kernels run, and where every test makes the tensors that it gives them: a GPU if there is one."""
     return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(torch.float32, id="fp32"),
+        pytest.param(torch.float16, id="fp16"),
+        pytest.param(
+            torch.bfloat16,
+            id="bf16",
+            marks=pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter computes bfloat16 wrongly: needs a GPU"),
+        ),
+    ]
+)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The types that kernels compute in."""
+    return request.param
 
 
 @pytest.fixture
