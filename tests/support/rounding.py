@@ -89,7 +89,7 @@ EXACT = {
     *(aten.threshold_backward, aten.maximum, aten.minimum, aten.zeros_like, aten.ones_like, aten.zeros, aten.full),
     *(aten.arange, aten.new_zeros, aten.new_empty, aten.slice_backward, aten.select_backward, aten.scalar_tensor),
     *(aten.empty_like, aten.full_like, aten.ones, aten.empty, aten.fill_, aten.zero_, aten.stack, aten.lift_fresh),
-    *(aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
+    *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
 }
 SIMPLE = {aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.leaky_relu, aten.leaky_relu_backward}
 FUNCTIONS = {aten.exp, aten.log, aten.log1p}
