@@ -6,7 +6,7 @@ from typing import Any
 from kernels.bias import configs
 from kernels.bias.fire import fire_gradient_kernel, fire_kernel
 from kernels.bias.toeplitz import diagonal_sum_kernel, spread_kernel
-from kernels.compile import Configuration
+from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration
 from kernels.rows import padded
 
 HEADS = (4, 16, 32)
@@ -45,5 +45,11 @@ def _one(name: str, kernel: Any, types: dict[str, str], constexprs: dict[str, An
         else:
             signature[argument] = "i32"
     return Configuration(
-        name, kernel, signature, constexprs, num_warps=configs.NUM_WARPS, num_stages=configs.NUM_STAGES
+        name,
+        kernel,
+        signature,
+        constexprs,
+        num_warps=configs.NUM_WARPS,
+        num_stages=configs.NUM_STAGES,
+        spill=SPILL_BUDGET_FLOAT32 if kernel is fire_gradient_kernel else SPILL_BUDGET,
     )

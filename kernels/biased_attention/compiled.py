@@ -12,7 +12,7 @@ import torch
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import column_kernel, row_kernel
 from kernels.biased_attention.forward import forward_kernel
-from kernels.compile import Configuration
+from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration
 from kernels.rows import split_head_dim
 
 HEAD_DIMS = (32, 64, 80, 128)
@@ -46,6 +46,7 @@ def _kernels(tables: str, dim: int, text: str, *, windowed: bool) -> Iterator[Co
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
                 arches=(arch,),
+                spill=SPILL_BUDGET_FLOAT32 if text == "fp32" else SPILL_BUDGET,
             )
 
 

@@ -13,7 +13,7 @@ from kernels.cdape_attention.backward import mix_backward, weight_backward
 from kernels.cdape_attention.chunks import PRECISION, attend_constants
 from kernels.cdape_attention.configs import attend_blocks, tiles
 from kernels.cdape_attention.forward import mix
-from kernels.compile import Configuration
+from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration
 from kernels.rows import padded
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -71,6 +71,7 @@ def _mixer(kernel: Any, name: str, heads: int, width: int, size: int, kind: str,
         constexprs=constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        spill=SPILL_BUDGET_FLOAT32 if kind == "fp32" or width > 32 else SPILL_BUDGET,
     )
 
 

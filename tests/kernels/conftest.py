@@ -5,15 +5,27 @@ TRITON_INTERPRET is in the environment while this folder is collected, which imp
 run, which may import more and ask `kernels.runtime.interpreted`. Other folders and their processes never see it.
 `triton.knobs.runtime.interpret` is left alone: it reads the environment each time, and a value set there would last
 and show in the other folders' tests whenever this folder is collected with them.
+
+Every test takes the device from one fixture. With FARFIELD_REHEARSE_DEVICE=1 that is rehearsed where there is no GPU:
+the fixture names PyTorch's device without numbers, each test runs up to the first number that it asks for, and an
+operator that is given a tensor on the CPU is an error. `test_rehearsal.py` does this with one case of every test that
+gives a tensor to a kernel.
 """
 
+import os
 from collections.abc import Generator, Iterator
 
 import pytest
+import rehearsal
 import torch
 import triton.language
+from hypothesis import Phase, settings
 
 INTERPRETED = not torch.cuda.is_available()
+REHEARSED = INTERPRETED and os.environ.get("FARFIELD_REHEARSE_DEVICE") == "1"
+if REHEARSED:  # the first example ends at its first number: it needs no simpler one
+    settings.register_profile("rehearsed", deadline=None, phases=[Phase.generate], report_multiple_bugs=False)
+    settings.load_profile("rehearsed")
 
 if INTERPRETED and isinstance(triton.language.cdiv, triton.JITFunction):
     raise RuntimeError("triton was imported without TRITON_INTERPRET: tests/conftest.py has to import it first")
@@ -27,6 +39,21 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
         return (yield)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if REHEARSED:
+        first = {item.originalname: item for item in reversed(items) if isinstance(item, pytest.Function)}
+        items[:] = [item for item in items if "device" in first[item.originalname].fixturenames]
+        items[:] = [item for item in items if first[item.originalname] is item]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    if not REHEARSED:
+        return (yield)
+    with rehearsal.on_another_device():
+        return (yield)
+
+
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
@@ -36,6 +63,8 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where kernels run, and where every test makes the tensors that it gives them: a GPU if there is one."""
+    if REHEARSED:
+        return rehearsal.DEVICE
     return "cpu" if INTERPRETED else "cuda"
 
 

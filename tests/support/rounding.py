@@ -1,4 +1,4 @@
-"""How far rounding may take a result from the truth: from the type and the number of terms, on no machine in particular.
+"""How far rounding may take a result from the truth, by its type and its number of terms, on no machine in particular.
 
 A result may not be judged by another implementation's error: that error is one machine's luck, and a library that sums
 in another order on another processor is not wrong. What can be derived is the model of rounding: a rounded operation
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Results = Mapping[str, Tensor]
 FACTOR = 4.0
-"""Times the disturbed results' own distance from the truth: a random error beyond four times its size is 1 in 16,000."""
+"""Times the disturbed results' own distance from the truth: one random error in 16,000 is beyond four deviations."""
 DRAWS = 12
 """Over which that distance is a root mean square."""
 ELEMENTARY = 4.0
@@ -74,11 +74,10 @@ class Rounding(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not out.is_floating_point():
             return out
-        if packet in SIMPLE:
-            return self.disturbed(out)
-        if packet in FUNCTIONS:
-            return self.disturbed(out, ELEMENTARY)
-        raise NotImplementedError(f"how {func} rounds is not in {__file__}")
+        if packet not in UNITS:
+            raise NotImplementedError(f"how {func} rounds is not in {__file__}")
+        disturbed = self.disturbed(out, UNITS[packet])
+        return out.copy_(disturbed) if func._schema.is_mutable else disturbed
 
 
 aten = torch.ops.aten
@@ -90,9 +89,13 @@ EXACT = {
     *(aten.arange, aten.new_zeros, aten.new_empty, aten.slice_backward, aten.select_backward, aten.scalar_tensor),
     *(aten.empty_like, aten.full_like, aten.ones, aten.empty, aten.fill_, aten.zero_, aten.stack, aten.lift_fresh),
     *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
+    *(aten.flip, aten.unfold, aten.gather),
 }
-SIMPLE = {aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.leaky_relu, aten.leaky_relu_backward}
-FUNCTIONS = {aten.exp, aten.log, aten.log1p}
+SIMPLE = (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub)
+SIMPLE += (aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt)
+FUNCTIONS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin)
+UNITS = dict.fromkeys(SIMPLE, 1.0) | dict.fromkeys(FUNCTIONS, ELEMENTARY)
+"""By how many units of roundoff an operation that works element by element is off."""
 
 
 def _sum(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
@@ -193,7 +196,9 @@ def deviations(compute: Callable[[], Results], dtype: torch.dtype, *, stored: bo
     return found
 
 
-def excess(found: Results, compute: Callable[[], Results], dtype: torch.dtype, *, stored: bool = False) -> dict[str, float]:
+def excess(
+    found: Results, compute: Callable[[], Results], dtype: torch.dtype, *, stored: bool = False
+) -> dict[str, float]:
     """By how much each result's error exceeds the size of rounding errors: the larger of norm and maximum; ∞ for NaN.
 
     Args:

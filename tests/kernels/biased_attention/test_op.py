@@ -126,7 +126,9 @@ def _scaled(name: str, by: float) -> Callable[[Case, torch.dtype], Values]:
 
 
 FAULTS: dict[str, Callable[[Case, torch.dtype], Values]] = {
-    "dq from dS without delta": lambda case, dtype: _truth(case, dtype) | {"dq": _flash(case, dtype, delta=0.0)()["dq"]},
+    "dq from dS without delta": lambda case, dtype: (
+        _truth(case, dtype) | {"dq": _flash(case, dtype, delta=0.0)()["dq"]}
+    ),
     "out misses the farthest key of a row": lambda case, dtype: (
         _truth(case, dtype) | {"out": _truth(replace(case, window=case.C - 1), dtype)["out"]}
     ),

@@ -1,0 +1,87 @@
+"""The yardstick of numeric tests: large enough for honest rounding in any order, too small for anything else."""
+
+import math
+
+import pytest
+import torch
+from rounding import FACTOR, Results, Rounding, assert_rounding_alone, excess
+from torch import Tensor
+
+TERMS = 1000
+
+
+def _terms(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(40, TERMS, generator=generator).to(dtype) for _ in "ab")
+
+
+def _products(dtype: torch.dtype) -> Results:
+    """Row sums and the products of all rows, exact for numbers rounded to the type."""
+    a, b = (x.double() for x in _terms(dtype))
+    return {"sum": a.sum(1), "products": a @ b.T}
+
+
+def _in_order(dtype: torch.dtype, order: Tensor) -> Results:
+    """The same in the type, a term after the other in some order: the worst that a library may do."""
+    a, b = (x[:, order] for x in _terms(dtype))
+    total, products = torch.zeros(40), torch.zeros(40, 40)
+    for term in range(TERMS):
+        total = total + a[:, term].float()
+        products = products + a[:, term, None].float() * b[:, term].float()
+    return {"sum": total, "products": products}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
+def test_sums_in_any_order_are_rounding(order: str, dtype: torch.dtype) -> None:
+    orders = {"forwards": torch.arange(TERMS), "backwards": torch.arange(TERMS).flip(0)}
+    orders["shuffled"] = torch.randperm(TERMS)
+    assert_rounding_alone(_in_order(dtype, orders[order]), lambda: _products(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_sums_in_a_half_type_are_not_rounding(dtype: torch.dtype) -> None:
+    found = _in_order(dtype, torch.arange(TERMS))
+    half = {name: x.to(dtype).float() for name, x in found.items()}
+    with pytest.raises(AssertionError, match="times what rounding in torch"):
+        assert_rounding_alone(half, lambda: _products(dtype), dtype)
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, 1e-2])
+def test_one_wrong_element_is_not_rounding(fault: float) -> None:
+    found = {name: x.clone() for name, x in _products(torch.float32).items()}
+    found["products"][3, 4] += fault
+    assert excess(found, lambda: _products(torch.float32), torch.float32)["products"] > FACTOR
+
+
+def test_results_of_other_names_or_shapes_are_refused() -> None:
+    found = dict(_products(torch.float32))
+    with pytest.raises(AssertionError, match="sum"):
+        excess({"products": found["products"]}, lambda: found, torch.float32)
+    with pytest.raises(AssertionError, match="products"):
+        excess(found | {"products": found["products"].T[:3]}, lambda: found, torch.float32)
+
+
+def test_what_must_be_exact_has_no_tolerance() -> None:
+    zero = {"zero": torch.zeros(3, dtype=torch.float64)}
+    assert excess(zero, lambda: zero, torch.float32) == {"zero": 0.0}
+    assert excess({"zero": torch.tensor([0.0, 1e-30, 0.0])}, lambda: zero, torch.float32) == {"zero": math.inf}
+
+
+def test_gradients_are_disturbed_as_well_and_the_same_every_time() -> None:
+    x = torch.linspace(-1, 1, 9, dtype=torch.float64).requires_grad_()
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(torch.softmax(x * 3, 0).log().sum(), x)[0]
+
+    with Rounding(torch.float32, 1):
+        first = gradient()
+    with Rounding(torch.float32, 1):
+        second = gradient()
+    assert torch.equal(first, second)
+    assert 0 < (first - gradient()).abs().max() < 1e-4
+
+
+def test_an_operation_without_a_rule_is_no_exact_one() -> None:
+    with Rounding(torch.float32, 0), pytest.raises(NotImplementedError, match=r"how aten\.erf"):
+        torch.erf(torch.ones(2, dtype=torch.float64))
