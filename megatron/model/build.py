@@ -69,21 +69,21 @@ def check_position(model: ModelOptions, position: PositionOptions) -> None:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         shape = position_shape(model)
         shared = None if position.pos_emb_per_layer else _encoding(position, shape)
-        _layer_position(model, position, shape, shared, model.attention_backend)
+        encoding, processor = _methods(model, position, shape, shared)
+        choose_backend(model.attention_backend, model.attention_chunk_rows, encoding, processor)
 
 
-def _layer_position(
-    model: ModelOptions, position: PositionOptions, shape: Shape, shared: Encoding | None, backend: str
-) -> LayerPosition:
+def _methods(
+    model: ModelOptions, position: PositionOptions, shape: Shape, shared: Encoding | None
+) -> tuple[Encoding, Processor | None]:
+    """The encoding and the processor of one layer."""
     encoding = shared if shared is not None else _encoding(position, shape)
     _check_randomized(model, position, encoding)
     if shared is None and type(encoding).overrides("embed"):
         raise UserError(
             f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer"
         )
-    processor = _processor(position, shape, encoding)
-    chosen = choose_backend(backend, model.attention_chunk_rows, encoding, processor)
-    return LayerPosition(encoding, shared is not None, processor, position.attention_window, chosen)
+    return encoding, _processor(position, shape, encoding)
 
 
 def _check_randomized(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
@@ -174,11 +174,13 @@ def build_model(
 def _build(model: ModelOptions, position: PositionOptions, vocab_size: int, dtype: torch.dtype, backend: str) -> GPT:
     shape = position_shape(model)
     shared = None if position.pos_emb_per_layer else _encoding(position, shape)
+    methods = [_methods(model, position, shape, shared) for _ in range(model.num_layers)]
+    chosen = choose_backend(backend, model.attention_chunk_rows, *methods[0])
     layers = []
-    for layer in range(model.num_layers):
-        parts = _layer_position(model, position, shape, shared, backend)
+    for layer, (encoding, processor) in enumerate(methods):
+        parts = LayerPosition(encoding, shared is not None, processor, position.attention_window, chosen)
         layers.append(_layer_spec(model, parts, layer))
-        _share_gradients(parts.encoding if shared is None else None, parts.processor)
+        _share_gradients(encoding if shared is None else None, processor)
     _share_gradients(shared, None)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
     return GPT(

@@ -4,6 +4,8 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances.
 Every backend either calls this or is tested to equal it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,9 @@ from .encoding import Encoding, Terms
 from .processor import Processor, Share
 from .shape import ALL_HEADS, Span, at_least_float32, causal, distance_count
 from .toeplitz import toeplitz
+
+Dense = Callable[[Span, Span, Tensor, slice], Terms]
+"""Computes what `Encoding.dense` computes, from the same arguments: a kernel may do it in the encoding's stead."""
 
 
 def distances(count: int, device: torch.device | str | None = None) -> Tensor:
@@ -41,11 +46,18 @@ def share_for(
 
 
 def dense_terms(
-    encoding: Encoding, table: Terms | None, query: Span, key: Span, like: Tensor, heads: slice = ALL_HEADS
+    encoding: Encoding,
+    table: Terms | None,
+    query: Span,
+    key: Span,
+    like: Tensor,
+    heads: slice = ALL_HEADS,
+    dense: Dense | None = None,
 ) -> Terms:
-    """Bias and weight as matrices [h, R, C], from the table of a Toeplitz encoding or from its `dense` hook."""
+    """Bias and weight as matrices [h, R, C], from the table of a Toeplitz encoding or from its `dense` hook (or
+    `dense`, which computes the same)."""
     if table is None:
-        return encoding.dense(query, key, like, heads)
+        return (dense or encoding.dense)(query, key, like, heads)
     return Terms(*(None if t is None else toeplitz(t[heads], query, key) for t in table))
 
 
@@ -75,6 +87,7 @@ def logits(
     window: int | None = None,
     heads: slice = ALL_HEADS,
     share: Share | None = None,
+    dense: Dense | None = None,
 ) -> Tensor:
     """Masked logits of the query rows against the keys, ready for the softmax.
 
@@ -89,13 +102,14 @@ def logits(
         window: a row sees the last `window` keys only, its own included.
         heads: the heads whose logits are wanted, h of them.
         share: `share_for(…)`, computed once for many blocks of rows.
+        dense: computes the encoding's matrices in its stead.
 
     Returns:
         float32 [B, h, R, C], −inf where the row may not see the column.
     """
     asked = ALL_HEADS if processor is not None else heads  # a processor reads the scores of all heads
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-    terms = dense_terms(encoding, table, query, key, q, asked)
+    terms = dense_terms(encoding, table, query, key, q, asked, dense)
     if terms.weight is not None:
         scores = scores * terms.weight.to(scores.dtype)
     contextual = encoding.contextual(q, k, scores, query, key, asked)

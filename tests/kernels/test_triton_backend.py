@@ -14,16 +14,16 @@ from kernels.rows import MAX_HEAD_DIM
 from megatron.errors import UserError
 from megatron.model.backends import bias_matrix, triton
 from megatron.model.backends.backend import Backend, Rows
-from megatron.model.backends.bias_matrix import NetworkInKernel
 from megatron.model.backends.choose import RowBlocks, choose_backend
 from megatron.model.backends.eager import Eager
-from megatron.model.backends.triton import Triton
+from megatron.model.backends.triton import Route, Triton, plan
 from megatron.model.build import build_model
 from megatron.model.options import ModelOptions, PositionOptions
-from megatron.position.encoding import Encoding
+from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor
 from megatron.position.randomized import draw_positions
 from megatron.position.registry import encoding_class, processor_class, processors
+from megatron.position.scores import table_for
 from megatron.position.shape import Shape, Span
 
 SHAPE = Shape(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
@@ -37,7 +37,7 @@ class Unused:
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         assert rows.processor is not None
-        assert isinstance(rows.encoding, NetworkInKernel)
+        assert rows.dense is not None
         return RowBlocks(4)(rows)
 
 
@@ -101,6 +101,32 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
     exact = [None if module is None else module.cpu().double() for module in built]
     qkv = [x.cpu().double() for x in (q[:, :, start:], k, v)]
     assert_rounding_alone(found, lambda: results(Eager(), exact, qkv, query, key, window), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "processor", "change", "route"),
+    [
+        ("none", "none", {}, Route.FUSED_BIAS),
+        ("kerple_log", "none", {}, Route.FUSED_BIAS),
+        ("kerple_bias_weight", "none", {}, Route.FUSED_BIAS),
+        ("kerple_log", "none", {"dropout": 0.1}, Route.MATRIX),
+        ("kerple_bias_weight", "none", {"dropout": 0.1}, Route.PYTORCH),
+        ("none", "none", {"dropout": 0.1}, Route.PYTORCH),
+        ("fire", "none", {}, Route.MATRIX),
+        ("fire", "none", {"dropout": 0.1}, Route.MATRIX),
+        ("fire", "cdape", {}, Route.PROCESSED_MATRIX),
+        ("kerple_log", "cdape", {}, Route.FUSED_PROCESSOR),
+        ("none", "dape", {}, Route.FUSED_PROCESSOR),
+        ("kerple_log", "cdape", {"dropout": 0.1}, Route.PYTORCH),
+    ],
+)
+def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route: Route, device: str) -> None:
+    e, p = on(device, encoding, processor)
+    span = Span(0, 9)
+    rows = Rows(*random_on(device, 9), span, span, e, p, **change)
+    found, why = plan(rows, table_for(e, span, span, device) or Terms())
+    assert found is route
+    assert bool(why) == (route is Route.PYTORCH)
 
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
+from megatron.position.scores import Dense
 from megatron.position.shape import ALL_HEADS, Span
 
 
@@ -31,6 +32,8 @@ class Rows:
     heads: slice = field(default_factory=lambda: ALL_HEADS)  # slices are not hashable before Python 3.12
     """The wanted heads: a tensor-parallel rank's own."""
     dropout: float = 0.0
+    dense: Dense | None = None
+    """Computes the encoding's matrices in its stead, where a backend knows a faster way."""
 
 
 class Backend(Protocol):

@@ -6,13 +6,13 @@ h heads wanted, R query rows, C key columns.
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.backends.backend import Rows
 from megatron.model.backends.blocks import row_blocks
-from megatron.position.encoding import Encoding, Network, Terms
+from megatron.position.encoding import Network, Terms
 from megatron.position.shape import Span, causal
 
 BLOCK = 256
@@ -79,17 +79,10 @@ def network_bias(
     )
 
 
-class NetworkInKernel(Encoding):
-    """Stands in for an encoding whose bias is a network, for backends that ask row by row: a kernel answers."""
-
-    def __init__(self, network: Network) -> None:
-        nn.Module.__init__(self)  # no parameters of its own
-        self.parts = network
-
-    def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
-        return Terms(bias=network_bias(self.parts, query, key, heads, torch.float32))
-
-
 def with_network_in_kernel(rows: Rows, network: Network) -> Rows:
-    """The same rows, their bias from the kernel."""
-    return replace(rows, encoding=NetworkInKernel(network))
+    """The same rows, their bias from the kernel, for backends that ask block by block."""
+
+    def dense(query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
+        return Terms(bias=network_bias(network, query, key, heads, torch.float32))
+
+    return replace(rows, dense=dense)

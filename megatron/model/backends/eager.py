@@ -32,5 +32,6 @@ class Eager:
             window=rows.window,
             heads=rows.heads,
             share=share,
+            dense=rows.dense,
         )
         return attend(scores, rows.v, rows.dropout, rows_may_be_empty=rows.key_mask is not None)

@@ -12,6 +12,7 @@ the CPU, dropout under a processor) goes to PyTorch's row blocks, which is said 
 """
 
 import logging
+from enum import Enum
 from functools import cache
 
 import torch
@@ -59,36 +60,65 @@ class Triton:
         return None if processor is None else _refuses_processor(encoding, processor)
 
     def __call__(self, rows: Rows) -> Tensor:
-        from kernels.biased_attention.op import biased_attention
-        from kernels.runtime import DTYPES, interpreted
-
-        if not (rows.q.is_cuda or interpreted()):
-            return self._otherwise(rows, "a model on the CPU")
-        if rows.q.dtype not in DTYPES or (interpreted() and rows.q.dtype == torch.bfloat16):
-            return self._otherwise(rows, f"{rows.q.dtype}{' in the interpreter' if interpreted() else ''}")
-        if rows.key_mask is not None or rows.query.drawn is not None:
-            return self._otherwise(rows, "padding" if rows.query.drawn is None else "randomized positions")
-        network = rows.encoding.network()
         table = table_for(rows.encoding, rows.query, rows.key, rows.q.device) or Terms()
-        if rows.processor is not None:
-            if network is not None:
+        route, why = plan(rows, table)
+        match route:
+            case Route.FUSED_BIAS:
+                return _biased(rows, table)
+            case Route.FUSED_PROCESSOR:
+                return _processed(rows, table.bias)
+            case Route.MATRIX:
+                return attend_with_matrix(rows, table.bias, rows.encoding.network())
+            case Route.PROCESSED_MATRIX:
+                network = rows.encoding.network()
+                assert network is not None
                 return self.rest(with_network_in_kernel(rows, network))
-            if rows.dropout:
-                return self._otherwise(rows, "attention_dropout with a score processor")
-            if rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0:
-                return self._otherwise(rows, "a score processor over divided heads")
-            return _processed(rows, rows.processor, table.bias)
-        if network is not None or (rows.dropout and table.weight is None and table.bias is not None):
-            return attend_with_matrix(rows, table.bias, network)
-        if rows.dropout:
-            return self._otherwise(rows, "attention_dropout without a bias or with a weight")
-        bias, weight = (None if t is None else t[rows.heads] for t in table)
-        offset = rows.query.start - rows.key.start
-        return biased_attention(rows.q, rows.k, rows.v, bias, weight, offset=offset, window=rows.window)
+            case Route.PYTORCH:
+                _say(why)
+                return self.rest(rows)
 
-    def _otherwise(self, rows: Rows, why: str) -> Tensor:
-        _say(why)
-        return self.rest(rows)
+
+class Route(Enum):
+    """By what a call is computed."""
+
+    FUSED_BIAS = "kernels/biased_attention"
+    FUSED_PROCESSOR = "kernels/cdape_attention"
+    MATRIX = "kernels/bias, then PyTorch's fused attention"
+    PROCESSED_MATRIX = "kernels/bias, then PyTorch's row blocks"
+    PYTORCH = "PyTorch's row blocks"
+
+
+def plan(rows: Rows, table: Terms) -> tuple[Route, str]:
+    """The route of one call, of rows that the backend did not refuse, and why if no kernel has a part in it.
+
+    Args:
+        rows: what attention is asked for.
+        table: the encoding's table over the distances of these rows; empty if it has none.
+    """
+    from kernels.runtime import DTYPES, interpreted
+
+    dtype, network = rows.q.dtype, rows.encoding.network()
+    if not (rows.q.is_cuda or interpreted()):
+        return Route.PYTORCH, "a model on the CPU"
+    if dtype not in DTYPES or (interpreted() and dtype == torch.bfloat16):
+        return Route.PYTORCH, f"{dtype}{' in the interpreter' if interpreted() else ''}"
+    if rows.query.drawn is not None:
+        return Route.PYTORCH, "randomized positions"
+    if rows.key_mask is not None:
+        return Route.PYTORCH, "padding"
+    if rows.processor is not None:
+        if network is not None:
+            return Route.PROCESSED_MATRIX, ""
+        if rows.dropout:
+            return Route.PYTORCH, "attention_dropout with a score processor"
+        if rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0:
+            return Route.PYTORCH, "a score processor over divided heads"
+        return Route.FUSED_PROCESSOR, ""
+    if network is not None or (rows.dropout and table.weight is None and table.bias is not None):
+        return Route.MATRIX, ""
+    if rows.dropout:
+        return Route.PYTORCH, "attention_dropout without a bias or with a weight"
+    return Route.FUSED_BIAS, ""
 
 
 @cache
@@ -120,10 +150,19 @@ def _refuses_processor(encoding: Encoding, processor: Processor) -> str | None:
     return "it cannot multiply the scores before a processor" if encoding.has_weight() else None
 
 
-def _processed(rows: Rows, processor: Processor, bias: Tensor | None) -> Tensor:
+def _biased(rows: Rows, table: Terms) -> Tensor:
+    from kernels.biased_attention.op import biased_attention
+
+    bias, weight = (None if t is None else t[rows.heads] for t in table)
+    offset = rows.query.start - rows.key.start
+    return biased_attention(rows.q, rows.k, rows.v, bias, weight, offset=offset, window=rows.window)
+
+
+def _processed(rows: Rows, bias: Tensor | None) -> Tensor:
     from kernels.cdape_attention.op import cdape_attention
 
-    convolutions = processor.convolutions()
+    assert rows.processor is not None
+    convolutions = rows.processor.convolutions()
     assert convolutions is not None
     return cdape_attention(
         rows.q,
