@@ -269,8 +269,9 @@ def evaluate(
     A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
     """
     from megatron.launch.console import explained, run_console, temporary_log
+    from megatron.training.signals import acknowledged
 
-    with temporary_log() as log, run_console(log) as console, explained(log):
+    with temporary_log() as log, run_console(log) as console, explained(log), acknowledged(console.print, "stopping"):
         from megatron.evaluation.run import evaluate_runs
 
         evaluate_runs(

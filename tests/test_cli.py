@@ -267,7 +267,7 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert " parameters on " in first
     assert last == "saved runs/one/checkpoints/step_0000004; next: ./deepy.py evaluate runs/one --data TEXT"
     run = corpus / "runs" / "one"
-    assert (run / "checkpoints" / "latest").exists()
+    assert (run / "checkpoints" / "step_0000004" / "manifest.json").exists()
     log = (run / "log.txt").read_text()
     assert all(line in log for line in (first, *lines, last))
     # The command that it names, with a text.
@@ -319,4 +319,5 @@ def test_interrupt_on_a_terminal_saves_and_exits_with_130(corpus, ranks):
     os.close(main)
     assert process.returncode == 130, error
     assert "Traceback" not in error + seen.decode(errors="replace")
-    assert (corpus / save / "checkpoints" / "latest").exists()
+    assert "stopping after this step; again to end at once" in seen.decode(errors="replace")
+    assert list((corpus / save / "checkpoints").glob("step_*/manifest.json"))

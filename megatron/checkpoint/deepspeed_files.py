@@ -11,11 +11,13 @@ ever; here it notes the error and goes on to the barrier, and `save.py` asks all
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from megatron.checkpoint import tensor_files
 from megatron.checkpoint.disk import reason
 
 
@@ -33,6 +35,8 @@ class SafeFiles(TorchCheckpointEngine):
     def __init__(self) -> None:
         super().__init__()
         self.error: str | None = None
+        self.paths: list[Path] = []
+        """Files that this process wrote."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         with self._noting():
@@ -41,10 +45,10 @@ class SafeFiles(TorchCheckpointEngine):
     def save(self, state_dict: dict[str, Any], path: str) -> None:
         with self._noting(), open(path, "wb") as file:
             torch.save(state_dict, file)
+        self.paths.append(Path(path))
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        with torch.serialization.safe_globals(_plain_classes()):
-            return torch.load(path, map_location=map_location, weights_only=True)
+        return tensor_files.read(path, classes=_plain_classes(), map_location=map_location)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

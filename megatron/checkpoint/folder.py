@@ -1,20 +1,22 @@
 """Names and places of checkpoints in a run's folder.
 
-    RUN/checkpoints/latest              the name of the newest checkpoint, written last
     RUN/checkpoints/step_0000500/       model.safetensors, config.yml, progress.json, and what resuming needs
+    RUN/checkpoints/abandoned/0001/     checkpoints that a run went back behind, with the metrics of that time
 
-A checkpoint is written under a name that begins with a dot and renamed when it is whole, so whatever has a name of the
-form `step_N` is complete.
+A checkpoint is written under a name that begins with a dot and renamed when it is whole, so a name of the form `step_N`
+is enough: the newest is the one with the highest step, and no other file says so. Whether its files are still what was
+written is for `manifest.py` to say.
 """
 
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.errors import RunError, UserError
+from megatron.errors import UserError
 
-CHECKPOINTS, LATEST = "checkpoints", "latest"
+CHECKPOINTS, ABANDONED = "checkpoints", "abandoned"
 WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"
 _NAME = re.compile(r"step_(\d{7,})")
 
@@ -31,78 +33,77 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def checkpoints(run: str | Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first."""
+    """All checkpoints of a run, oldest first."""
     folder = Path(run) / CHECKPOINTS
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if step_of(path) is not None and (path / PROGRESS).is_file()]
+    found = [path for path in folder.iterdir() if step_of(path) is not None and path.is_dir()]
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def latest(run: str | Path) -> Path | None:
-    """The checkpoint that `latest` names; None if the run has none.
+def newest(run: str | Path) -> Path | None:
+    """The checkpoint with the highest step; None if the run has none."""
+    return next(reversed(checkpoints(run)), None)
 
-    Raises:
-        RunError: `latest` names a checkpoint that is not there, or there are checkpoints but no `latest`: going on from
-            another one, or from nothing, must be somebody's decision.
-    """
-    pointer = Path(run) / CHECKPOINTS / LATEST
-    there = checkpoints(run)
-    choices = f"name one of {', '.join(path.name for path in there)}" if there else "no checkpoint is there"
-    try:
-        named = pointer.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        if there:
-            raise RunError(f"{pointer}: is missing; {choices} as {Path(run) / CHECKPOINTS}/…") from None
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{pointer}: cannot be read ({error})") from None
-    if pointer.parent / named not in there:
-        raise RunError(f"{pointer}: names {named!r}, which is not a complete checkpoint; {choices}")
-    return pointer.parent / named
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Does a path name a single checkpoint rather than a run?"""
+    path = Path(path)
+    return (path / PROGRESS).is_file() or (step_of(path) is not None and path.is_dir())
+
+
+def run_of(path: str | Path) -> Path:
+    """A run's folder, given it or its folder of checkpoints."""
+    path = Path(path)
+    return path.parent if path.name == CHECKPOINTS else path
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint meant by a run's folder (its latest) or a checkpoint's own folder.
+    """The checkpoint meant by a run's folder (its newest) or a checkpoint's own folder.
 
-    Raises:
-        UserError: there is no such folder, or no checkpoint in it.
-        RunError: the run's `latest` is damaged.
+    Raises UserError: there is no such folder, or no checkpoint in it.
     """
     path = Path(path)
-    if (path / PROGRESS).is_file():
+    if is_checkpoint(path):
         return path
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run's folder or one of its {CHECKPOINTS}/step_…")
-    found = latest(path.parent if path.name == CHECKPOINTS else path)
+    found = newest(run_of(path))
     if found is None:
         raise UserError(f"{path}: no checkpoint in it; give a run's folder or one of its {CHECKPOINTS}/step_…")
     return found
 
 
-def point_to(checkpoint: Path) -> None:
-    """Make `latest` name a checkpoint; the old `latest` stays until the new one is whole."""
-    pointer = checkpoint.parent / LATEST
-    temporary = pointer.with_name(f".{LATEST}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(checkpoint.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, pointer)
+def abandon(checkpoints: Sequence[Path], beside: Sequence[Path] = ()) -> Path:
+    """Move checkpoints of one run out of the way, newest first, so that a run can go on from before them.
+
+    Args:
+        checkpoints: at least one.
+        beside: files of the run to copy there first, as they are now.
+
+    Returns:
+        The new folder that holds them: `checkpoints/abandoned/0001`, `0002` and so on. Nothing there is ever deleted.
+    """
+    parent = checkpoints[0].parent / ABANDONED
+    taken = [int(path.name) for path in parent.iterdir() if path.name.isdigit()] if parent.is_dir() else []
+    folder = parent / f"{max(taken, default=0) + 1:04d}"
+    folder.mkdir(parents=True)
+    for path in beside:
+        if path.is_file():
+            shutil.copy2(path, folder / path.name)
+    for checkpoint in sorted(checkpoints, key=lambda path: step_of(path) or 0, reverse=True):
+        os.replace(checkpoint, folder / checkpoint.name)
+    return folder
 
 
 def prune(run: str | Path, keep: int | None) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints, never the one that `latest` names; None deletes nothing.
+    """Delete all but the newest `keep` checkpoints; None deletes nothing. Returns what was deleted.
 
-    Remains of a save that was interrupted are deleted too. Returns what was deleted.
+    Remains of a save that was interrupted are deleted too; what was abandoned stays.
     """
-    folder = Path(run) / CHECKPOINTS
-    for remains in folder.glob(".step_*"):
+    for remains in (Path(run) / CHECKPOINTS).glob(".step_*"):
         shutil.rmtree(remains, ignore_errors=True)
-    if keep is None:
-        return []
-    newest = latest(run)
-    gone = [path for path in checkpoints(run)[:-keep] if path != newest]
+    gone = checkpoints(run)[:-keep] if keep is not None else []
     for path in gone:
         # First out of sight: a half-deleted folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.old")

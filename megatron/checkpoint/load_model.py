@@ -1,7 +1,7 @@
 """A trained model, rebuilt for evaluation from what a checkpoint says of itself.
 
 Only `model.safetensors`, `config.yml` and `progress.json` are read: tensors and text. No pickle is opened, so a
-checkpoint from elsewhere cannot run code here.
+checkpoint from elsewhere cannot run code here. They are compared with the checkpoint's manifest first.
 """
 
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import folder, manifest
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
@@ -30,6 +30,8 @@ class LoadedModel:
     progress: dict[str, Any]
     """`progress.json`: step, consumed samples and tokens, vocabulary."""
     checkpoint: Path
+    verified: bool
+    """Were the files compared with checksums? Checkpoints from before there were manifests carry none."""
     position: PositionOptions
     """Of the model as it was rebuilt: the run's, with the window asked for."""
 
@@ -42,7 +44,7 @@ def load_model(
     backend: str | None = None,
     window: int | None = None,
 ) -> LoadedModel:
-    """Rebuild the model of a run (its latest checkpoint) or of one checkpoint.
+    """Rebuild the model of a run (its newest checkpoint) or of one checkpoint.
 
     Args:
         path: a run's folder or a checkpoint's.
@@ -55,9 +57,9 @@ def load_model(
         RunError: the checkpoint is damaged.
     """
     checkpoint = folder.resolve(path)
+    if (problem := manifest.damage(checkpoint, manifest.MODEL_FILES)) is not None:
+        raise RunError(f"{checkpoint}: is damaged: {problem}; {_others(checkpoint)}")
     progress = Progress.read(checkpoint)
-    if not (checkpoint / folder.CONFIG).is_file():
-        raise RunError(f"{checkpoint / folder.CONFIG}: is missing; the checkpoint is damaged")
     config = Config.read(checkpoint / folder.CONFIG)
     if progress.vocabulary is None:
         raise RunError(f"{checkpoint / folder.PROGRESS}: says nothing of the vocabulary")
@@ -73,4 +75,11 @@ def load_model(
     model = model.to(device=device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too
-    return LoadedModel(model, config, asdict(progress), checkpoint, position)
+    return LoadedModel(model, config, asdict(progress), checkpoint, manifest.has_checksums(checkpoint), position)
+
+
+def _others(checkpoint: Path) -> str:
+    """What else the same run has, in words."""
+    run = checkpoint.resolve().parent.parent
+    others = [path.name for path in folder.checkpoints(run) if path.name != checkpoint.name]
+    return f"name one of {', '.join(others)} instead" if others else "there is no other"

@@ -1,24 +1,29 @@
 """One run at a time in a run's folder.
 
 Two runs in one folder would mix their metrics, and the second would find "its" checkpoints written by the first. The
-lock belongs to the process: however it ends, the system releases it, so no stale lock is ever left to remove.
+lock belongs to the process: however it ends, the system releases it, so no stale lock is ever left to remove. What a
+killed process leaves for a moment (its other ranks, the processes that read its data) may still hold it, so a run that
+begins right after waits a little.
 """
 
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from megatron.errors import RunError, UserError
 
 LOCK = ".lock"
+PATIENCE = 10.0
+"""Seconds to wait for whoever holds the folder; a process that reads data sees within five that its run is gone."""
 
 
 class RunLock:
     """Holds a run's folder until `release`.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it, and went on to for `PATIENCE` seconds.
         RunError: the folder cannot be written.
     """
 
@@ -29,14 +34,23 @@ class RunLock:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise RunError(f"save: {run}: cannot be written: {error.strerror}") from error
+        deadline = time.monotonic() + PATIENCE
+        while not self._taken(run):
+            if time.monotonic() > deadline:
+                os.close(self._descriptor)
+                raise UserError(f"save: {run}: another run is writing there; choose another folder or wait") from None
+            time.sleep(0.05)
+
+    def _taken(self, run: str | Path) -> bool:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._descriptor)
-            raise UserError(f"save: {run}: another run is writing there; choose another folder or wait") from None
+            return False
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # file systems that have no locks
+                os.close(self._descriptor)
                 raise RunError(f"save: {run}: cannot be locked: {error.strerror}") from error
+        return True
 
     def release(self) -> None:
         """Let others have the folder."""

@@ -9,11 +9,18 @@ class CheckpointOptions(Section):
     save: str | None = key(
         None, "the run's folder: configuration, logs, checkpoints; nothing is written if absent", role="output"
     )
-    load: str | None = key(None, "a run's folder to resume from", role="output")
+    load: str | None = key(
+        None, "what to resume from: a run's folder (its newest whole checkpoint) or one checkpoint", role="output"
+    )
     checkpoint_factor: int | None = key(
         None, "steps between checkpoints; the last step is always saved", ge=1, le=MOST_STEPS, role="output"
     )
     keep_last_n_checkpoints: int | None = key(
         None, "delete older checkpoints; all are kept if absent", ge=1, le=MOST_STEPS, role="output"
+    )
+    rollback: bool = key(
+        False,
+        "go back to the checkpoint that `load` names in this run's folder; later ones are moved aside",
+        role="output",
     )
     finetune: bool = key(False, "load weights only: step 0, fresh optimizer", role="output")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.checkpoint import tensor_files
 from megatron.errors import RunError
 
 
@@ -52,21 +53,20 @@ def path_of(checkpoint: Path, rank: int) -> Path:
     return checkpoint / "random_states" / f"rank_{rank:05d}.pt"
 
 
-def write(checkpoint: Path, rank: int) -> None:
-    """Write this process's states. Raises OSError if the disk refuses."""
+def write(checkpoint: Path, rank: int) -> Path:
+    """Write this process's states; returns the file. Raises OSError if the disk refuses."""
     path = path_of(checkpoint, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         torch.save(capture(), file)
+    return path
 
 
-def read(checkpoint: Path, rank: int) -> bool:
-    """Restore this process's states; False if the checkpoint was written by fewer processes."""
+def read(checkpoint: Path, rank: int) -> None:
+    """Restore this process's states. Raises RunError if they are missing or damaged."""
     path = path_of(checkpoint, rank)
-    if not path.is_file():
-        return False
+    states = tensor_files.read(path)
     try:
-        restore(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:
-        raise RunError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
-    return True
+        restore(states)
+    except Exception:
+        raise RunError(f"{path}: does not hold the random states of a process; the checkpoint is damaged") from None

@@ -1,7 +1,8 @@
-"""Continuing a run: what to start from, whether it fits, and putting every state back.
+"""Continuing a run: what to start from, whether it is whole and fits, and putting every state back.
 
 A run goes on bit for bit as if it had not stopped: weights, masters, optimizer states and loss scale (DeepSpeed's
-files), random states, and the place in the data. What would silently make it another run is refused, naming the key.
+files), random states, and the place in the data. It goes on from the newest checkpoint whose files are what was
+written; one that is damaged is named and put aside. What would silently make it another run is refused, naming the key.
 """
 
 import os
@@ -9,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import folder, random_states
+from megatron.checkpoint import folder, manifest, random_states
+from megatron.checkpoint.peers import Peers
 from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.save import DEEPSPEED, Agree
+from megatron.checkpoint.save import DEEPSPEED
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
+from megatron.errors import FarfieldError, RunError, UserError
 from megatron.model.identity import settled
 from megatron.model.parameters import dispensable, shared_names
 
@@ -30,18 +32,25 @@ class Start:
     progress: Progress = field(default_factory=Progress)
     notes: tuple[str, ...] = ()
     """Lines worth telling."""
+    abandoned: tuple[Path, ...] = ()
+    """Later checkpoints in the run's folder, damaged or gone back behind: `give_up` moves them out of the way."""
 
 
-def find_start(config: Config) -> Start:
-    """Decide what a run starts from, by `load`, `save` and `finetune`, and check that it fits the configuration.
+def find_start(config: Config, processes: Peers) -> Start:
+    """Decide what a run starts from, by `load`, `save`, `finetune` and `rollback`, and check that it fits.
+
+    All ranks must call this: each verifies a share of the checkpoint's files.
 
     Raises:
         UserError: `load` has no checkpoint; `save` has some that this run would not go on from; the checkpoint's model
             is another one (`Config.architecture`), naming the key and both values.
-        RunError: a checkpoint is damaged.
+        RunError: the checkpoint that was named is damaged, or all that there are.
     """
     options = config.checkpoint
-    saved = folder.checkpoints(options.save) if options.save is not None else []
+    # As the first process sees it: the folder's other users may be changing it.
+    saved = processes.gather(folder.checkpoints(options.save) if options.save is not None else [])[0]
+    if options.rollback and (options.load is None or options.finetune):
+        raise UserError("rollback: it goes back to the checkpoint that load names, and does not go with finetune")
     if options.load is None:
         if saved:
             raise UserError(
@@ -49,29 +58,84 @@ def find_start(config: Config) -> Start:
                 f"add load={options.save} to go on from there, or choose another folder"
             )
         return Start()
-    same = options.save is not None and os.path.realpath(options.load) == os.path.realpath(options.save)
-    if same and not options.finetune and not saved and folder.latest(options.load) is None:
+    if _same(options.load, options.save) and not options.finetune and not saved:
         return Start(notes=(f"load: {options.load} has no checkpoint yet; starting at step 0",))
-    try:
-        checkpoint = folder.resolve(options.load)
-    except UserError as error:
-        raise UserError(f"load: {error}") from None
-    if saved and (options.finetune or os.path.realpath(saved[-1]) != os.path.realpath(checkpoint)):
-        what = "would start at step 0" if options.finetune else f"would go on from {checkpoint}"
+    if options.finetune and saved:
         raise UserError(
-            f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run {what}; "
+            f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run would start at step 0; "
             f"choose another folder, or go on from the last with load={saved[-1]}"
+        )
+    checkpoint, notes = _whole(options.load, processes, weights_only=options.finetune)
+    own = next((i for i, each in enumerate(saved) if _same(each, checkpoint)), None)
+    if saved and own is None:
+        raise UserError(
+            f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run would go on from "
+            f"{checkpoint}; choose another folder, or go on from the last with load={saved[-1]}"
+        )
+    later = tuple(saved[own + 1 :]) if own is not None else ()
+    named = folder.is_checkpoint(options.load)  # else the later ones are those that were found damaged
+    if later and named and not options.rollback:
+        raise UserError(
+            f"save: {options.save} holds checkpoints up to {later[-1].name}, but this run would go on from "
+            f"{checkpoint}; choose another folder, go on from the last with load={options.save}, or give up the later "
+            "ones with rollback=true (they are moved aside)"
         )
     check_architecture(config, checkpoint, finetune=options.finetune)
     if options.finetune:
-        return Start(checkpoint, True, notes=(f"weights of {checkpoint}; optimizer, data and step begin anew",))
+        notes += (f"weights of {checkpoint}; optimizer, data and step begin anew",)
+        return Start(checkpoint, True, notes=notes)
     progress = Progress.read(checkpoint)
-    return Start(
-        checkpoint,
-        False,
-        progress,
-        (f"resuming from {checkpoint} at step {progress.step}", *_notes(config, checkpoint)),
-    )
+    which = "" if named else ", the newest whole checkpoint"
+    notes += (f"resuming from {checkpoint} at step {progress.step}{which}", *_notes(config, checkpoint))
+    return Start(checkpoint, False, progress, notes, later)
+
+
+def _same(one: str | Path, other: str | Path | None) -> bool:
+    return other is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+def _whole(load: str, processes: Peers, *, weights_only: bool) -> tuple[Path, tuple[str, ...]]:
+    """The checkpoint that `load` names or, of a run, the newest whose files are as they were written; what to say."""
+    try:
+        newest = folder.resolve(load)
+    except UserError as error:
+        raise UserError(f"load: {error}") from None
+    named = folder.is_checkpoint(load)
+    candidates = processes.gather([newest] if named else folder.checkpoints(folder.run_of(load))[::-1])[0]
+    notes: tuple[str, ...] = ()
+    problems: list[str] = []
+    for checkpoint in candidates:
+        problem = manifest.damage(
+            checkpoint, manifest.MODEL_FILES if weights_only else None, rank=processes.rank, world=processes.world
+        )
+        if (problem := processes.agree(problem)) is None:
+            if not manifest.has_checksums(checkpoint):
+                notes += (f"{checkpoint}: carries no checksums (an earlier version wrote it): taken unverified",)
+            return checkpoint, notes
+        if named:
+            raise RunError(f"load: {checkpoint}: is damaged: {problem}; name another checkpoint")
+        problems.append(f"{checkpoint.name}: {problem}")
+        notes += (f"{checkpoint}: is damaged, and passed over: {problem}",)
+    raise RunError(f"load: {load}: no checkpoint in it is whole: {'; '.join(problems)}; {manifest.ANEW}")
+
+
+def give_up(start: Start, metrics: Path) -> tuple[str, ...]:
+    """Move the checkpoints that the run goes back behind out of its way. For the first process. Returns lines to tell.
+
+    Args:
+        start: what the run starts from.
+        metrics: the run's records, which are about to lose the steps after `start`; a copy goes with the checkpoints.
+
+    Raises RunError: the disk refuses.
+    """
+    if not start.abandoned:
+        return ()
+    try:
+        aside = folder.abandon(start.abandoned, [metrics])
+    except OSError as error:
+        raise RunError(f"{start.abandoned[-1]}: cannot be moved aside: {error.strerror or error}") from None
+    names = ", ".join(path.name for path in start.abandoned)
+    return (f"{names}: moved to {aside}, with the metrics until now; this run goes on before them",)
 
 
 def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = False) -> None:
@@ -182,7 +246,7 @@ def check_engine(start: Start, config: Config, *, world: int, precision: str) ->
             )
 
 
-def restore(start: Start, engine: Any, *, agree: Agree) -> None:
+def restore(start: Start, engine: Any, processes: Peers) -> None:
     """Put the states of a checkpoint back into a fresh DeepSpeed engine; random states come last (`restore_random`).
 
     All ranks must call this. Raises RunError if the files are missing or damaged: a run never goes on from less.
@@ -191,32 +255,43 @@ def restore(start: Start, engine: Any, *, agree: Agree) -> None:
 
     checkpoint = start.checkpoint
     assert checkpoint is not None
-    error = None
+    states, error = checkpoint / DEEPSPEED, None
     try:
         with safe_files(engine):
-            path, _ = engine.load_checkpoint(
+            engine.load_checkpoint(
                 str(checkpoint), tag=DEEPSPEED, load_optimizer_states=True, load_lr_scheduler_states=False
             )
-        if path is None:
-            error = "no states in it"
-        elif engine.global_steps != start.progress.step:
-            error = f"its states are of step {engine.global_steps}, its progress.json of step {start.progress.step}"
-    except Exception as failure:  # damaged files fail in as many ways as there are readers
-        error = f"{type(failure).__name__}: {(str(failure) or 'no reason given').splitlines()[0]}"
-    if (error := agree(error)) is not None:
-        raise RunError(f"{checkpoint / DEEPSPEED}: cannot be loaded: {error}")
+        if engine.global_steps != start.progress.step:
+            error = (
+                f"{states}: holds the states of step {engine.global_steps}, but progress.json is of step "
+                f"{start.progress.step}; the files are not of one checkpoint"
+            )
+    except FarfieldError as failure:
+        error = str(failure)
+    except AssertionError as failure:
+        what = "DeepSpeed finds none of its files there" if not any(states.glob("*.pt")) else _first_line(failure)
+        error = f"{states}: cannot be loaded: {what}"
+    except Exception as failure:  # states of another kind fail in as many ways as DeepSpeed has optimizers
+        error = f"{states}: cannot be loaded: {_first_line(failure)}"
+    if (error := processes.agree(error)) is not None:
+        raise RunError(error)
 
 
-def restore_random(start: Start, *, rank: int, agree: Agree) -> tuple[str, ...]:
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'its files do not fit this run').splitlines()[0]}"
+
+
+def restore_random(start: Start, processes: Peers) -> tuple[str, ...]:
     """Put this rank's random states back: the last thing before the first step. Returns lines worth telling."""
     assert start.checkpoint is not None
-    error, there = None, False
-    try:
-        there = random_states.read(start.checkpoint, rank)
-    except RunError as failure:
-        error = str(failure)
-    if (error := agree(error)) is not None:
+    before, error = start.progress.world, None
+    if processes.rank < before:
+        try:
+            random_states.read(start.checkpoint, processes.rank)
+        except RunError as failure:
+            error = str(failure)
+    if (error := processes.agree(error)) is not None:
         raise RunError(error)
-    if agree(None if there else "missing") is not None:
-        return ("random states: written by fewer processes; new processes begin with fresh ones",)
+    if processes.world > before:
+        return (f"random states: the checkpoint is of {before} processes; the new ones begin with fresh ones",)
     return ()

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: whole under a temporary name, then renamed, then `latest` points to it.
+"""Writing a checkpoint: whole and on the disk under a temporary name, then renamed.
 
     step_0000500/
         model.safetensors     float32 weights, all of them (weights.py)
@@ -6,8 +6,9 @@
         progress.json         how far the run was
         deepspeed/            DeepSpeed's files: optimizer states, masters, loss scale
         random_states/        one file per rank
+        manifest.json         sizes and checksums of all of these, written last (manifest.py)
 
-Only the last three are read to resume, only the first three to evaluate.
+Evaluation reads the first three only, resuming all but the first.
 """
 
 import os
@@ -18,44 +19,43 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import folder, random_states
+from megatron.checkpoint import folder, manifest, random_states
 from megatron.checkpoint.disk import reason
+from megatron.checkpoint.manifest import Entry
+from megatron.checkpoint.peers import Peers
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.weights import full_weights, write_weights
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError
 
 DEEPSPEED = "deepspeed"
-Agree = Callable[[str | None], str | None]
 
 
 def save_checkpoint(
-    run: str | Path, engine: Any, config: Config, progress: Progress, *, rank: int, agree: Agree, keep: int | None
+    run: str | Path, engine: Any, config: Config, progress: Progress, *, processes: Peers, keep: int | None
 ) -> Path:
     """Write the checkpoint of `progress.step` into a run's folder and delete those beyond the newest `keep`.
 
     All ranks must call this.
 
     Args:
-        run: the run's folder.
+        run: the run's folder; it has no checkpoint of this step.
         engine: DeepSpeed's.
         config: the resolved configuration.
         progress: how far the run is.
-        rank: this process; 0 writes what all share.
-        agree: tells every rank the first error that any of them has (`Processes.agree`).
+        processes: this one and all others; the first writes what all share.
         keep: checkpoints to keep; None keeps all.
 
     Returns:
-        The checkpoint's folder. One that is there already for this step is left as it is.
+        The checkpoint's folder.
 
     Raises:
         RunError: the disk refuses, or a weight is not finite. Nothing is left behind, and earlier checkpoints stay.
     """
     final = Path(run) / folder.CHECKPOINTS / folder.name(progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
-    there = (final / folder.PROGRESS).is_file()
-    if agree("there" if there else None):
-        return final
+    written: list[Path] = []  # by this process
+    entries: dict[str, Entry] = {}
 
     def together(work: Callable[[], None]) -> None:
         """Do one part of the work; if any rank fails, all stop here."""
@@ -64,13 +64,13 @@ def save_checkpoint(
             work()
         except (OSError, RuntimeError, FarfieldError) as failure:
             error = reason(failure)
-        if (error := agree(error)) is not None:
-            if rank == 0:
+        if (error := processes.agree(error)) is not None:
+            if processes.first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(f"{final}: not saved: {error}; {_intact(run)}")
 
     def make_folder() -> None:
-        if rank == 0:
+        if processes.first:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
 
@@ -81,10 +81,11 @@ def save_checkpoint(
             engine.save_checkpoint(str(temporary), tag=DEEPSPEED, save_latest=False)
         if files.error is not None:
             raise OSError(files.error)
+        written.extend(files.paths)
 
     def write_rest() -> None:
-        weights = full_weights(engine, keep=rank == 0)
-        random_states.write(temporary, rank)
+        weights = full_weights(engine, keep=processes.first)
+        written.append(random_states.write(temporary, processes.rank))
         if weights is None:
             return
         for name, weight in weights.items():
@@ -93,22 +94,26 @@ def save_checkpoint(
         write_weights(weights, temporary / folder.WEIGHTS, {"step": str(progress.step)})
         config.save(temporary / folder.CONFIG)
         progress.write(temporary)
+        written.extend(temporary / name for name in manifest.MODEL_FILES)
+
+    def seal() -> None:
+        entries.update(manifest.seal(temporary, written))
 
     def publish() -> None:
-        if rank == 0:
+        if processes.first:
+            manifest.write(temporary, {name: entry for part in parts for name, entry in part.items()})
             os.replace(temporary, final)
-            folder.point_to(final)
+            manifest.sync_folder(final.parent)
             folder.prune(run, keep)
 
-    for work in (make_folder, write_states, write_rest, publish):
+    for work in (make_folder, write_states, write_rest, seal):
         together(work)
+    parts = processes.gather(entries)
+    together(publish)
     return final
 
 
 def _intact(run: str | Path) -> str:
     """What is still there, in words."""
-    try:
-        last = folder.latest(run)
-    except RunError as error:
-        return str(error)
+    last = folder.newest(run)
     return f"the last good checkpoint is {last}" if last is not None else "the run has no checkpoint yet"

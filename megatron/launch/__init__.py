@@ -1,5 +1,5 @@
 """Starting work: `local.py` trains on this machine, with one process or several; `sweep.py` compares variants.
 
 `devices.py` says what the machine has, `console.py` keeps third parties' noise off the user's console, `worker.py` is
-what each process runs, `processes.py` starts, watches and ends them.
+what each process runs, `processes.py` starts, watches and ends them, `parent.py` keeps any from outliving its parent.
 """

@@ -25,7 +25,9 @@ from megatron.errors import RunError, UserError
 from megatron.evaluation.files import check_folder
 from megatron.launch import devices, worker
 from megatron.launch.console import temporary_log
+from megatron.launch.parent import end_with_parent
 from megatron.launch.processes import free_port, rendezvous, run_processes
+from megatron.training.signals import heard
 
 LOG_FILE = "log.txt"
 
@@ -49,6 +51,7 @@ def train(config: Config) -> int:
         UserError: the machine or the data do not fit the configuration; nothing is left behind.
         RunError: something failed while running.
     """
+    end_with_parent()
     resolved = resolve(config)
     config, ranks = resolved.config, resolved.ranks
     for split in SPLITS:
@@ -151,7 +154,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that children are ended and temporary files removed on the way out."""
+    """Turn SIGTERM and SIGHUP into an exception, so that children are ended and temporary files removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -159,8 +162,9 @@ def terminable() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in heard() if number != signal.SIGINT}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

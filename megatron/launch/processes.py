@@ -1,7 +1,7 @@
 """Several processes of one run on this machine: start them, watch them, end them all when one fails.
 
 Each rank is a session of its own, so an interrupt from the keyboard reaches the launcher alone, which hands it to all
-ranks. Should the launcher be killed outright, the ranks end all the same (see `worker.py`).
+ranks. Should the launcher be killed outright, the ranks end all the same (see `parent.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.launch.console import UnexpectedError
 from megatron.launch.devices import count_cores
-from megatron.launch.worker import CONFIG_FILE, PARENT, error_file
+from megatron.launch.parent import bound
+from megatron.launch.worker import CONFIG_FILE, error_file
+from megatron.training.signals import SIGNALS, heard
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1"
@@ -61,7 +63,7 @@ def threads_per_process(ranks: int) -> int:
 def run_processes(config: Config, log: Path, ranks: int, port: int, command: Sequence[str] = WORKER) -> int:
     """Run all ranks to their end.
 
-    A first SIGINT or SIGTERM is handed to the ranks, which end after their step and save; a second one ends them.
+    A first SIGINT, SIGTERM or SIGHUP is handed to the ranks, which end after their step and save; a second ends them.
 
     Args:
         config: resolved; the ranks read it from the job's folder.
@@ -97,7 +99,7 @@ def run_processes(config: Config, log: Path, ranks: int, port: int, command: Seq
 
 def _fine(code: int) -> bool:
     """Did a rank do its work, or end in good order after a signal?"""
-    return code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+    return code in (0, *(128 + number for number in SIGNALS))
 
 
 class _Signals:
@@ -110,7 +112,7 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():  # only it may install handlers
-            self._before = {number: signal.signal(number, self._hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._hand_on) for number in heard()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +128,7 @@ class _Signals:
 
 
 def _start(command: Sequence[str], job: Path, log: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **rendezvous(rank, ranks, port), PARENT: str(os.getpid())}
+    environment = {**os.environ, **rendezvous(rank, ranks, port), **bound()}
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(ranks)))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)

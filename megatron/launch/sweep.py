@@ -17,10 +17,11 @@ the speed of those that have run or are running.
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from megatron.checkpoint import folder as checkpoints
+from megatron.checkpoint.manifest import newest_whole
 from megatron.checkpoint.progress import Progress
 from megatron.config.load import find, merge, split_override
 from megatron.config.schema import Config, Path_
@@ -39,7 +41,10 @@ from megatron.evaluation.files import check_folder, write_text
 from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
 from megatron.launch.console import explained, run_console
 from megatron.launch.local import terminable
+from megatron.launch.parent import bound
 from megatron.launch.sweep_options import MINE, CorpusOptions, EvaluateOptions, SweepOptions, check
+from megatron.training.records import METRICS, recorded
+from megatron.training.signals import acknowledged
 
 if TYPE_CHECKING:
     from megatron.evaluation.records import Record
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
 DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 POLL_SECONDS = 0.2
 RECEIPT = "evaluated.json"
+STOPPING = "stopping; a training under way saves after its step first (again to end at once)"
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
@@ -108,10 +114,14 @@ def run(
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"sweep.output: {output} cannot be made: {error.strerror}") from error
-    with terminable(), _console(console, output / "log.txt") as shown:
+    with terminable(), _console(console, output / "log.txt") as shown, acknowledged(_teller(shown), STOPPING):
         for note in sweep.notes:
             shown.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
         return _run(sweep, output, shown)
+
+
+def _teller(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def read(
@@ -290,12 +300,13 @@ def _jobs(
 
 
 def _finished_steps(member: Member) -> int:
-    """Steps of the member's last checkpoint, 0 if there is none.
+    """Steps of the member's newest whole checkpoint, which its training would go on from; 0 if there is none.
 
     Raises:
         UserError: its folder holds a run with another configuration.
+        RunError: it has checkpoints, but none is whole.
     """
-    checkpoint = checkpoints.latest(member.folder)
+    checkpoint = newest_whole(member.folder)
     if checkpoint is None:
         return 0
     found = Config.read(checkpoint / checkpoints.CONFIG).training_as_such()
@@ -311,19 +322,33 @@ def _finished_steps(member: Member) -> int:
     return Progress.read(checkpoint).step
 
 
+def _lacks_test(member: Member) -> bool:
+    """Was a finished training killed between its last checkpoint and the end of its test?"""
+    from megatron.data.datasets import sequence_range
+
+    training, data = member.config.training, member.config.data
+    tests = bool(data.test_data_paths) or (
+        data.data_path is not None and sequence_range(data.split, "test", 10**9) is not None
+    )
+    if not (tests and training.eval_interval and training.eval_iters):
+        return False
+    return not recorded(member.folder, "test", training.train_iters)
+
+
 def _train(member: Member, done: int, job: Job, meter: Meter) -> None:
     """Train a member to its end, or find it trained."""
     steps = member.config.training.train_iters
-    if done >= steps:
+    if done >= steps and not _lacks_test(member):
         meter.skip(job)
         meter.say(f"{member.name}: trained already, {done} steps in {member.folder}")
         return
     if done:
-        meter.say(f"{member.name}: resumes after step {done} of {steps}")
+        what = f"resumes after step {done} of {steps}" if done < steps else "is trained; its test is made up for"
+        meter.say(f"{member.name}: {what}")
     # With `load` naming its own folder a run resumes.
     config = member.config.replace(load=str(member.folder)) if done else member.config
     config.save(member.beside(".yml"))
-    metrics = member.folder / "metrics.jsonl"
+    metrics = member.folder / METRICS
     meter.begin(job, f"step {done} of {steps}")
     with open(member.beside(".txt"), "w", encoding="utf-8") as printed:
         begun = time.time()
@@ -332,11 +357,13 @@ def _train(member: Member, done: int, job: Job, meter: Meter) -> None:
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **bound()},  # it ends with this process, however that goes
+            start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
         )
         try:
             while child.poll() is None:
                 step = _last_step(metrics, begun)
-                share = 0.0 if step is None else max(0, step - done) / (steps - done)
+                share = 0.0 if step is None else max(0, step - done) / max(1, steps - done)
                 meter.update(share * job.work, f"step {done if step is None else step} of {steps}")
                 time.sleep(POLL_SECONDS)
         finally:
@@ -429,15 +456,16 @@ def _last_step(metrics: Path, since: float) -> int | None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a training that still runs when the sweep is leaving."""
+    """End a training that still runs when the sweep is leaving: it saves after its step, however long that takes."""
     if child.poll() is not None:
         return
     child.terminate()
     try:
-        child.wait(20)
-    except subprocess.TimeoutExpired:
+        child.wait()
+    except BaseException:  # asked a second time
         child.kill()
         child.wait()
+        raise
 
 
 def _failure(code: int, printed: Path) -> FarfieldError:

@@ -7,10 +7,7 @@ MASTER_PORT) and the resolved configuration in the job's folder. A failure is le
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -18,9 +15,10 @@ from pathlib import Path
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, UserError
 from megatron.launch.console import UnexpectedError, explained, run_console
+from megatron.launch.parent import end_with_parent
+from megatron.launch.streams import StoppingStream
 
 CONFIG_FILE = "config.yml"
-PARENT = "FARFIELD_PARENT"
 
 
 def run(config: Config, log: Path, rank: int) -> int:
@@ -30,6 +28,7 @@ def run(config: Config, log: Path, rank: int) -> int:
         FarfieldError: as the training raised it; anything else becomes an UnexpectedError that names the log.
     """
     with run_console(log, silent=rank > 0) as console, explained(log):
+        console.file = StoppingStream(console.file)  # type: ignore[assignment]
         from megatron.training.loop import train  # imports torch, deepspeed, megatron-core: their noise is logged
 
         return train(config, console if rank == 0 else None).exit_code
@@ -40,18 +39,9 @@ def error_file(job: Path, rank: int) -> Path:
     return job / f"error_{rank}.json"
 
 
-def _die_with_parent() -> None:
-    """Linux: be terminated when the launcher is gone, however it went."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.environ.get(PARENT) != str(os.getppid()):  # it was gone before the call
-        sys.exit(1)
-
-
 def main(arguments: list[str]) -> int:
     """`JOB LOG RANK`: the body of a started process."""
-    _die_with_parent()
+    end_with_parent()
     job, log, rank = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     try:
         return run(Config.read(job / CONFIG_FILE), log, rank)

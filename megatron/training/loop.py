@@ -30,6 +30,7 @@ from megatron.training.console import ConsoleReporter
 from megatron.training.engine import precision
 from megatron.training.hardware import peak_memory
 from megatron.training.metrics import EvaluationRecord, Interval, TrainRecord, perplexity
+from megatron.training.records import recorded
 from megatron.training.reporters import report
 from megatron.training.setup import Run, prepare
 from megatron.training.signals import StopRequest
@@ -97,16 +98,18 @@ class Loop:
     def until_the_end(self) -> TrainResult:
         """All steps that are left, then the last checkpoint and the test."""
         run, train_iters = self.run, self.run.config.training.train_iters
-        done = self.step >= train_iters
+        done, tested = self.step >= train_iters, self._tested()
         if done:
-            run.console.say(f"nothing to do: step {self.step} of {train_iters} is reached; raise train_iters")
+            left = "raise train_iters" if tested else "its test, which is not on record, follows"
+            what = "nothing to do" if tested else "nothing to train"
+            run.console.say(f"{what}: step {self.step} of {train_iters} is reached; {left}")
         run.engine.model.train()
-        self._introduce()
         begun = run.start.progress
         # One rank carries what an earlier session left of the interval: shares are added over ranks.
         self.interval.clear(begun.interval_loss if run.processes.first else 0.0, begun.interval_steps)
         number, test = None, None
-        with StopRequest() as stop:
+        with StopRequest(run.console.say) as stop:
+            self._introduce()
             stopped = self._steps(stop)
             self._save()
             if stopped:
@@ -115,7 +118,7 @@ class Loop:
                 if self.checkpoint is not None:
                     saved = f"saved {self.checkpoint}; go on with: {outline.carry_on(run.config)}"
                 run.console.say(f"stopped by signal {number} at step {self.step} of {train_iters}; {saved}")
-            elif not done:  # a finished run has its test on record
+            elif not tested:
                 test = self._test()
             if not stopped:
                 run.console.say(outline.last_line(run.config, self.checkpoint))
@@ -251,6 +254,21 @@ class Loop:
         report(run.reporters, self.valid)
         self.interval.resume()
 
+    def _tested(self) -> bool:
+        """Is a run that reached its end done with its test too?
+
+        The test follows the last checkpoint, so a run that is killed between the two has all its steps and no test.
+        """
+        run, save = self.run, self.run.config.checkpoint.save
+        if self.step != run.config.training.train_iters:
+            return self.step > run.config.training.train_iters  # went further than it is asked to now
+        if run.datasets.test is None or save is None or self.checkpoint is None:
+            return True
+        if self.checkpoint.resolve().parent.parent != Path(save).resolve():
+            return True  # trained elsewhere
+        known = run.processes.first and recorded(save, "test", self.step)
+        return run.processes.agree("recorded" if known else None) is not None
+
     def _test(self) -> EvaluationRecord | None:
         run = self.run
         if run.datasets.test is None:
@@ -291,8 +309,7 @@ class Loop:
             run.engine.deepspeed,
             run.config,
             progress,
-            rank=run.processes.rank,
-            agree=run.processes.agree,
+            processes=run.processes,
             keep=options.keep_last_n_checkpoints,
         )
         self.interval.resume()

@@ -58,11 +58,15 @@ class Processes:
 
     def agree(self, error: str | None) -> str | None:
         """The first error that any process reports, so that all stop together instead of waiting for one that left."""
+        return next((each for each in self.gather(error) if each is not None), None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process, in the order of ranks. All must call it."""
         if self.control is None:
-            return error
-        errors: list[str | None] = [None] * self.world
-        dist.all_gather_object(errors, error, group=self.control)
-        return next((e for e in errors if e is not None), None)
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
 
 def start(config: Config) -> Processes:

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
 from megatron.training.metrics import EvaluationRecord, TrainRecord
-
-METRICS = "metrics.jsonl"
+from megatron.training.records import METRICS, lines
 
 
 class Reporter(Protocol):
@@ -57,7 +56,7 @@ class JsonLines:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _records_until(path, first_step)
+            kept = [line for line, record in lines(path) if first_step and record["step"] <= first_step]
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text("".join(kept), encoding="utf-8")
             os.replace(temporary, path)
@@ -81,21 +80,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _records_until(path: Path, step: int) -> list[str]:
-    """The lines of an earlier session up to a step; half a line at the end, left by a crash, is dropped."""
-    kept: list[str] = []
-    if not path.is_file() or step == 0:
-        return kept
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            known = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if known <= step:
-            kept.append(line + "\n")
-    return kept
 
 
 class TensorBoard:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import resume
-from megatron.checkpoint.folder import CONFIG
+from megatron.checkpoint.folder import CONFIG, prune
 from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.resume import Start
 from megatron.config.ranks import with_batch
@@ -26,6 +26,7 @@ from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine, precision
 from megatron.training.hardware import peak_tflops
 from megatron.training.processes import Processes
+from megatron.training.records import METRICS
 from megatron.training.reporters import Reporter, build_reporters
 from megatron.training.schedule import Schedule, build_schedule, rate_jump
 
@@ -81,8 +82,8 @@ def prepare(config: Config, console: ConsoleReporter) -> Run:
 
 
 def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> Run:
-    start = resume.find_start(config)
     processes = places.start(config)
+    start = resume.find_start(config, processes)
     config = with_batch(config, processes.world)
     _determinism(config)
     if precision(config) == "fp16" and processes.device.type == "cpu":
@@ -109,13 +110,19 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
     runtime.initialize(config.training.seed + processes.rank)  # dropout differs between ranks
     engine = Engine(config, model, processes)
     if start.checkpoint is not None and not start.weights_only:
-        resume.restore(start, engine.deepspeed, agree=processes.agree)
+        resume.restore(start, engine.deepspeed, processes)
         engine.restore_options()
-        for note in resume.restore_random(start, rank=processes.rank, agree=processes.agree):
+        for note in resume.restore_random(start, processes):
             reporter.say(note)
-    training = config.training
-    if processes.first and config.checkpoint.save is not None and start.progress.step < training.train_iters:
-        config.save(Path(config.checkpoint.save) / CONFIG)
+    training, folder = config.training, config.checkpoint.save
+    if processes.first and folder is not None:
+        # From here on the run is this one: nothing can be refused any more.
+        prune(folder, None)
+        for note in resume.give_up(start, Path(folder) / METRICS):
+            reporter.say(note)
+        if start.progress.step < training.train_iters:
+            # Started again from this file, it goes on; it does not go back once more.
+            config.replace(rollback=False).save(Path(folder) / CONFIG)
     return Run(
         config=config,
         processes=processes,

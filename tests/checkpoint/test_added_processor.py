@@ -108,6 +108,7 @@ def test_a_missing_weight_is_still_an_error(corpus: Path, trained: Path, tmp_pat
     weights = load_file(checkpoint / "model.safetensors")
     del weights["decoder.layers.0.self_attention.core_attention.processor.output.bias"]
     save_file(weights, checkpoint / "model.safetensors")
+    (checkpoint / "manifest.json").unlink()
     with pytest.raises(RunError, match=r"lacks decoder\.layers\.0"):
         finetuned(corpus, tmp_path / "next", run, **zero)
 

@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint.resume import find_start
 from megatron.config.schema import Config, Key, keys
 from megatron.errors import UserError
 from megatron.training.loop import train
+from megatron.training.processes import Processes
 
 BY_ROLE = {
     "architecture": "refused",
@@ -27,6 +29,7 @@ KNOWN = {
     "score_processor": "cdape",
     "score_processor_options": {"width": 4},
 }
+ALONE = Processes(0, 1, torch.device("cpu"), None)
 COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compared with what
 
 
@@ -56,7 +59,7 @@ def changed(config: Config, key: Key) -> Config:
 )
 def test_a_changed_key_follows_its_role(trained: Config, key: Key) -> None:
     try:
-        notes = find_start(changed(trained, key)).notes
+        notes = find_start(changed(trained, key), ALONE).notes
     except UserError as error:
         found = "refused" if str(error).startswith(f"{key.name}: ") else str(error)
     else:
@@ -66,4 +69,4 @@ def test_a_changed_key_follows_its_role(trained: Config, key: Key) -> None:
 
 
 def test_nothing_changed_nothing_said(trained: Config) -> None:
-    assert [note for note in find_start(trained).notes if "until here" in note or "no effect" in note] == []
+    assert [note for note in find_start(trained, ALONE).notes if "until here" in note or "no effect" in note] == []

@@ -11,7 +11,7 @@ from tiny_runs import records, tiny_config, write_corpora
 from megatron.checkpoint.load_model import load_model
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
-from megatron.errors import RunError, UserError
+from megatron.errors import RunError
 from megatron.training.loop import train
 
 
@@ -65,21 +65,24 @@ def test_types_and_devices(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
+    """Of a checkpoint without checksums, as earlier versions wrote it: by whatever reads the file."""
     train(tiny_config(corpus, tmp_path / "run", train_iters=1))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_0000001"
+    (checkpoint / "manifest.json").unlink()
+    assert not load_model(checkpoint).verified
     weights, config, progress = (checkpoint / name for name in ("model.safetensors", "config.yml", "progress.json"))
 
-    def broken(file: Path, content: bytes | None, match: str, error: type[Exception] = RunError) -> None:
+    def broken(file: Path, content: bytes | None, match: str) -> None:
         before = file.read_bytes()
         file.unlink() if content is None else file.write_bytes(content)
-        with pytest.raises(error, match=match) as caught:
+        with pytest.raises(RunError, match=match) as caught:
             load_model(checkpoint)
         assert "\n" not in str(caught.value)
         file.write_bytes(before)
 
-    broken(weights, None, "model.safetensors: cannot be read")
+    broken(weights, None, "is damaged: model.safetensors is missing; there is no other")
     broken(weights, weights.read_bytes()[:1000], "model.safetensors: cannot be read")
-    broken(config, None, "config.yml: is missing")
+    broken(config, None, "is damaged: config.yml is missing")
     wider = config.read_text().replace("hidden_size: 32", "hidden_size: 64").encode()
     broken(config, wider, r"is \[.*32.*\], the model's \[.*64")
     more = config.read_text().replace("num_layers: 2", "num_layers: 3").encode()
@@ -89,5 +92,27 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
     broken(progress, b"{", "progress.json: not the progress of a checkpoint")
     without = json.loads(progress.read_text()) | {"vocabulary": None}
     broken(progress, json.dumps(without).encode(), "says nothing of the vocabulary")
-    broken(progress, None, "step_0000001", UserError)
+    broken(progress, None, "step_0000001: is damaged: progress.json is missing")
     load_model(checkpoint)
+
+
+def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Also where they could be loaded: a bit of a weight, another activation, another number of tokens."""
+    train(tiny_config(corpus, tmp_path, train_iters=2, checkpoint_factor=1))
+    checkpoint = tmp_path / "checkpoints" / "step_0000002"
+    assert load_model(tmp_path).verified
+    config, progress, weights = (checkpoint / name for name in ("config.yml", "progress.json", "model.safetensors"))
+    changes = {
+        config: config.read_bytes().replace(b"activation: gelu", b"activation: relu"),
+        progress: progress.read_bytes().replace(b'"consumed_tokens": 128', b'"consumed_tokens": 129'),
+        weights: weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 64]),
+    }
+    for file, content in changes.items():
+        before = file.read_bytes()
+        assert content != before
+        file.write_bytes(content)
+        what = f"step_0000002: is damaged: {file.name} is not as .* name one of step_0000001 instead"
+        with pytest.raises(RunError, match=what):
+            load_model(tmp_path)
+        file.write_bytes(before)
+    load_model(tmp_path)

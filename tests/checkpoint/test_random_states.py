@@ -21,19 +21,23 @@ def test_what_was_captured_comes_back(tmp_path: Path) -> None:
     random_states.write(tmp_path, rank=3)
     expected = draw()
     assert draw() != expected
-    assert random_states.read(tmp_path, rank=3)
+    random_states.read(tmp_path, rank=3)
     assert draw() == expected
 
 
-def test_a_rank_that_wrote_none_is_told_so(tmp_path: Path) -> None:
+def test_a_rank_that_has_none_is_told_so(tmp_path: Path) -> None:
     random_states.write(tmp_path, rank=0)
     state = torch.get_rng_state()
-    assert not random_states.read(tmp_path, rank=1)
+    with pytest.raises(RunError, match=r"rank_00001\.pt: is missing"):
+        random_states.read(tmp_path, rank=1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    random_states.write(tmp_path, rank=0)
-    random_states.path_of(tmp_path, 0).write_bytes(b"not a file of torch")
-    with pytest.raises(RunError, match=r"rank_00000\.pt: cannot be read"):
+    path = random_states.write(tmp_path, rank=0)
+    path.write_bytes(b"not a file of torch")
+    with pytest.raises(RunError, match=r"rank_00000\.pt: is damaged, or holds more than tensors"):
+        random_states.read(tmp_path, rank=0)
+    torch.save({"python": 3}, path)
+    with pytest.raises(RunError, match=r"rank_00000\.pt: does not hold the random states of a process"):
         random_states.read(tmp_path, rank=0)

@@ -33,7 +33,7 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
     result = train(config)
     assert result.checkpoint is not None
     assert sorted(path.name for path in result.checkpoint.iterdir()) == [
-        "config.yml", "deepspeed", "model.safetensors", "progress.json", "random_states"
+        "config.yml", "deepspeed", "manifest.json", "model.safetensors", "progress.json", "random_states"
     ]  # fmt: skip
     assert Config.read(result.checkpoint / "config.yml").flat() == config.flat()
     progress = json.loads((result.checkpoint / "progress.json").read_text())
@@ -50,9 +50,9 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
 
 def test_only_the_last_n_are_kept(corpus: Path, tmp_path: Path) -> None:
     train(tiny_config(corpus, tmp_path, train_iters=7, checkpoint_factor=2, keep_last_n_checkpoints=2))
-    assert names(tmp_path) == ["latest", "step_0000006", "step_0000007"]
+    assert names(tmp_path) == ["step_0000006", "step_0000007"]
     train(tiny_config(corpus, tmp_path, train_iters=8, load=str(tmp_path)))
-    assert names(tmp_path) == ["latest", "step_0000006", "step_0000007", "step_0000008"]
+    assert names(tmp_path) == ["step_0000006", "step_0000007", "step_0000008"]
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -84,9 +84,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         ) as e:
             train(tiny_config(corpus, tmp_path, load=str(tmp_path), **zero))
     assert "\n" not in str(e.value)
-    assert names(tmp_path) == ["latest", "step_0000002"]
+    assert names(tmp_path) == ["step_0000002"]
     train(tiny_config(corpus, tmp_path, load=str(tmp_path), **zero))  # it is whole
-    assert names(tmp_path) == ["latest", "step_0000002", "step_0000004"]
+    assert names(tmp_path) == ["step_0000002", "step_0000004"]
     assert len(losses(tmp_path)) == 4
 
 
@@ -101,7 +101,7 @@ def test_a_disk_that_really_refuses(corpus: Path, tmp_path: Path, kilobytes: int
             train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert names(tmp_path) == ["latest", "step_0000002"]
+    assert names(tmp_path) == ["step_0000002"]
 
 
 def test_weights_that_are_not_finite_are_not_saved(
@@ -121,4 +121,4 @@ def test_weights_that_are_not_finite_are_not_saved(
         RunError, match=r"step_0000004: not saved: decoder.final_layernorm.weight is not finite; .*0000002"
     ):
         train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
-    assert names(tmp_path) == ["latest", "step_0000002"]
+    assert names(tmp_path) == ["step_0000002"]

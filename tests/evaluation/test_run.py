@@ -64,7 +64,6 @@ def make_run(
     Progress(step=step, consumed_tokens=step * 32, vocabulary=vocabulary, directory=directory).write(checkpoint)
     weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
     write_weights(weights, checkpoint / "model.safetensors", {})
-    (checkpoint.parent / "latest").write_text(checkpoint.name)
     return Path(name)
 
 

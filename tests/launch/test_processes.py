@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config.load import load
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.launch import processes
+from megatron.launch import local, processes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = load([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=4", "train_iters=1"]).config
@@ -159,7 +159,7 @@ def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], lis
         f"""
         import pathlib, sys
         from megatron.config.schema import Config
-        from megatron.launch import processes
+        from megatron.launch import local, processes
         config = Config.read({str(tmp_path / "config.yml")!r})
         command = [sys.executable, "-c", {rank_code!r}]
         sys.exit(processes.run_processes(config, pathlib.Path({str(tmp_path / "log.txt")!r}), 2, 23457, command))
@@ -179,7 +179,7 @@ def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], lis
 READY = '(pathlib.Path(os.environ["OUT"]) / f"pid{os.getpid()}").touch()\n'
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_the_ranks_end_in_good_order(tmp_path: Path, number: signal.Signals):
     save = f"""
         def save(*_):
@@ -217,11 +217,26 @@ def test_an_error_while_ending_after_a_signal_is_told(tmp_path: Path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
-    code = f"from megatron.launch.worker import _die_with_parent\n_die_with_parent()\n{READY}time.sleep(60)"
+    code = f"from megatron.launch.parent import end_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
     process, pids = launch(tmp_path, code)
     process.kill()
     process.communicate(timeout=60)
     assert wait_until_gone(pids)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
+def test_a_training_whose_parent_is_gone_already_does_not_begin(monkeypatch: pytest.MonkeyPatch):
+    """In a process of its own: what is asked of the system holds for all its life."""
+    monkeypatch.setenv("FARFIELD_PARENT", "1")
+    child = os.fork()
+    if child == 0:
+        try:
+            local.train(CONFIG)
+        except SystemExit as leaving:
+            os._exit(10 + int(leaving.code))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
 
 
 def test_free_port_is_free():

@@ -3,6 +3,9 @@
 import io
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -52,11 +55,10 @@ TRAINER = """
     if config.position.pos_emb == os.environ.get("STOP_AT"):
         stop = 3
     checkpoint = run / "checkpoints" / f"step_{{stop:07d}}"
-    checkpoint.mkdir(parents=True)
+    checkpoint.mkdir(parents=True, exist_ok=True)
     config.save(checkpoint / "config.yml")
     (checkpoint / "progress.json").write_text(json.dumps({{"step": stop}}))
     (checkpoint / "model.safetensors").write_text("weights")
-    (run / "checkpoints" / "latest").write_text(checkpoint.name)
     if stop == 3:
         sys.exit("noise\\nerror: the loss is NaN\\nmore noise")
 """
@@ -223,17 +225,78 @@ def test_a_training_that_dies_without_a_word_is_told(trainer: Path) -> None:
 
 
 def test_an_interrupt_ends_the_training(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)", "trainer.py")
+    """It gets one signal, in a session of its own, and its time to save; a second Ctrl-C does without."""
+    write(
+        """
+        import os, signal, sys, time
+        from pathlib import Path
+
+        def save(*_):
+            time.sleep(1)
+            Path("saved").touch()
+            sys.exit(143)
+
+        signal.signal(signal.SIGTERM, save)
+        parent = os.environ["FARFIELD_PARENT"]
+        Path("started").write_text(f"{os.getpid()} {os.getsid(0)} {parent}")
+        time.sleep(60)
+        """,
+        "trainer.py",
+    )
 
     def interrupted(*_: object) -> None:
-        if Path("pid").is_file() and Path("pid").read_text():
-            raise KeyboardInterrupt
+        if Path("started").is_file() and Path("started").read_text():
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(sweep, "_last_step", interrupted)
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(["sweep.yml"], (), Console(file=out, width=200))
+    assert "stopping; a training under way saves after its step first" in out.getvalue()
+    pid, session, parent = map(int, Path("started").read_text().split())
+    assert (session, parent) == (pid, os.getpid())
+    assert Path("saved").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+    for name in ("started", "saved"):
+        Path(name).unlink()
+    usual = subprocess.Popen.wait
+
+    def impatient(self: subprocess.Popen, timeout: float | None = None) -> int:
+        monkeypatch.setattr(subprocess.Popen, "wait", usual)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", impatient)
     with pytest.raises(KeyboardInterrupt):
         run()
+    assert not Path("saved").exists()
     with pytest.raises(ProcessLookupError):
-        os.kill(int(Path("pid").read_text()), 0)
+        os.kill(int(Path("started").read_text().split()[0]), 0)
+
+
+def test_a_finished_training_without_its_test_is_started_again(trainer: Path) -> None:
+    """It was killed between its last checkpoint and the end of its test."""
+    tests = "eval_interval=3"
+    run(tests)
+    assert [line.split()[0] for line in calls()] == ["rotary", "evaluate", "alibi", "evaluate"]
+    Path("out/rotary/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6}\n')
+    Path("out/mine/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6\n')
+    _, said = run(tests)
+    assert calls()[0] == "alibi 1234 out/mine/seed_1234"
+    assert "mine, seed 1234: is trained; its test is made up for" in said
+
+
+def test_a_damaged_checkpoint_is_no_finished_training(trainer: Path) -> None:
+    run()
+    calls()
+    checkpoints = Path("out/mine/seed_1234/checkpoints")
+    shutil.copytree(checkpoints / "step_0000006", checkpoints / "step_0000003")
+    (checkpoints / "step_0000003" / "progress.json").write_text('{"step": 3}')
+    (checkpoints / "step_0000006" / "model.safetensors").unlink()
+    _, said = run()
+    assert "mine, seed 1234: resumes after step 3 of 6" in said
+    assert calls() == ["alibi 1234 out/mine/seed_1234", "evaluate out/mine/seed_1234"]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +461,5 @@ def test_a_variant_whose_positions_end_is_announced_and_scored_up_to_there(place
 
 
 def test_reading_a_sweep_needs_no_torch() -> None:
-    import subprocess
-
     code = "import sys; from megatron.launch.sweep import read; read(['quickstart']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -281,14 +281,3 @@ def test_gradients_are_finite_where_the_distance_is_zero(name: str) -> None:
     for term in terms:
         term[:, 0].sum().backward(retain_graph=True)
     assert all(p.grad.isfinite().all() for p in e.parameters())
-
-
-@pytest.mark.parametrize(("encoding", "processor"), ALL)
-def test_state_round_trip(encoding: str, processor: str) -> None:
-    e, p = build(encoding, processor)
-    e2, p2 = build(encoding, processor)
-    e2.load_state_dict(e.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(e.parameters(), e2.parameters(), strict=True))
-    if p is not None:
-        p2.load_state_dict(p.state_dict())
-        assert all(torch.equal(a, b) for a, b in zip(p.parameters(), p2.parameters(), strict=True))

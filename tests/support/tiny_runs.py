@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import tokenizers as hf
+import torch
+from safetensors.torch import load_file
 
+from megatron.checkpoint import folder
 from megatron.config.schema import Config
 
 VOCABULARY = 61
@@ -112,6 +115,12 @@ def records(run: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
 def losses(run: Path) -> list[float]:
     """The training losses of a run, in the order of steps."""
     return [record["loss"] for _, record in sorted(records(run).items())]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Have the newest checkpoints of two runs the same weights, bit for bit?"""
+    first, second = (load_file(folder.resolve(run) / folder.WEIGHTS) for run in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def train_with_processes(

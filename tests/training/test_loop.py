@@ -156,7 +156,7 @@ def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: p
         train(tiny_config(corpus, max_bad_steps=1))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_after_the_step_and_resuming_goes_on(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
     assert text.splitlines()[-1].startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ")
-    assert folder.latest(tmp_path / "run") == result.checkpoint
+    assert folder.newest(tmp_path / "run") == result.checkpoint
     train(tiny_config(corpus, tmp_path / "run", load=str(tmp_path / "run")))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 

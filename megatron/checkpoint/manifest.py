@@ -1,0 +1,156 @@
+"""`manifest.json`: the size and the checksum of every file of a checkpoint, so that none is believed unseen.
+
+    {"format": 1, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
+
+It is written last of all, before the checkpoint's folder gets its name: what it lists was whole on the disk by then.
+Every rank seals what it wrote itself. Before anything is loaded the files are compared with it, so a flipped bit, a
+file cut short, two files swapped or a number edited by hand is named instead of trained on. Checkpoints that were
+written before there were manifests have none, and are taken as they are.
+
+CRC-32 is for accidents, which it misses once in four thousand million; it reads files more than twice as fast as
+SHA-256. It is no signature: files from elsewhere are safe because none is read with an unrestricted pickle.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.checkpoint.disk import reason
+from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints
+from megatron.errors import RunError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)
+"""The files that a model is rebuilt from. Every checkpoint has them."""
+
+ANEW = "to begin anew choose another folder, or remove this one"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of one file."""
+
+    bytes: int
+    crc32: str
+    """Eight hexadecimal digits."""
+
+
+def seal(checkpoint: Path, paths: Iterable[Path]) -> dict[str, Entry]:
+    """Bring files to the disk and describe them, by their names within the checkpoint.
+
+    Raises OSError if the disk refuses.
+    """
+    entries = {}
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        entries[path.relative_to(checkpoint).as_posix()] = Entry(path.stat().st_size, _crc32(path))
+    return entries
+
+
+def write(checkpoint: Path, entries: Mapping[str, Entry]) -> None:
+    """Write the manifest and bring it, and all folders of the checkpoint, to the disk. Raises OSError if it refuses."""
+    content = {"format": FORMAT, "files": {name: asdict(entries[name]) for name in sorted(entries)}}
+    with open(checkpoint / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in (*(path for path in checkpoint.rglob("*") if path.is_dir()), checkpoint):
+        sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def has_checksums(checkpoint: Path) -> bool:
+    """Was it written with a manifest?"""
+    return (checkpoint / MANIFEST).exists()
+
+
+def damage(checkpoint: Path, only: Collection[str] | None = None, *, rank: int = 0, world: int = 1) -> str | None:
+    """The first difference between a checkpoint's files and its manifest, in words; None if there is none.
+
+    Without a manifest nothing is compared: the files of the model must be there, that is all that can be said.
+
+    Args:
+        checkpoint: its folder.
+        only: names of the files to look at; None means all, and then a file that does not belong into one of its
+            folders is a difference too (DeepSpeed looks for files by pattern).
+        rank, world: of several processes each computes the checksums of its share of the files.
+    """
+    for name in MODEL_FILES:
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+    if not has_checksums(checkpoint):
+        return None
+    entries = _read(checkpoint)
+    if entries is None:
+        return f"{MANIFEST} cannot be read"
+    names = sorted(entries) if only is None else list(only)
+    unlisted = [name for name in (*MODEL_FILES, *names) if name not in entries]
+    if only is None:
+        inside = (path for path in checkpoint.glob("*/**/*") if path.is_file() and not path.name.startswith("."))
+        unlisted += sorted({path.relative_to(checkpoint).as_posix() for path in inside} - set(entries))
+    if unlisted:
+        return f"{unlisted[0]} is not in its {MANIFEST}"
+    for name in names:
+        path, expected = checkpoint / name, entries[name].bytes
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != expected:
+            return f"{name} has {size:,} bytes, {expected:,} were written"
+    for name in sorted(names, key=lambda name: (-entries[name].bytes, name))[rank::world]:
+        try:
+            found = _crc32(checkpoint / name)
+        except OSError as error:
+            return f"{name} cannot be read ({reason(error)})"
+        if found != entries[name].crc32:
+            return f"{name} is not as it was written: its checksum is {found}, not {entries[name].crc32}"
+    return None
+
+
+def newest_whole(run: str | Path) -> Path | None:
+    """The newest checkpoint of a run whose files are as they were written; None if the run has none.
+
+    Raises RunError: there are checkpoints, and all are damaged.
+    """
+    problems = []
+    for checkpoint in reversed(checkpoints(run)):
+        problem = damage(checkpoint)
+        if problem is None:
+            return checkpoint
+        problems.append(f"{checkpoint}: {problem}")
+    if problems:
+        raise RunError(f"{run}: no checkpoint in it is whole: {'; '.join(problems)}; {ANEW}")
+    return None
+
+
+def _read(checkpoint: Path) -> dict[str, Entry] | None:
+    """The entries of a manifest; None if it is not one."""
+    try:
+        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            return None
+        return {name: Entry(int(about["bytes"]), str(about["crc32"])) for name, about in content["files"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _crc32(path: Path) -> str:
+    """The CRC-32 of a file. Reading and computing let other threads run."""
+    value = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"

@@ -1,0 +1,221 @@
+"""A run goes on from the newest checkpoint that is whole, says so, and never from less than a whole one."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.errors import RunError, UserError
+from megatron.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints at 2 and 4."""
+    run = tmp_path_factory.mktemp("run") / "trained"
+    train(tiny_config(corpus, run, checkpoint_factor=2))
+    return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def resumed(corpus: Path, run: Path, **keys: object) -> str:
+    """Go on; returns what was printed."""
+    stream = io.StringIO()
+    train(tiny_config(corpus, run, **{"load": str(run), **keys}), Console(file=stream, width=250))
+    return stream.getvalue()
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def states(checkpoint: Path) -> Path:
+    return next((checkpoint / "deepspeed").glob("*model_states.pt"))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit of the weights": (lambda c: flipped(c / "model.safetensors"), "model.safetensors is not as"),
+    "a bit of the states": (lambda c: flipped(states(c)), "model_states.pt is not as"),
+    "a bit of the random states": (lambda c: flipped(c / "random_states" / "rank_00000.pt"), "rank_00000.pt is not as"),
+    "another activation": (lambda c: edited(c / "config.yml", "activation: gelu", "activation: relu"), "config.yml is"),
+    "other samples": (
+        lambda c: edited(c / "progress.json", '"consumed_samples": 16', '"consumed_samples": 12'),
+        "progress.json is not as",
+    ),
+    "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "model_states.pt has 4 bytes"),
+    "no states": (lambda c: shutil.rmtree(c / "deepspeed"), "model_states.pt is missing"),
+    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt is missing"),
+    "another rank's states": (
+        lambda c: shutil.copy(states(c), c / "deepspeed" / "mp_rank_01_model_states.pt"),
+        "mp_rank_01_model_states.pt is not in its manifest",
+    ),
+    "no progress": (lambda c: (c / "progress.json").unlink(), "progress.json is missing"),
+    "nothing": (lambda c: [shutil.rmtree(c), c.mkdir()], "config.yml is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_the_one_before_is_taken_and_ends_where_the_run_would_have(
+    trained: Path, run: Path, corpus: Path, damage: str
+) -> None:
+    act, words = DAMAGE[damage]
+    checkpoint = run / "checkpoints" / folder.name(4)
+    act(checkpoint)
+    said = resumed(corpus, run)
+    (line,) = [line for line in said.splitlines() if "is damaged" in line]
+    assert line.startswith(f"{checkpoint}: is damaged, and passed over: ")
+    assert words in line
+    assert f"resuming from {checkpoint.with_name(folder.name(2))} at step 2, the newest whole checkpoint" in said
+    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001" in said
+    assert losses(run) == losses(trained)
+    assert same_weights(run, trained)
+    assert (run / "checkpoints" / "abandoned" / "0001" / "step_0000004").is_dir()
+
+
+def test_a_damaged_one_that_is_named_is_refused_and_nothing_changes(run: Path, corpus: Path) -> None:
+    checkpoint = run / "checkpoints" / folder.name(4)
+    flipped(states(checkpoint))
+    before = sorted(run.rglob("*"))
+    for keys in ({"train_iters": 6}, {"save": str(run.parent / "tuned"), "finetune": True}):
+        if keys.get("finetune"):
+            flipped(checkpoint / "model.safetensors")
+        with pytest.raises(RunError, match=r"load: .*step_0000004: is damaged: .* is not as it was written") as caught:
+            resumed(corpus, run, load=str(checkpoint), **keys)
+        assert "\n" not in str(caught.value)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_none_is_whole(run: Path, corpus: Path) -> None:
+    for checkpoint in folder.checkpoints(run):
+        flipped(states(checkpoint))
+    with pytest.raises(RunError, match=r"no checkpoint in it is whole: step_0000004: .*; step_0000002: .* begin anew"):
+        resumed(corpus, run, train_iters=6)
+
+
+OLD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "model_states.pt: is damaged, or holds more"),
+    "a bit of the states": (lambda c: flipped(states(c)), ""),
+    "no states": (lambda c: shutil.rmtree(c / "deepspeed"), "DeepSpeed finds none of its files there"),
+    "states of another step": (
+        lambda c: edited(c / "progress.json", '"step": 4', '"step": 3'),
+        "holds the states of step 4, but progress.json is of step 3",
+    ),
+    "no progress": (lambda c: (c / "progress.json").write_text("[]"), "not the progress of a checkpoint"),
+    "random states cut short": (
+        lambda c: (c / "random_states" / "rank_00000.pt").write_bytes(b"no"),
+        "rank_00000.pt: is damaged",
+    ),
+    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt: is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", [name for name in OLD if OLD[name][1]])
+def test_without_checksums_a_failed_load_never_starts_over(run: Path, corpus: Path, damage: str) -> None:
+    """As earlier versions wrote checkpoints: what cannot be read is told in one line of ours."""
+    act, words = OLD[damage]
+    checkpoint = run / "checkpoints" / folder.name(4)
+    (checkpoint / "manifest.json").unlink()
+    act(checkpoint)
+    before = (run / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match="step_0000004") as caught:
+        resumed(corpus, run, train_iters=6)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_without_checksums_a_whole_one_is_taken_and_told(run: Path, corpus: Path) -> None:
+    for checkpoint in folder.checkpoints(run):
+        (checkpoint / "manifest.json").unlink()
+    said = resumed(corpus, run, train_iters=6)
+    assert "step_0000004: carries no checksums (an earlier version wrote it): taken unverified" in said
+    assert (run / "checkpoints" / folder.name(6) / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizer_states_that_are_missing_are_not_made_up(corpus: Path, tmp_path: Path, stage: int) -> None:
+    keys = {"zero_optimization": {"stage": stage}}
+    train(tiny_config(corpus, tmp_path, train_iters=2, **keys))
+    checkpoint = folder.resolve(tmp_path)
+    (checkpoint / "manifest.json").unlink()
+    for file in (checkpoint / "deepspeed").glob("*optim_states.pt"):
+        file.unlink()
+    with pytest.raises(RunError, match=r"optim_states\.pt: is missing; the checkpoint is damaged"):
+        resumed(corpus, tmp_path, **keys)
+
+
+def test_a_pickle_that_would_run_code_is_not_opened(run: Path, corpus: Path, tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return open, (str(tmp_path / "trapped"), "w")
+
+    checkpoint = run / "checkpoints" / folder.name(4)
+    (checkpoint / "manifest.json").unlink()
+    torch.save({**torch.load(states(checkpoint), weights_only=True), "trap": Trap()}, states(checkpoint))
+    with pytest.raises(RunError, match="holds more than tensors, numbers and text, and was not opened"):
+        resumed(corpus, run, train_iters=6)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_going_back_is_asked_for_by_name_and_loses_nothing(trained: Path, run: Path, corpus: Path) -> None:
+    old, rate = run / "checkpoints" / folder.name(2), {"optimizer": {"params": {"lr": 2e-2}}}
+    later = (run / "checkpoints" / folder.name(4) / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="rollback=true"):
+        resumed(corpus, run, load=str(old), **rate)
+    said = resumed(corpus, run, load=str(old), rollback=True, **rate)
+    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001, with the metrics until now" in said
+    assert losses(run)[:2] == losses(trained)[:2]
+    assert losses(run)[3] != losses(trained)[3]
+    aside = run / "checkpoints" / "abandoned" / "0001"
+    assert (aside / "step_0000004" / "model.safetensors").read_bytes() == later
+    shutil.copy(trained / "config.yml", aside)  # a folder that `losses` takes for a run
+    assert losses(aside) == losses(trained)
+    assert not same_weights(run, trained)
+    assert "rollback: true" not in (run / "config.yml").read_text()
+    assert "moved" not in resumed(corpus, run, train_iters=6, **rate)  # and on, from the newest
+    assert [folder.step_of(path) for path in folder.checkpoints(run)] == [2, 4, 6]
+
+
+def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
+    """Killed between the last checkpoint and the end of the test, a run has all its steps and no test loss."""
+    keys = {"eval_interval": 4, "test_data_paths": [str(corpus / "test_text_document")]}
+    train(tiny_config(corpus, tmp_path, **keys))
+    before = records(tmp_path, "test")
+    assert list(before) == [4]
+    metrics = tmp_path / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["kind"] == "test"
+    metrics.write_text("".join(lines[:-1]) + lines[-1][:20])  # in the middle of its line
+    assert "nothing to train: step 4 of 4 is reached; its test, which is not on record, follows" in resumed(
+        corpus, tmp_path, **keys
+    )
+    after = records(tmp_path, "test")
+    assert {**after[4], "seconds": 0} == {**before[4], "seconds": 0}
+    assert losses(tmp_path) == [record["loss"] for record in map(json.loads, lines[:-1]) if record["kind"] == "train"]
+    assert "nothing to do: step 4 of 4 is reached; raise train_iters" in resumed(corpus, tmp_path, **keys)
+    assert records(tmp_path, "test") == after

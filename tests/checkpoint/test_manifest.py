@@ -1,0 +1,144 @@
+"""No file of a checkpoint is believed unseen: whatever happens to one of them is named."""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import manifest
+from megatron.errors import RunError
+
+FILES = (
+    "config.yml", "progress.json", "model.safetensors", "deepspeed/one.pt", "deepspeed/two.pt", "random_states/0.pt",
+)  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder like a checkpoint, its files of a few kilobytes; two of them equally long."""
+    drawn, folder = random.Random(3), tmp_path / "run" / "checkpoints" / "step_0000004"
+    for name in FILES:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(drawn.randbytes(3000))
+    entries: dict[str, manifest.Entry] = {}
+    for part in (FILES[:3], FILES[3:]):  # as two ranks do
+        entries |= manifest.seal(folder, [folder / name for name in part])
+    manifest.write(folder, entries)
+    return folder
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_what_was_written_is_whole(checkpoint: Path) -> None:
+    assert manifest.damage(checkpoint) is None
+    assert manifest.damage(checkpoint, manifest.MODEL_FILES) is None
+    assert manifest.newest_whole(checkpoint.parents[1]) == checkpoint
+    listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert set(listed) == set(FILES)
+    assert all(entry["bytes"] == 3000 for entry in listed.values())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_noticed(checkpoint: Path, name: str) -> None:
+    for bit in (0, 3000 * 8 - 1, *random.Random(name).sample(range(3000 * 8), 10)):
+        flip(checkpoint / name, bit)
+        assert f"{name} is not as it was written" in (manifest.damage(checkpoint) or "")
+        flip(checkpoint / name, bit)
+    assert manifest.damage(checkpoint) is None
+
+
+def test_flipped_bits_of_the_manifest_are_noticed(checkpoint: Path) -> None:
+    """All of them, except where a bit only makes white space of white space or another name of no meaning."""
+    path = checkpoint / "manifest.json"
+    before = path.read_bytes()
+    for bit in range(0, len(before) * 8, 7):
+        flip(path, bit)
+        if manifest.damage(checkpoint) is None:
+            now = json.loads(path.read_text())
+            assert now["files"].keys() == json.loads(before)["files"].keys()
+            assert now["files"] == json.loads(before)["files"]
+        path.write_bytes(before)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (lambda c: os.truncate(c / "model.safetensors", 2999), "has 2,999 bytes, 3,000 were written"),
+    "longer": (lambda c: (c / "progress.json").open("ab").write(b" "), "has 3,001 bytes"),
+    "missing": (lambda c: (c / "deepspeed/two.pt").unlink(), "deepspeed/two.pt is missing"),
+    "no model": (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "swapped": (
+        lambda c: [
+            (c / "deepspeed/one.pt").rename(c / "x"),
+            (c / "deepspeed/two.pt").rename(c / "deepspeed/one.pt"),
+            (c / "x").rename(c / "deepspeed/two.pt"),
+        ],
+        "deepspeed/one.pt is not as it was written",
+    ),
+    "another's": (lambda c: (c / "deepspeed/three.pt").write_bytes(b"?"), "deepspeed/three.pt is not in its manifest"),
+    "a folder": (
+        lambda c: [(c / "deepspeed/one.pt").unlink(), (c / "deepspeed/one.pt").mkdir()],
+        "deepspeed/one.pt is missing",
+    ),
+    "no manifest": (lambda c: (c / "manifest.json").write_text(""), "manifest.json cannot be read"),
+    "half a manifest": (lambda c: os.truncate(c / "manifest.json", 100), "manifest.json cannot be read"),
+    "a list": (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+    "no names": (
+        lambda c: (c / "manifest.json").write_text('{"format": 1, "files": {}}'),
+        "config.yml is not in its manifest",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(DAMAGE))
+def test_damage_is_named(checkpoint: Path, what: str) -> None:
+    act, words = DAMAGE[what]
+    act(checkpoint)
+    assert words in (manifest.damage(checkpoint) or "")
+    with pytest.raises(RunError, match=r"no checkpoint in it is whole: .*step_0000004: .*choose another folder"):
+        manifest.newest_whole(checkpoint.parents[1])
+
+
+def test_an_older_whole_one_is_taken(checkpoint: Path) -> None:
+    newer = checkpoint.with_name("step_0000006")
+    newer.mkdir()
+    assert manifest.newest_whole(checkpoint.parents[1]) == checkpoint
+    assert manifest.newest_whole(checkpoint) is None
+
+
+def test_what_nobody_reads_may_lie_beside(checkpoint: Path) -> None:
+    (checkpoint / "notes.txt").write_text("a good one")
+    (checkpoint / "deepspeed" / ".DS_Store").write_text("")
+    assert manifest.damage(checkpoint) is None
+
+
+def test_only_what_will_be_read_is_looked_at(checkpoint: Path) -> None:
+    flip(checkpoint / "deepspeed/one.pt", 5)
+    assert manifest.damage(checkpoint, manifest.MODEL_FILES) is None
+    flip(checkpoint / "config.yml", 5)
+    assert manifest.damage(checkpoint, manifest.MODEL_FILES) is not None
+
+
+def test_processes_share_the_work_and_miss_nothing(checkpoint: Path) -> None:
+    for name in FILES:
+        flip(checkpoint / name, 77)
+        for world in (2, 3, 9):
+            found = [manifest.damage(checkpoint, rank=rank, world=world) for rank in range(world)]
+            assert sum(problem is not None for problem in found) == 1
+        flip(checkpoint / name, 77)
+
+
+def test_without_a_manifest_the_model_must_be_there(checkpoint: Path) -> None:
+    """As earlier versions wrote it."""
+    (checkpoint / "manifest.json").unlink()
+    flip(checkpoint / "deepspeed/one.pt", 5)
+    assert not manifest.has_checksums(checkpoint)
+    assert manifest.damage(checkpoint) is None
+    (checkpoint / "config.yml").unlink()
+    assert manifest.damage(checkpoint) == "config.yml is missing"

@@ -1,0 +1,142 @@
+"""Runs that are killed again and again: `killed_runs.py JOB WORLD KILLS SEED`, for `test_kills.py` and by hand.
+
+The imports cost seconds, so they are made once, and every life of a run is a fork of this process: it joins the others
+as rank r of WORLD, trains the configuration JOB/config.yml, and is killed with SIGKILL. Half of the deaths come at a
+random moment of a life's usual length, the other half just before a random one of its file operations (the n-th file
+opened for writing, folder made, name changed or removed), which puts them into saves. The same command goes on in the
+same folder until the run ends; then the next begins. JOB/whole is the undisturbed run, JOB/run_0, run_1 and so on are
+the others, and JOB/deaths.json says where each of KILLS deaths came.
+"""
+
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def count_operations(run: Path, last: int | None, report: Path) -> None:
+    """From now on count what this process does to files of the run; die just before number `last`.
+
+    With `last` −1 none is the last, and the report says how many there were.
+    """
+    seen = [0]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in OPERATIONS or not str(arguments[0]).startswith(str(run)):
+            return
+        if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        seen[0] += 1
+        if seen[0] == last or last == -1:
+            descriptor = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            what = str(seen[0]) if last == -1 else f"{event} {os.path.relpath(str(arguments[0]), run)}"
+            os.write(descriptor, what.encode())
+            os.close(descriptor)
+        if seen[0] == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def live(job: Path, rank: int, world: int, port: int, last: int | None) -> None:
+    """One life of one rank, in a process of its own."""
+    from megatron.config.schema import Config
+    from megatron.training.loop import train
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    log = os.open(job / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    config = Config.read(job / "life.yml")
+    if rank == 0:
+        count_operations(Path(config.checkpoint.save or ""), last, job / "operations.txt")
+    try:
+        train(config)
+    except BaseException as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def one_life(job: Path, world: int, *, seconds: float | None = None, operation: int | None = None) -> list[int]:
+    """Start all ranks, kill all after some seconds or once the first has died; the exit codes, negative for signals."""
+    port, children = free_port(), []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            live(job, rank, world, port, operation)
+        children.append(child)
+    begun, codes = time.monotonic(), {}
+    while len(codes) < world:
+        for child in children:
+            if child not in codes:
+                found, status = os.waitpid(child, os.WNOHANG)
+                if found:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+        late = seconds is not None and time.monotonic() - begun > seconds
+        if late or any(code != 0 for code in codes.values()):
+            for child in set(children) - set(codes):
+                os.kill(child, signal.SIGKILL)
+            seconds = None
+        time.sleep(0.002)
+    return [codes[child] for child in children]
+
+
+def main() -> None:
+    job, world, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    import megatron.checkpoint.deepspeed_files
+    import megatron.data.samples
+    import megatron.training.loop  # noqa: F401 (for the forks)
+    from megatron.config.schema import Config
+
+    drawn, config = random.Random(seed), Config.read(job / "config.yml")
+
+    def life(name: str, **death: Any) -> list[int]:
+        folder = str(job / name)
+        config.replace(save=folder, load=folder).save(job / "life.yml")
+        return one_life(job, world, **death)
+
+    begun = time.monotonic()
+    assert life("whole", operation=-1) == [0] * world, (job / "log.txt").read_text()[-3000:]
+    usual, operations = time.monotonic() - begun, int((job / "operations.txt").read_text())
+    deaths: list[dict[str, Any]] = []
+    run, ended = 0, False
+    while len(deaths) < kills or not ended:
+        run += ended
+        death: dict[str, Any] = {}
+        if len(deaths) < kills:
+            by_time = len(deaths) % 2 == 1
+            death = (
+                {"seconds": drawn.uniform(0.1, 1) * usual} if by_time else {"operation": drawn.randint(1, operations)}
+            )
+        codes = life(f"run_{run}", **death)
+        ended = all(code == 0 for code in codes)
+        if not ended:
+            assert -signal.SIGKILL in codes, (codes, (job / "log.txt").read_text()[-3000:])
+            last = (job / "operations.txt").read_text() if "operation" in death else None
+            there = sorted(path.name for path in (job / f"run_{run}" / "checkpoints").glob("*"))
+            deaths.append({"run": run, **death, "before": last, "checkpoints": there})
+    about = {"kills": len(deaths), "runs": run + 1, "seconds": round(time.monotonic() - begun, 1), "deaths": deaths}
+    (job / "deaths.json").write_text(json.dumps(about, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Signals are heard at once, and stop a run in good order."""
+
+import ctypes
+import os
+import signal
+import threading
+
+import pytest
+
+from megatron.training.signals import SIGNALS, StopRequest, acknowledged
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_is_acknowledged_while_the_main_thread_is_busy_in_c(number: signal.Signals) -> None:
+    """The main thread waits in C for a lock that only the acknowledgement opens: no handler could run there."""
+    libc, lock, said = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
+
+    def say(line: str) -> None:
+        said.append(line)
+        libc.pthread_mutex_unlock(lock)
+
+    rescue = threading.Timer(20, lambda: libc.pthread_mutex_unlock(lock))
+    rescue.start()
+    threading.Timer(0.05, lambda: os.kill(os.getpid(), number)).start()
+    with StopRequest(say) as stop:
+        for _ in range(2):
+            libc.pthread_mutex_lock(lock)
+        told = list(said)
+        rescue.cancel()
+    assert told == ["stopping after this step; again to end at once"]
+    assert stop.signal == number
+
+
+def test_a_second_ends_at_once() -> None:
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.signal == signal.SIGHUP
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_everything_is_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    threads = threading.active_count()
+    with StopRequest(print), acknowledged(print, "stopping"):
+        pass
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == threads
