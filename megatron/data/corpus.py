@@ -4,12 +4,12 @@
       train_text_document.bin   the tokens, documents one after the other, each ended by end-of-document
       train_text_document.idx   where they begin
       valid_text_document.…, test_text_document.…
-      corpus.json               tokenizer, vocabulary, documents, tokens and bytes per split, sources
+      corpus.json               tokenizer, vocabulary, documents, tokens and bytes per split, sources, checksums
       tokenizer.json            the tokenizer's own files, so that the folder is complete
 
 The datasets are written by megatron-core's IndexedDatasetBuilder: Megatron-LM and GPT-NeoX read them. The folder is
 built under a temporary name and renamed when it is whole, so there is never half a corpus. Preparing the same thing
-again finds it there and does nothing.
+again finds it there, compares every file with its checksum, and does nothing.
 """
 
 import contextlib
@@ -17,8 +17,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,9 +26,20 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.description import (
+    CORPUS_FILE,
+    TOKENIZER_FILES,
+    Description,
+    SplitCounts,
+    TokenizerFacts,
+    check_files,
+    file_facts,
+    read_description,
+)
 from megatron.data.encode import Chunk, Encoded, Encoder, chunks, encode_all
+from megatron.data.folders import recover, whole_folder
 from megatron.data.indexed import open_indexed
-from megatron.data.paths import CORPUS_FILE, SPLITS, WHOLE, basename, read_description
+from megatron.data.paths import SPLITS, WHOLE, basename
 from megatron.data.sources import RawDocument, SourceFile, cut, decode, document_names, raw_documents, scan
 from megatron.data.splits import assign, check_shares
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, nearest, open_tokenizer, train_bpe
@@ -45,20 +54,11 @@ TRAINED = "bpe"
 LONGEST_SEQUENCE = 1 << 30  # tokens; the index stores lengths as int32, so a longer document is several sequences
 
 _FORMAT = 1  # of corpus.json and of the way documents are read and divided: another number makes another corpus
-_FILES = {CORPUS_FILE, "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"} | {
+_FILES = {CORPUS_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)} | {
     f"{basename(split)}{ending}" for split in (*SPLITS, WHOLE) for ending in (".bin", ".idx")
 }
 _BYTES_PER_WORKER = {"bytes": 1 << 28}  # less than this is done sooner than a further process has started
 _BYTES_PER_WORKER_DEFAULT = 1 << 22
-
-
-@dataclass(frozen=True)
-class SplitCounts:
-    """The size of a split. `tokens` count the end-of-document tokens; `bytes` are UTF-8 without them."""
-
-    documents: int
-    tokens: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def prepare(
         "seed": seed,
         "jsonl_key": jsonl_key,
     }
-    if (found := _already_there(output, sources, made_from, overwrite)) is not None:
+    recover(output.resolve())
+    if (found := _already_there(output, sources, made_from, overwrite, report)) is not None:
         return found
 
     assigned, parts = _assign(files, shares, seed, report)
@@ -142,22 +143,24 @@ def prepare(
         if skipped:
             few = ", ".join(skipped[:5])
             notes.append(f"{len(skipped)} Python files left out, as Python cannot decode them: {few}")
-        described = {
-            "farfield": _version(),
-            "sources": list(sources),
-            "made_from": made_from,
-            "tokenizer": {
-                "type": opened.type,
-                "name": opened.name,
-                "vocab_size": opened.vocab_size,
-                "eod": opened.eod,
-                "files": list(opened.files),
-                "checksum": opened.checksum,
-            },
-            "splits": {name: vars(size) for name, size in counted.items()},
-            "notes": notes,
-        }
-        (folder / CORPUS_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        described = Description(
+            farfield=_version(),
+            sources=list(sources),
+            made_from=made_from,
+            tokenizer=TokenizerFacts(
+                type=opened.type,
+                name=opened.name,
+                vocab_size=opened.vocab_size,
+                eod=opened.eod,
+                files=list(opened.files),
+                checksum=opened.checksum,
+            ),
+            splits=counted,
+            notes=notes,
+            files={path.name: file_facts(path) for path in sorted(folder.iterdir())},
+        )
+        text = json.dumps(described.model_dump(), indent=2)  # not model_dump_json: names of files need not be Unicode
+        (folder / CORPUS_FILE).write_text(text + "\n", encoding="utf-8")
     return read_corpus(output)
 
 
@@ -165,19 +168,15 @@ def read_corpus(folder: str | Path) -> Corpus:
     """The description of a corpus folder. UserError if it is none, RunError if its description is damaged."""
     folder = Path(folder)
     described = read_description(folder)
-    try:
-        return Corpus(
-            folder=folder,
-            tokenizer=described["tokenizer"]["name"],
-            vocab_size=described["tokenizer"]["vocab_size"],
-            eod=described["tokenizer"]["eod"],
-            splits={name: SplitCounts(**size) for name, size in described["splits"].items()},
-            sources=described["sources"],
-            notes=described["notes"],
-        )
-    except (KeyError, TypeError) as error:
-        path = folder / CORPUS_FILE
-        raise RunError(f"{path}: not a corpus description ({error!r}); prepare the corpus again") from None
+    return Corpus(
+        folder=folder,
+        tokenizer=described.tokenizer.name,
+        vocab_size=described.tokenizer.vocab_size,
+        eod=described.tokenizer.eod,
+        splits=dict(described.splits),
+        sources=described.sources,
+        notes=described.notes,
+    )
 
 
 def _open_or_none(
@@ -201,7 +200,9 @@ def _open_or_none(
     return open_tokenizer(type, vocab_file, merge_file)
 
 
-def _already_there(output: Path, sources: Sequence[str], made_from: dict[str, Any], overwrite: bool) -> Corpus | None:
+def _already_there(
+    output: Path, sources: Sequence[str], made_from: dict[str, Any], overwrite: bool, report: Progress
+) -> Corpus | None:
     """The corpus at `output` if it is the one asked for, and whole; None if there is nothing in the way.
 
     Raises UserError if there is something that must not be replaced.
@@ -220,14 +221,15 @@ def _already_there(output: Path, sources: Sequence[str], made_from: dict[str, An
         corpus = read_corpus(output)
         for split in corpus.splits:
             open_indexed(corpus.prefix(split))
+        before = described.made_from
+        other = {key: before.get(key) for key in made_from if before.get(key) != made_from[key]}
+        if not other:  # reading it all is worth it only where it is to be used
+            _check_all(output, described, report)
+            return Corpus(**{**vars(corpus), "reused": True})
     except FarfieldError as damage:
         if not overwrite:
             raise UserError(f"{output}: holds a damaged corpus ({damage}); --overwrite makes it anew") from None
         return None
-    before = described["made_from"]
-    other = {key: before.get(key) for key in made_from if before.get(key) != made_from[key]}
-    if not other:
-        return Corpus(**{**vars(corpus), "reused": True})
     if overwrite:
         return None
     differences = [f"{key} {value}, not {made_from[key]}" for key, value in other.items() if key != "files"]
@@ -243,6 +245,16 @@ def _already_there(output: Path, sources: Sequence[str], made_from: dict[str, An
         f"{output}: holds a corpus {held} ({'; '.join(differences)}); "
         "another --output keeps it, --overwrite replaces it"
     )
+
+
+def _check_all(folder: Path, described: Description, report: Progress) -> None:
+    """Compare every file of a corpus with its checksum."""
+    files = described.files or {}
+    done, total = 0, sum(file.size for file in files.values())
+    for name, file in files.items():
+        check_files(folder, described, [name], content=True)
+        done += file.size
+        report("checking", done, total)
 
 
 def _places(sources: Sequence[str]) -> list[str]:
@@ -341,7 +353,7 @@ def _write(
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     names = {0: WHOLE} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
-    counted = {name: SplitCounts(0, 0, 0) for name in names.values()}
+    counted = {name: SplitCounts(documents=0, tokens=0, bytes=0) for name in names.values()}
     skipped: list[str] = []
     done = 0
     builders = {i: IndexedDatasetBuilder(str(folder / f"{basename(name)}.bin"), dtype) for i, name in names.items()}
@@ -353,9 +365,9 @@ def _write(
                     _add(builders[i], encoded)
                     before = counted[names[i]]
                     counted[names[i]] = SplitCounts(
-                        before.documents + len(encoded.lengths),
-                        before.tokens + len(encoded.tokens),
-                        before.bytes + encoded.bytes,
+                        documents=before.documents + len(encoded.lengths),
+                        tokens=before.tokens + len(encoded.tokens),
+                        bytes=before.bytes + encoded.bytes,
                     )
                 skipped += result.skipped
                 done += result.size
@@ -391,43 +403,17 @@ def _no_empty_split(counted: dict[str, SplitCounts], files: list[SourceFile]) ->
 
 @contextlib.contextmanager
 def _building(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output` that takes its place if all goes well, and goes away if not."""
-    folder: Path | None = None
+    """A folder that becomes `output` if all goes well; a disk that refuses is one line that says what is kept."""
     real = output.resolve()  # a link to another disk stays one
     try:
-        real.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{real.name}.", suffix=".tmp", dir=real.parent))
-        folder.chmod(0o777 & ~_umask())  # mkdtemp's own is for its owner alone
-        yield folder
-        _replace(folder, real)
+        with whole_folder(real) as folder:
+            yield folder
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if full else error.strerror or str(error)
-        raise RunError(f"{output}: cannot be written: {reason}; nothing was kept of it") from None
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _replace(folder: Path, output: Path) -> None:
-    if not output.exists():
-        folder.rename(output)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent)) / "corpus"
-    output.rename(old)
-    try:
-        folder.rename(output)
-    except OSError:
-        old.rename(output)
-        raise
-    finally:
-        shutil.rmtree(old.parent, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        there = (real / CORPUS_FILE).is_file()
+        kept = "the corpus that was there is kept as it was" if there else "nothing was kept of it"
+        raise RunError(f"{output}: cannot be written: {reason}; {kept}") from None
 
 
 def _digest(value: Any) -> str:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.data.description import CHECKED_WHOLE
 from megatron.data.indexed import Indexed, open_indexed
 from megatron.data.options import DataOptions
-from megatron.data.paths import SPLITS, Split, all_prefixes, description_of, split_prefixes
-from megatron.data.tokenizers import load_tokenizer, open_tokenizer
+from megatron.data.paths import SPLITS, Split, all_prefixes, check_dataset, description_of, split_prefixes
+from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
 from megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Datasets:
     train: "Dataset | None"
     valid: "Dataset | None"
     test: "Dataset | None"
+    notes: tuple[str, ...] = ()
+    """What a person should know, on the first rank: a damaged index that was built anew."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,9 @@ def vocabulary(data: DataOptions) -> Vocabulary:
     """
     found: dict[Path, Vocabulary] = {}
     for prefix in all_prefixes(data):
-        if (described := description_of(prefix)) is not None:
-            made_by = described["tokenizer"]
-            found[prefix] = Vocabulary(made_by["vocab_size"], made_by["name"], made_by["eod"])
+        if description_of(prefix) is not None:
+            same = next((other for other in found if other.parent == prefix.parent), None)
+            found[prefix] = found[same] if same else _of(load_tokenizer(prefix.parent))
     if found:
         (first, expected), *others = found.items()
         for prefix, other in others:
@@ -90,6 +93,10 @@ def vocabulary(data: DataOptions) -> Vocabulary:
     tokenizer = open_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     if found and tokenizer.name != expected.name:
         raise UserError(f"tokenizer_type: {tokenizer.name} does not fit the data: {first} was made by {expected.name}")
+    return _of(tokenizer)
+
+
+def _of(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod)
 
 
@@ -127,6 +134,7 @@ def build_datasets(
 
     from megatron.data.samples import build_samples
 
+    notes: list[str] = []
     built = {
         split: build_samples(
             parts,
@@ -138,11 +146,12 @@ def build_datasets(
             cache=None if cache is None else Path(cache),
             vocabulary=known,
             eod_mask_loss=data.eod_mask_loss,
+            notes=notes,
         )
         for split, parts in chosen.items()
         if parts
     }
-    return Datasets(*(built.get(split) for split in SPLITS))
+    return Datasets(*(built.get(split) for split in SPLITS), notes=tuple(notes))
 
 
 def token_stream(data: DataOptions, split: Split) -> np.ndarray:
@@ -157,6 +166,7 @@ def token_stream(data: DataOptions, split: Split) -> np.ndarray:
     known = vocabulary(data)
     for part in parts:
         _check(part, split, 1, known)
+        check_content(part.dataset)
     streams = [part.dataset.stream(part.first, part.last) for part in parts]
     return streams[0] if len(streams) == 1 else np.concatenate(streams)
 
@@ -194,6 +204,7 @@ def _parts(data: DataOptions, split: Split) -> list[Part]:
     parts = []
     for i, (key, prefix) in enumerate(named):
         dataset = open_indexed(prefix)
+        check_dataset(prefix, content=False)
         sequences = (0, len(dataset.lengths))
         if key == "data_path":
             share = sequence_range(data.split, split, len(dataset.lengths))
@@ -202,6 +213,11 @@ def _parts(data: DataOptions, split: Split) -> list[Part]:
             sequences = share
         parts.append(Part(key, dataset, *sequences, weight=weights[i] if weights else 1.0))
     return parts
+
+
+def check_content(dataset: Indexed) -> None:
+    """Compare the tokens with their checksum, if one was recorded and the file is not too large to be read for that."""
+    check_dataset(dataset.prefix, content=dataset.tokens.nbytes <= CHECKED_WHOLE)
 
 
 def _check(part: Part, split: Split, seq_length: int, known: Vocabulary) -> None:

@@ -4,12 +4,13 @@ This module is imported by every worker, so it stays light: no torch, no megatro
 """
 
 import os
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 
 import numpy as np
 
@@ -116,8 +117,17 @@ _encoder: Encoder | None = None  # of this worker process
 
 def _start(type: str, files: list[str], dtype: str, jsonl_key: str) -> None:
     global _encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _encoder = Encoder(open_tokenizer(type, *files), np.dtype(dtype).type, jsonl_key)
+
+
+def _end_with_parent() -> None:
+    """A worker waits for chunks for good when its parent is killed: nobody is left to close the queue."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(chunk: Chunk) -> EncodedChunk:

@@ -93,9 +93,24 @@ def open_indexed(prefix: str | Path) -> Indexed:
         size = bin_file.stat().st_size
         if size < needed:
             raise RunError(f"{bin_file}: truncated: {size} bytes, but {idx_file.name} needs {needed}; prepare it again")
-        if size != needed or boundaries == 0 or documents[-1] != sequences or (lengths < 0).any() or (starts < 0).any():
+        if size != needed or not _consistent(lengths, starts, documents, dtype.itemsize):
             raise RunError(f"{bin_file}, {idx_file.name}: do not belong together or are damaged; prepare them again")
         tokens = np.memmap(bin_file, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
     except OSError as error:
         raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
     return Indexed(Path(prefix), tokens, lengths, starts // dtype.itemsize, documents)
+
+
+def _consistent(lengths: np.ndarray, starts: np.ndarray, documents: np.ndarray, itemsize: int) -> bool:
+    """Do the sequences cover the tokens, each token once, and the documents the sequences?"""
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
+        return False
+    if (lengths < 0).any():
+        return False
+    sizes = lengths.astype(np.int64) * itemsize
+    ends = starts + sizes
+    if len(starts) and (starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1])):
+        order = np.lexsort((sizes, starts))  # they may lie in any order in the file
+        starts, ends = starts[order], ends[order]
+        return bool(starts[0] == 0) and np.array_equal(starts[1:], ends[:-1])
+    return True

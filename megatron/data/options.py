@@ -4,6 +4,8 @@ from typing import Literal
 
 from megatron.options import Section, key
 
+TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
+
 
 class DataOptions(Section):
     """Indexed datasets (megatron-core's .bin/.idx, named by their prefix) and the tokenizer that made them."""
@@ -20,7 +22,7 @@ class DataOptions(Section):
     data_impl: Literal["mmap"] = key(
         "mmap", "format of the indexed datasets; GPT-NeoX's infer and mmap mean this one", role="data"
     )
-    tokenizer_type: Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"] | None = key(
+    tokenizer_type: TokenizerType | None = key(
         None, "the tokenizer that made the data; read from the data's own corpus.json if absent", role="data"
     )
     vocab_file: str | None = key(None, "tokenizer.json, vocab.json or .model file of the tokenizer", role="data")

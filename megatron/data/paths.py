@@ -5,18 +5,16 @@ path with `.bin` (the tokens) and with `.idx` (where documents begin). If it was
 folder's `corpus.json` says by which tokenizer.
 """
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from megatron.data.description import CORPUS_FILE, Description, check_files, read_description
 from megatron.data.options import DataOptions
-from megatron.errors import RunError, UserError
+from megatron.errors import UserError
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 WHOLE = "all"  # the one split of a corpus that is not divided
-
-CORPUS_FILE = "corpus.json"
 
 
 def basename(split: str) -> str:
@@ -49,27 +47,24 @@ def all_prefixes(data: DataOptions) -> list[Path]:
     return prefixes
 
 
-def description_of(prefix: Path) -> dict[str, Any] | None:
+def description_of(prefix: Path) -> Description | None:
     """The corpus.json that describes a dataset; None if it was not made by `prepare`."""
     if not (prefix.parent / CORPUS_FILE).is_file():
         return None
     described = read_description(prefix.parent)
-    return described if prefix.name in {basename(split) for split in described["splits"]} else None
+    return described if prefix.name in {basename(split) for split in described.splits} else None
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """The content of a corpus folder's corpus.json. UserError if there is none, RunError if it is damaged."""
-    path = Path(folder) / CORPUS_FILE
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"tokenizer", "splits", "made_from"} - set(described)
-        if missing:
-            raise ValueError(f"{', '.join(sorted(missing))} missing")
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path}: no such file; `./deepy.py prepare` makes a corpus folder, which has one") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{path}: not a corpus description ({error}); prepare the corpus again") from None
-    return described
+def check_dataset(prefix: Path, *, content: bool) -> None:
+    """Compare a dataset with what was recorded of it when its corpus was made, if it was.
+
+    The index always by its checksum; the tokens by their number, and with `content` by their checksum. RunError names
+    the file that is not what it was.
+    """
+    described = description_of(prefix)
+    if described is not None:
+        check_files(prefix.parent, described, [f"{prefix.name}.idx"], content=True)
+        check_files(prefix.parent, described, [f"{prefix.name}.bin"], content=content)
 
 
 def _prefix(key: str, name: str) -> Path:

@@ -16,7 +16,6 @@ is greedy, hence the same for the first n samples whatever the total.
 
 import hashlib
 import json
-import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -28,11 +27,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.data.datasets import check_content
+from megatron.data.folders import whole_folder
 from megatron.data.indexed import Indexed
 from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
 from megatron.data.megatron_core import Split as CoreSplit
 from megatron.data.paths import Split
-from megatron.errors import RunError
+from megatron.data.sample_index import UNREADABLE, IndexedSamples, damage, read_index, write_index
+from megatron.errors import FarfieldError, RunError
 
 if TYPE_CHECKING:
     from megatron.data.datasets import Part, Vocabulary
@@ -104,14 +106,18 @@ def build_samples(
     cache: Path | None,
     vocabulary: "Vocabulary",
     eod_mask_loss: bool,
+    notes: list[str],
 ) -> Samples:
-    """`total` samples of a split, in the order that a run of `ordered` samples began with."""
+    """`total` samples of a split, in the order that a run of `ordered` samples began with.
+
+    What a person should know is added to `notes`.
+    """
     weights = np.array([part.weight for part in parts]) / sum(part.weight for part in parts)
     chains = []
     for part, weight in zip(parts, weights, strict=True):
         # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
         share = (lambda n: n) if len(parts) == 1 else (lambda n, weight=weight: int(weight * n) + 2)
-        build = _LinkBuilder(part, split, seq_length, cache, vocabulary, eod_mask_loss)
+        build = _LinkBuilder(part, split, seq_length, cache, vocabulary, eod_mask_loss, notes)
         links = [build(share(ordered), seed)]
         while (length := sum(len(link) for link in links)) < share(total):
             mixed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
@@ -134,9 +140,10 @@ class _LinkBuilder:
         cache: Path | None,
         vocabulary: "Vocabulary",
         eod_mask_loss: bool,
+        notes: list[str],
     ) -> None:
         self.part, self.split, self.seq_length, self.cache = part, CoreSplit[split], seq_length, cache
-        self.eod_mask_loss = eod_mask_loss
+        self.eod_mask_loss, self.notes = eod_mask_loss, notes
         self.tokenizer = _TokenizerFacts(vocabulary.size, vocabulary.eod, {})
         self.prefix = str(part.dataset.prefix.resolve())  # however it is written, the index is the same
         self.dataset = IndexedDataset(self.prefix)
@@ -159,8 +166,9 @@ class _LinkBuilder:
     def __call__(self, samples: int, seed: int) -> GPTDataset:
         """At least `samples` samples. The index comes from the cache, or is built there by rank 0."""
         if self.cache is None:
+            check_content(self.part.dataset)
             with tempfile.TemporaryDirectory(prefix="farfield-samples-") as passing:
-                return self._make(samples, seed, Path(passing))  # mapped files outlive their names
+                return GPTDataset(*self._arguments(samples, seed, Path(passing)))  # mapped files outlive their names
         folder = self.cache / self._key(samples, seed)
         problem = [self._fill(folder, samples, seed) if _rank() == 0 else None]
         if dist.is_initialized():
@@ -168,31 +176,35 @@ class _LinkBuilder:
         if problem[0] is not None:
             raise RunError(problem[0])
         try:
-            return self._make(samples, seed, folder)
-        except (OSError, ValueError) as error:
+            return IndexedSamples(read_index(folder), *self._arguments(samples, seed, None))
+        except UNREADABLE as error:  # by a rank that the first one's repair does not reach
             raise RunError(f"{folder}: a damaged sample index ({error}); delete the folder") from None
 
-    def _make(self, samples: int, seed: int, folder: Path) -> GPTDataset:
+    def _arguments(self, samples: int, seed: int, folder: Path | None) -> tuple[Any, ...]:
+        """What a GPTDataset is made from; `folder` is where it writes its index."""
         indices = np.arange(self.part.first, self.part.last, dtype=np.int32)
-        return GPTDataset(self.dataset, self.prefix, indices, samples, self.split, self.config(seed, folder))
+        return self.dataset, self.prefix, indices, samples, self.split, self.config(seed, folder)
 
     def _fill(self, folder: Path, samples: int, seed: int) -> str | None:
-        """Build the index under a temporary name and rename it. Returns what went wrong."""
-        if folder.is_dir():
-            return None
-        building = None
+        """Build the index unless a whole one is there. Returns what went wrong."""
+        part = self.part
+        reason = None
+        if folder.exists():
+            reason = damage(folder, samples, part.dataset.lengths, part.first, part.last)
+            if reason is None:
+                return None
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-            building.chmod(0o755)  # mkdtemp's own would keep the ranks of other users out
-            self._make(samples, seed, building)
-            building.rename(folder)
+            check_content(part.dataset)  # once: the index belongs to the files' sizes and times
+            with whole_folder(folder, replace=reason is not None) as new:
+                write_index(new, lambda place: GPTDataset(*self._arguments(samples, seed, place)))
         except OSError as error:
-            if not folder.is_dir():  # else another run was faster
-                return f"{self.cache}: the sample index cannot be written: {error.strerror or error}"
-        finally:
-            if building is not None:
-                shutil.rmtree(building, ignore_errors=True)
+            return f"{self.cache}: the sample index cannot be written: {error.strerror or error}"
+        except FarfieldError as error:
+            return str(error)
+        if reason is not None:
+            self.notes.append(
+                f"{folder}: the sample index was damaged ({reason}); it was built anew, in the same order"
+            )
         return None
 
     def _key(self, samples: int, seed: int) -> str:
@@ -204,8 +216,8 @@ class _LinkBuilder:
 
 
 def _stat(dataset: Indexed) -> list[int]:
-    stat = Path(f"{dataset.prefix}.idx").stat()
-    return [stat.st_size, stat.st_mtime_ns, len(dataset.tokens)]
+    stats = [Path(f"{dataset.prefix}{ending}").stat() for ending in (".idx", ".bin")]
+    return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns)]
 
 
 def _rank() -> int:

@@ -24,8 +24,9 @@ from typing import ClassVar
 import numpy as np
 import tokenizers as hf
 
+from megatron.data.description import CORPUS_FILE, LARGEST_VOCABULARY, read_description
 from megatron.data.options import DataOptions
-from megatron.data.paths import all_prefixes, description_of, read_description
+from megatron.data.paths import all_prefixes, description_of
 from megatron.errors import RunError, UserError
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
@@ -100,7 +101,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values(), default=-1) + 1
+        self.vocab_size = _vocab_size(ids, vocab_file)
         self.eod = _end_of_document(ids, vocab_file)
 
     def encode(self, text: str) -> list[int]:
@@ -128,7 +129,7 @@ class GPT2Tokenizer(Tokenizer):
             raise UserError(f"{vocab_file}, {merge_file}: not GPT-2 vocab and merges: {_line(error)}") from None
         self._tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = hf.decoders.ByteLevel()
-        self.vocab_size = max(ids.values(), default=-1) + 1
+        self.vocab_size = _vocab_size(ids, vocab_file)
         self.eod = _end_of_document(ids, vocab_file)
 
     def encode(self, text: str) -> list[int]:
@@ -210,11 +211,18 @@ def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
             raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
         return open_tokenizer(source.tokenizer_type, source.vocab_file, source.merge_file)
     folder = Path(source)
-    described = read_description(folder)["tokenizer"]
-    tokenizer = open_tokenizer(described["type"], *(folder / name for name in described["files"]))
-    if tokenizer.checksum != described["checksum"]:
-        files = ", ".join(described["files"])
+    described = read_description(folder).tokenizer
+    tokenizer = open_tokenizer(described.type, *(folder / name for name in described.files))
+    if tokenizer.checksum != described.checksum:
+        files = ", ".join(described.files)
         raise RunError(f"{folder}: {files} changed since the corpus was made; restore it or prepare the corpus again")
+    for fact in ("name", "vocab_size", "eod"):
+        said, found = getattr(described, fact), getattr(tokenizer, fact)
+        if said != found:
+            raise RunError(
+                f"{folder / CORPUS_FILE}: tokenizer.{fact} is {said}, but the tokenizer beside it has {found}; "
+                "prepare the corpus again"
+            )
     return tokenizer
 
 
@@ -252,6 +260,14 @@ def _end_of_document(ids: dict[str, int], path: Path) -> int:
         if name in ids:
             return ids[name]
     raise UserError(f"{path}: no token ends a document; looked for {', '.join(END_OF_DOCUMENT)}")
+
+
+def _vocab_size(ids: dict[str, int], path: Path) -> int:
+    """One more than the largest id; ids may have gaps."""
+    size = max(ids.values(), default=-1) + 1
+    if size > LARGEST_VOCABULARY:
+        raise UserError(f"{path}: a token has id {size - 1}; at most {LARGEST_VOCABULARY:,} tokens are supported")
+    return size
 
 
 def _checksum(type: str, files: dict[str, Path]) -> str:

@@ -97,7 +97,7 @@ def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> 
     datasets, train_samples = _datasets(config, start)
 
     reporter = console if processes.first else ConsoleReporter(None, config.training.train_iters)
-    for note in (*start.notes, *_rate_jump(config, start)):
+    for note in (*start.notes, *datasets.notes, *_rate_jump(config, start)):
         reporter.say(note)
     if datasets.valid is None and config.training.eval_interval and config.training.eval_iters:
         reporter.say("no validation: the configuration names no validation data")

@@ -14,6 +14,7 @@ from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 
 from megatron.checkpoint import folder
 from megatron.checkpoint.load_model import load_model
+from megatron.data.corpus import prepare
 from megatron.errors import UserError
 from megatron.training.loop import train
 
@@ -148,9 +149,12 @@ def test_a_changed_model_is_refused_naming_the_field(
 
 def test_other_data_are_refused_if_their_tokenizer_is_another(trained: Path, tmp_path: Path) -> None:
     other = write_corpora(tmp_path / "other")
-    description = json.loads((other / "corpus.json").read_text())
-    description["tokenizer"]["vocab_size"] = 63
-    (other / "corpus.json").write_text(json.dumps(description))
+    numbers = tmp_path / "other" / "numbers.json"
+    tokenizer = json.loads(numbers.read_text())
+    tokenizer["model"]["vocab"] |= {"sixty-one": 61, "sixty-two": 62}
+    numbers.write_text(json.dumps(tokenizer))
+    sources = [str(tmp_path / "other" / "counting.jsonl")]
+    prepare(sources, other, tokenizer="HFTokenizer", vocab_file=numbers, workers=1, overwrite=True)
     with pytest.raises(UserError, match=r"\(63 tokens\), but .* on HFTokenizer-\w+ \(61 tokens\)"):
         train(tiny_config(other, tmp_path / "new", load=str(trained)))
 
@@ -230,7 +234,9 @@ def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Pa
     shutil.copy(corpus / "corpus.json", tmp_path / "text" / "corpus.json")
     keys = {"train_data_paths": [str(other)], "tokenizer_type": None}
     description = json.loads((corpus / "corpus.json").read_text())
+    del description["files"]  # the checksums of other data
     (tmp_path / "text" / "corpus.json").write_text(json.dumps(description))
+    shutil.copy(corpus / "tokenizer.json", tmp_path / "text")
     shutil.copy(f"{other}.bin", tmp_path / "text" / "train_text_document.bin")
     shutil.copy(f"{other}.idx", tmp_path / "text" / "train_text_document.idx")
     keys = {"train_data_paths": [str(tmp_path / "text" / "train_text_document")], "seq_length": 32}

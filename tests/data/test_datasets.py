@@ -1,7 +1,9 @@
 """Datasets are written by the tests' own writer, with token ids that tell where a token came from."""
 
+import hashlib
 import json
 import os
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -270,28 +272,107 @@ def test_the_index_is_cached_and_made_anew_for_other_data(dataset, words, tmp_pa
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_cache_that_cannot_be_used_is_named(dataset, words, tmp_path):
+def test_a_cache_that_cannot_be_written_is_named(dataset, words, tmp_path):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file: the sample index cannot be written: "):
         build(data, train=60, cache=tmp_path / "file")
-    build(data, train=60, cache=tmp_path / "cache")
-    for file in (tmp_path / "cache").glob("*/*shuffle_index.npy"):
-        os.truncate(file, 150)
-    with pytest.raises(RunError, match=r"cache.*: a damaged sample index .*; delete the folder"):
-        build(data, train=60, cache=tmp_path / "cache")
+
+
+def edited(path, change):
+    array = np.load(path).copy()
+    change(array)
+    np.save(path, array)
+
+
+def recorded(folder, change, name):
+    """A change that the manifest knows of, as somebody makes it who wants it to be believed."""
+    edited(folder / f"{name}.npy", change)
+    manifest = json.loads((folder / "index.json").read_text())
+    content = (folder / f"{name}.npy").read_bytes()
+    manifest[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "index.json").write_text(json.dumps(manifest))
+
+
+class Trap:
+    """Unpickling one makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def set_trap(folder, sprung):
+    """Put pickles that run code in the place of every array, under the names of ours and of megatron-core's."""
+    for path in [*folder.glob("*.npy")]:
+        np.save(path, np.array([Trap(sprung)] * 4, dtype=object), allow_pickle=True)
+    for path in [*folder.glob("*_index.npy")]:
+        (folder / f"{path.stem.removesuffix('_index')}-other.npy").write_bytes(pickle.dumps(Trap(sprung)))
+
+
+def test_a_trap_is_one(dataset, words, tmp_path):
+    build(DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words), train=60, cache=tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    set_trap(folder, tmp_path / "sprung")
+    np.load(folder / "document_index.npy", allow_pickle=True)
+    assert (tmp_path / "sprung").exists()
+
+
+DAMAGES = {
+    "pickles": lambda folder: set_trap(folder, folder.parent / "sprung"),
+    "cut": lambda folder: os.truncate(folder / "shuffle_index.npy", 150),
+    "empty": lambda folder: os.truncate(folder / "sample_index.npy", 0),
+    "missing": lambda folder: (folder / "document_index.npy").unlink(),
+    "no manifest": lambda folder: (folder / "index.json").unlink(),
+    "bad manifest": lambda folder: (folder / "index.json").write_text("[" * 100_000),
+    "old layout": lambda folder: [
+        path.rename(folder / f"0a-GPTDataset-train-{path.name}") for path in folder.iterdir()
+    ],
+    "flipped": lambda folder: edited(folder / "shuffle_index.npy", lambda array: array.__setitem__(0, array[1])),
+    "too short": lambda folder: recorded(folder, lambda array: array.resize(20, refcheck=False), "shuffle_index"),
+    "wrong shape": lambda folder: recorded(folder, lambda array: array.resize((80, 3), refcheck=False), "sample_index"),
+    "beyond": lambda folder: recorded(folder, lambda array: array.__setitem__(3, 10**6), "shuffle_index"),
+    "negative": lambda folder: recorded(folder, lambda array: array.__setitem__(3, -1), "document_index"),
+    "past a document": lambda folder: recorded(folder, lambda array: array.__setitem__((3, 1), 70), "sample_index"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_built_anew_and_nothing_in_it_is_run(dataset, words, tmp_path, damage):
+    data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
+    cache = tmp_path / "cache"
+    first = build(data, train=60, cache=cache)
+    assert first.notes == ()
+    expected = rows(first.train)  # now: what is mapped follows the file
+    (folder,) = cache.iterdir()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    DAMAGES[damage](folder)
+    again = build(data, train=60, cache=cache)
+    assert not (cache / "sprung").exists()
+    (note,) = again.notes
+    assert note.startswith(f"{folder}: the sample index was damaged (")
+    assert "\n" not in note
+    assert rows(again.train) == expected
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert build(data, train=60, cache=cache).notes == ()
+    assert list(cache.iterdir()) == [folder]
 
 
 def _two_processes(rank: int, folder: str, options: dict) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    problems = []
-    for cache in (f"{folder}/cache", f"{folder}/file"):
+    problems, notes = [], []
+    for cache in (f"{folder}/cache", f"{folder}/trapped", f"{folder}/file"):
         try:
             built = build(DataOptions(**options), train=30, valid=5, extend=100, cache=cache)
-            Path(f"{folder}/rows{rank}").write_text(json.dumps([rows(built.train), rows(built.valid)]))
+            found = json.dumps([rows(built.train), rows(built.valid)])
+            Path(f"{folder}/rows-{Path(cache).name}{rank}").write_text(found)
+            notes += built.notes
         except RunError as error:
             problems.append(str(error))
     Path(f"{folder}/problems{rank}").write_text(json.dumps(problems))
+    Path(f"{folder}/notes{rank}").write_text(json.dumps(notes))
     torch.distributed.destroy_process_group()
 
 
@@ -299,11 +380,19 @@ def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path)
     paths = [dataset("d", numbered(LENGTHS)), dataset("e", numbered([50, 70], first=1000))]
     options = {"train_data_paths": paths, "valid_data_paths": paths[:1], **words}
     (tmp_path / "file").write_text("")
-    torch.multiprocessing.spawn(_two_processes, args=(str(tmp_path), options), nprocs=2)
-    alone = build(DataOptions(**options), train=30, valid=5, extend=100)
+    alone = build(DataOptions(**options), train=30, valid=5, extend=100, cache=tmp_path / "trapped")
     expected = json.dumps([rows(alone.train), rows(alone.valid)])
-    assert (tmp_path / "rows0").read_text() == (tmp_path / "rows1").read_text() == expected
+    for folder in (tmp_path / "trapped").iterdir():
+        set_trap(folder, tmp_path / "sprung")
+    # forked: what takes seconds to import is there already
+    torch.multiprocessing.start_processes(_two_processes, (str(tmp_path), options), nprocs=2, start_method="fork")
+    for cache in ("cache", "trapped"):
+        assert (tmp_path / f"rows-{cache}0").read_text() == (tmp_path / f"rows-{cache}1").read_text() == expected
+        assert not list((tmp_path / cache).glob(".*"))
+    assert not (tmp_path / "sprung").exists()
+    damaged = json.loads((tmp_path / "notes0").read_text())
+    assert len(damaged) == len(list((tmp_path / "trapped").iterdir()))
+    assert json.loads((tmp_path / "notes1").read_text()) == []
     problems = (tmp_path / "problems0").read_text()
     assert problems == (tmp_path / "problems1").read_text()
     assert "file: the sample index cannot be written" in problems
-    assert not list((tmp_path / "cache").glob(".*"))

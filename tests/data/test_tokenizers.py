@@ -146,3 +146,33 @@ def test_errors_name_what_is_wrong(tmp_path, files):
         train_bpe(SAMPLE, 256, tmp_path / "small.json")
     with pytest.raises(UserError, match=r"corpus\.json: no such file"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
+def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers, kind):
+    rng = np.random.default_rng(0)
+    whole = {name: path.read_bytes() for name, path in all_tokenizers[kind].files.items()}
+    refused = 0
+    for turn in range(60):
+        for name, content in whole.items():
+            damaged = bytearray(content)
+            for place in rng.integers(0, len(content), size=int(rng.integers(1, 4))):
+                damaged[place] = rng.integers(32, 127)  # printable: what is no text is refused at once
+            (tmp_path / name).write_bytes(damaged[: rng.integers(1, len(damaged))] if turn % 3 == 0 else damaged)
+        try:
+            tokenizer = open_tokenizer(kind, *(tmp_path / name for name in whole))
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)  # noqa: PT017
+            assert str(tmp_path) in str(error)  # noqa: PT017
+        else:
+            assert max(tokenizer.encode(SAMPLE[0]), default=0) < tokenizer.vocab_size
+            assert 0 <= tokenizer.eod < tokenizer.vocab_size
+    assert refused >= 20  # those cut short at least
+
+
+def test_ids_beyond_all_memory_are_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    hf.Tokenizer(hf.models.WordLevel({"a": 0, "</s>": 4_000_000_000}, unk_token="a")).save(str(path))
+    with pytest.raises(UserError, match=r"tokenizer\.json: a token has id 4000000000; at most 16,777,216 tokens"):
+        open_tokenizer("HFTokenizer", path)

@@ -1,0 +1,126 @@
+"""Folders are whole or not there, whatever ends their writers."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.data import folders
+from megatron.data.folders import recover, whole_folder
+
+
+def write(target: Path, text: str, **choices: bool) -> None:
+    with whole_folder(target, **choices) as folder:
+        (folder / "file").write_text(text)
+
+
+def killed(work: Callable[[], object]) -> None:
+    """Do some work in a process that kills itself on the way."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def suicide(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_is_made_replaced_or_kept(tmp_path):
+    target = tmp_path / "deep" / "er"
+    write(target, "one")
+    write(target, "two")
+    assert (target / "file").read_text() == "two"
+    with whole_folder(target, replace=False) as folder:
+        (folder / "file").write_text("three")
+    assert (target / "file").read_text() == "two"
+    assert names(target.parent) == ["er"]
+    assert target.stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_an_exception_leaves_what_was_there(tmp_path):
+    write(tmp_path / "x", "one")
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "x"):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["x"]
+    assert (tmp_path / "x" / "file").read_text() == "one"
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch, error):
+    write(tmp_path / "x", "one")
+    rename = Path.rename
+
+    def failing(self: Path, to: Path) -> Path:
+        if self.name == "new":
+            raise error
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(error):
+        write(tmp_path / "x", "two")
+    assert names(tmp_path) == ["x"]
+    assert (tmp_path / "x" / "file").read_text() == "one"
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    def work() -> None:
+        with whole_folder(tmp_path / "x") as folder:
+            (folder / "file").write_text("half")
+            suicide()
+
+    killed(work)
+    assert len(names(tmp_path)) == 1  # the kill left something to remove
+    recover(tmp_path / "y")
+    assert len(names(tmp_path)) == 1  # but not for another folder
+    recover(tmp_path / "x")
+    assert names(tmp_path) == []
+
+
+def test_a_folder_whose_place_was_empty_for_a_moment_is_put_back(tmp_path, monkeypatch):
+    write(tmp_path / "x", "one")
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: suicide() if self.name == "new" else rename(self, to))
+    killed(lambda: write(tmp_path / "x", "two"))
+    assert not (tmp_path / "x").exists()
+    recover(tmp_path / "x")
+    assert names(tmp_path) == ["x"]
+    assert (tmp_path / "x" / "file").read_text() == "one"
+
+
+def test_the_work_of_the_living_and_of_strangers_is_left_alone(tmp_path):
+    stranger = tmp_path / ".x.abcdefgh.tmp"
+    (stranger / "mine").mkdir(parents=True)
+    with whole_folder(tmp_path / "x") as folder:
+        recover(tmp_path / "x")  # another descriptor: a lock belongs to the one that took it
+        write(tmp_path / "x", "by another")
+        assert folder.is_dir()
+        (folder / "file").write_text("mine")
+    assert (tmp_path / "x" / "file").read_text() == "mine"
+    assert names(tmp_path) == [stranger.name, "x"]
+
+
+def test_a_file_system_without_locks_keeps_what_nobody_may_own(tmp_path, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
+    with whole_folder(tmp_path / "x") as folder:
+        recover(tmp_path / "x")
+        (folder / "file").write_text("text")
+    assert names(tmp_path) == ["x"]
