@@ -38,6 +38,13 @@ def _method(
     kind: str, name: str, valid: list[str], options: dict[str, object], known: tuple[str, ...] | None
 ) -> Iterator[Problem]:
     if name not in valid:
+        if (found := names.meant(name)) is not None:
+            key, ours = found
+            if key == kind:
+                yield kind, f"{kind}: no method is called {name!r}; it is {ours!r} here"
+            else:
+                yield kind, f"{kind}: {name!r} is no choice of it but of {key}: {key}={ours}"
+            return
         near = difflib.get_close_matches(name, valid, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         yield kind, f"{kind} {name} is not available; {hint}choose from {', '.join(valid)}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config import neox
+from megatron.config import names, neox
 from megatron.config.checks import check
 from megatron.config.problems import describe
 from megatron.config.ranks import known_ranks, with_batch
@@ -97,10 +97,20 @@ def find(name: str | os.PathLike[str], search: Sequence[str | os.PathLike[str]] 
             raise UserError(f"{text}: several files have this name: {', '.join(map(str, found))}; give the path")
         if found:
             return found[0]
-    known = {path.stem for folder in folders for path in folder.rglob("*.y*ml")}
-    near = difflib.get_close_matches(Path(text).stem, sorted(known), 3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = _hint(Path(text).stem, {path.stem for folder in folders for path in folder.rglob("*.y*ml")})
     raise UserError(f"{text}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
+
+
+def _hint(stem: str, known: set[str]) -> str:
+    """What somebody may have meant who names a file that is not there."""
+    found = names.meant(stem)
+    if found is not None and found[1] != stem:
+        key, ours = found
+        return f"; {stem!r} is {ours!r} here" + ("" if ours in known else f": {key}={ours}")
+    if stem in neox.POSITIONS:
+        return f"; it is a value: pos_emb={stem}"
+    near = difflib.get_close_matches(stem, sorted(known), 3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _folder(folder: str | os.PathLike[str]) -> Path:
@@ -214,8 +224,8 @@ def _settle_shares(settings: Settings) -> None:
 
 def _settle_tokenizer(settings: Settings) -> None:
     """GPT-NeoX's default: a vocabulary and merges without a tokenizer_type are GPT-2's."""
-    names = ("tokenizer_type", "vocab_file", "merge_file")
-    has = {name for name in names if (name,) in settings.values and settings.values[(name,)].value is not None}
+    tokenizer = ("tokenizer_type", "vocab_file", "merge_file")
+    has = {name for name in tokenizer if (name,) in settings.values and settings.values[(name,)].value is not None}
     if has == {"vocab_file", "merge_file"}:
         where = settings.values[("merge_file",)].where
         settings.values[("tokenizer_type",)] = Setting("GPT2BPETokenizer", where)

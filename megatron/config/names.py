@@ -6,11 +6,30 @@ syntax tree.
 """
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
 POSITION = Path(__file__).resolve().parent.parent / "position"
 NOT_OPTIONS = ("self", "shape", "has_bias")
+
+CALLED: dict[str, tuple[str, ...]] = {
+    "none": ("nope", "no_pe", "no_positional_encoding"),
+    "rotary": ("rope", "roformer", "rotary_embedding", "rotary_embeddings"),
+    "learned": ("ape", "absolute", "learned_absolute", "wpe"),
+    "sinusoidal": ("sine", "sincos", "sinusoid"),
+    "t5": ("t5_rpe", "t5_bias", "t5_relative_bias", "relative_bias"),
+    "alibi": ("linear_bias", "linear_biases"),
+    "kerple_log": ("kerple_logarithmic",),
+    "kerple_power": ("kerple_pow",),
+    "transformer_xl": ("txl", "trxl", "xl"),
+    "fire": ("functional_interpolation",),
+    "cope": ("contextual_position_encoding",),
+    "dape": ("cape", "dapev1"),
+    "cdape": ("dapev2", "capev2"),
+}
+"""Other names that papers and people give our methods, in any case and with or without dashes. They are refused with
+our name; those that GPT-NeoX, KERPLE and DAPE write in configurations are understood, see `neox.POSITIONS`."""
 
 
 def encodings() -> list[str]:
@@ -21,6 +40,20 @@ def encodings() -> list[str]:
 def processors() -> list[str]:
     """Valid values of `score_processor`; `none` is always among them."""
     return ["none", *_names("processors")]
+
+
+def meant(text: str) -> tuple[str, str] | None:
+    """Key and name of the method that somebody calls `text`: ("pos_emb", "rotary") for RoPE; None if there is none."""
+    wanted = _plain(text)
+    for key, methods in (("pos_emb", encodings()), ("score_processor", _names("processors"))):
+        for method in methods:
+            if wanted in map(_plain, (method, *CALLED.get(method, ()))):
+                return key, method
+    return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def encoding_options(name: str) -> tuple[str, ...] | None:

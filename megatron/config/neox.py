@@ -115,6 +115,9 @@ ADVICE: dict[str, dict[Any, str]] = {
         "CharLevelTokenizer": "use bytes, which is the same idea with an end-of-document token of its own",
         "TiktokenTokenizer": "use HFTokenizer with a tokenizer.json",
     },
+    "pos_emb": dict.fromkeys(
+        ("xpos", "yarn", "ntk", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"
+    ),
     "lr_decay_style": {"exponential": "use cosine, linear or constant"},
 }
 

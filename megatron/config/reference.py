@@ -99,13 +99,18 @@ def _section(name: str) -> str:
 
 
 def _position_names() -> str:
-    rows = []
-    for alias, (encoding, processor, per_layer) in neox.POSITIONS.items():
-        meaning = f"`pos_emb: {encoding}`"
-        meaning += f", `score_processor: {processor}`" if processor else ""
-        meaning += ", `pos_emb_per_layer: true`" if per_layer else ""
-        rows.append([f"`{alias}`", meaning])
+    rows = [[f"`{alias}`", _position(*meaning, code="`")] for alias, meaning in neox.POSITIONS.items()]
     return f"### Their names of position encodings\n\n{table(['pos_emb', 'means'], rows)}"
+
+
+def _called() -> str:
+    rows = [
+        [_code(others), f"`{key}: {method}`"]
+        for method, others in names.CALLED.items()
+        if (key := "score_processor" if method in names.processors()[1:] else "pos_emb")
+    ]
+    text = "Refused with our name, in `pos_emb`, in `score_processor` and where a file is named.\n"
+    return f"### Other names of methods\n\n{text}\n{table(['also called', 'here'], rows)}"
 
 
 def _understood() -> str:
@@ -144,13 +149,13 @@ def _refused() -> str:
 def markdown() -> str:
     """The whole page."""
     parts = [INTRODUCTION, *(_section(name) for name in SECTIONS), NEOX_INTRODUCTION]
-    return "\n".join([*parts, _position_names(), _understood(), _without_effect(), _refused()])
+    return "\n".join([*parts, _position_names(), _called(), _understood(), _without_effect(), _refused()])
 
 
 def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
     """Keys whose name or meaning contains a text: (key, default, values, meaning).
 
-    Ours, then the options of position encodings and score processors, then other projects'.
+    Ours, then position encodings and score processors by all their names, their options, then other projects' keys.
     """
     wanted = pattern.replace("-", "_").lower()
     found = [
@@ -158,10 +163,33 @@ def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
         for key in keys().values()
         if wanted in key.name.lower() or pattern.lower() in key.doc.lower()
     ]
+    found += _methods(wanted)
     found += [row for row in _method_options() if wanted and wanted in row[0]]
     return found + [
         (name, "", "", _rule_text(name, rule)) for name, rule in neox.RULES.items() if wanted and wanted in name
     ]
+
+
+def _methods(wanted: str) -> list[tuple[str, str, str, str]]:
+    """Methods one of whose names contains a text: `rope` finds `pos_emb: rotary`."""
+    if not wanted:
+        return []
+    rows = []
+    for key, methods in (("pos_emb", names.encodings()), ("score_processor", names.processors()[1:])):
+        for method in methods:
+            others = names.CALLED.get(method, ())
+            if any(wanted in name for name in (method, *others)):
+                also = f"also called {', '.join(others)}; " if others else ""
+                rows.append((f"{key}: {method}", "", "", f"{also}./deepy.py positions tells more"))
+    theirs = {alias: meaning for alias, meaning in neox.POSITIONS.items() if wanted in alias}
+    return rows + [(f"pos_emb: {alias}", "", "", _position(*theirs[alias])) for alias in theirs]
+
+
+def _position(encoding: str, processor: str | None, per_layer: bool | None, code: str = "") -> str:
+    meaning = [f"pos_emb: {encoding}"]
+    meaning += [f"score_processor: {processor}"] if processor else []
+    meaning += ["pos_emb_per_layer: true"] if per_layer else []
+    return ", ".join(f"{code}{part}{code}" for part in meaning)
 
 
 def _method_options() -> list[tuple[str, str, str, str]]:

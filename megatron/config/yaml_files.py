@@ -2,7 +2,8 @@
 
 YAML 1.2 reads 6e-4 as a number, which YAML 1.1 (and so PyYAML) takes for text. JSON-like files with True, False and
 trailing commas load as they are. A repeated key is an error: one of the two values would be ignored. Only plain data
-is constructed, whatever tags a file has.
+is constructed, whatever tags a file has. What no person writes is refused before anything is built of it: a large
+file, many or deeply nested values, and anchors that stand for many values (ten lines can stand for billions).
 """
 
 import io
@@ -13,6 +14,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    CollectionStartEvent,
+    MappingEndEvent,
+    NodeEvent,
+    SequenceEndEvent,
+)
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 
@@ -20,6 +28,12 @@ from megatron.errors import UserError
 
 HARMLESS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE = "tag:yaml.org,2002:merge"
+
+MOST_BYTES = 1 << 20
+MOST_NODES = 10_000
+"""Keys, values, lists and mappings, with those that an alias stands for. The zoo, the largest file here, has 500."""
+DEEPEST = 50
+"""Lists and mappings inside each other."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +111,51 @@ def _check_plain(value: Any, source: str, line: int, lines: dict[tuple[str, ...]
 
 
 def read_text(path: Path) -> str:
-    """A small text file. Raises UserError if it cannot be read as UTF-8."""
+    """A small text file. Raises UserError if it is large or cannot be read as UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UserError(f"{path}: larger than {MOST_BYTES:,} bytes, which no configuration is")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def _check_size(text: str, source: str) -> None:
+    """Refuse what has too many values, or too deep ones, without building them."""
+    nodes = 0
+    anchors: dict[str, int] = {}  # how many nodes each stands for; while it is open, none
+    opened: list[tuple[str | None, int]] = []
+    for event in _loader().parse(io.StringIO(text)):
+        before = nodes
+        if isinstance(event, AliasEvent):
+            nodes += anchors.get(event.anchor, 1)
+        elif isinstance(event, CollectionStartEvent):
+            nodes += 1
+            opened.append((event.anchor, before))
+        elif isinstance(event, NodeEvent):
+            nodes += 1
+            anchors |= {event.anchor: 1} if event.anchor else {}
+        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+            anchor, before = opened.pop()
+            anchors |= {anchor: nodes - before} if anchor else {}
+        place = f"{source}:{event.start_mark.line + 1}"
+        if nodes > MOST_NODES:
+            raise UserError(f"{place}: more than {MOST_NODES:,} values, aliases counted as what they stand for")
+        if len(opened) > DEEPEST:
+            raise UserError(f"{place}: nested too deeply to be a configuration: more than {DEEPEST} times")
+
+
 def parse(text: str, source: str) -> Document:
     """The mapping written in `text`; `source` is how messages name it. An empty text is an empty mapping."""
     try:
-        node = _loader().compose(io.StringIO(text))
-        values = _loader().load(io.StringIO(text))
+        _check_size(text, source)
+        loader = _loader()
+        node = loader.compose(io.StringIO(text))
+        values = None if node is None else loader.constructor.construct_document(node)
     except YAMLError as error:
         raise _one_line(source, error) from error
     except ValueError as error:  # a scalar that looks like a date but is none, for example
@@ -139,6 +184,7 @@ def read_yaml(path: Path) -> Document:
 def parse_value(text: str, source: str) -> Any:
     """A single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; nothing is null."""
     try:
+        _check_size(text, source)
         value = _loader().load(io.StringIO(text))
     except (YAMLError, ValueError) as error:
         raise UserError(f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as text") from error

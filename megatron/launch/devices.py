@@ -13,6 +13,17 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+DEV = Path("/dev")
+PROCESSES_PER_CORE = 4
+"""Several processes may share a core, to try out what runs on several GPUs elsewhere. More would only wait for each
+other, at about a gigabyte of memory each."""
+
+
+def most_processes_on_cpu() -> int:
+    """How many processes this machine's CPU is asked to run at most."""
+    return PROCESSES_PER_CORE * count_cores()
+
+
 def count_gpus() -> int:
     """NVIDIA GPUs that this process may use; 0 where torch was built without CUDA."""
     if not _torch_has_cuda():
@@ -44,7 +55,7 @@ def _torch_has_cuda() -> bool:
 
 
 def _installed_gpus() -> int:
-    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    devices = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if devices:
         return len(devices)
     tool = shutil.which("nvidia-smi")  # where GPUs are not files: Windows' Linux

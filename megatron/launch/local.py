@@ -79,6 +79,14 @@ def resolve(config: Config) -> Resolved:
     if gpus and ranks > gpus:
         have = "1 GPU is" if gpus == 1 else f"{gpus} GPUs are"
         raise UserError(f"num_gpus is {ranks}, but {have} here; use at most that many, or device: cpu")
+    most = devices.most_processes_on_cpu()
+    if device == "cpu" and ranks > most:
+        cores = devices.count_cores()
+        have = "1 CPU core is" if cores == 1 else f"{cores} CPU cores are"
+        raise UserError(
+            f"num_gpus is {ranks}, but {have} here and there is no GPU to use; use at most {most}, "
+            f"{devices.PROCESSES_PER_CORE} per core"
+        )
     if config.training.precision == "fp16" and device == "cpu":
         raise UserError("precision is fp16, which needs a GPU, and there is none here; use precision=bf16 or fp32")
     if data.data_path is None and not data.train_data_paths:

@@ -1,6 +1,10 @@
 """What is read off the files agrees with what the registry says after importing them."""
 
-from megatron.config import names
+import pytest
+
+from megatron.config import names, reference
+from megatron.config.load import load
+from megatron.errors import UserError
 from megatron.position import registry
 
 
@@ -15,3 +19,62 @@ def test_options_are_the_registrys():
     for name in names.processors():
         known = set() if name == "none" else set(registry.processor_class(name).options())
         assert set(names.processor_options(name)) == known, name
+
+
+def test_other_names_are_of_our_methods_and_of_one_each():
+    ours = {*registry.encodings(), *registry.processors()}
+    assert set(names.CALLED) <= ours
+    every = [names._plain(name) for method in names.CALLED for name in names.CALLED[method]]
+    assert len(set(every)) == len(every)
+    assert not {name for others in names.CALLED.values() for name in others} & ours
+
+
+FIELD = [  # as papers write them
+    ("RoPE", "pos_emb", "rotary"),
+    ("rope", "pos_emb", "rotary"),
+    ("NoPE", "pos_emb", "none"),
+    ("nope", "pos_emb", "none"),
+    ("ALiBi", "pos_emb", "alibi"),
+    ("T5-RPE", "pos_emb", "t5"),
+    ("t5_rpe", "pos_emb", "t5"),
+    ("FIRE", "pos_emb", "fire"),
+    ("CoPE", "pos_emb", "cope"),
+    ("Transformer-XL", "pos_emb", "transformer_xl"),
+    ("Kerple-Log", "pos_emb", "kerple_log"),
+    ("APE", "pos_emb", "learned"),
+    ("DAPE V2", "score_processor", "cdape"),
+    ("dapev1", "score_processor", "dape"),
+]
+SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=8", "train_iters=1"]
+
+
+@pytest.mark.parametrize(("name", "key", "ours"), FIELD)
+def test_names_of_the_field_lead_to_ours(name, key, ours):
+    assert names.meant(name) == (key, ours)
+    with pytest.raises(UserError, match=rf"{key}: no method is called '{name}'; it is '{ours}' here$"):
+        load([], [*SHAPE, f"{key}={name}"])
+    with pytest.raises(UserError, match=rf"^{name}: no such configuration file, .*; '{name}' is '{ours}' here$"):
+        load([name])
+    if name.islower():
+        assert f"{key}: {ours}" in [row[0] for row in reference.lookup(name)]
+
+
+def test_each_kind_of_method_knows_the_other():
+    with pytest.raises(UserError, match=r"pos_emb: 'cdape' is no choice of it but of score_processor: .*=cdape"):
+        load([], [*SHAPE, "pos_emb=cdape"])
+    with pytest.raises(UserError, match="score_processor: 'rope' is no choice of it but of pos_emb: pos_emb=rotary"):
+        load([], [*SHAPE, "score_processor=rope"])
+
+
+def test_names_of_other_projects_are_told_where_a_file_is_named():
+    with pytest.raises(UserError, match=r"kerple_capev2: no such .*; it is a value: pos_emb=kerple_capev2"):
+        load(["kerple_capev2"])
+    rows = {row[0]: row[3] for row in reference.lookup("kerple_capev2")}
+    assert rows == {"pos_emb: kerple_capev2": "pos_emb: kerple_log, score_processor: cdape, pos_emb_per_layer: true"}
+
+
+def test_no_name_is_made_up():
+    assert names.meant("rotory") is None
+    assert names.meant("") is None
+    with pytest.raises(UserError, match=r"pos_emb: xpos is not offered; .*rotary"):
+        load([], [*SHAPE, "pos_emb=xpos"])

@@ -83,6 +83,55 @@ def test_errors_are_one_line_with_a_place(text, message):
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 40)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, r"^f\.yml:4: more than 10,000 values"),
+        (MERGES, r"^f\.yml:5: more than 10,000 values"),
+        ("".join(f"k{i}: 1\n" for i in range(700_000)), r"^f\.yml:5000: more than 10,000 values"),
+        ("a: [" + "1, " * 700_000, r"^f\.yml:1: more than 10,000 values"),
+        ("a: " + "[" * 300_000, r"^f\.yml:1: nested too deeply"),
+        ("a: " + "{b: " * 300_000, r"^f\.yml:1: nested too deeply"),
+        ("- " * 300_000, r"^f\.yml:1: nested too deeply"),
+    ],
+    ids=["aliases", "merges", "keys", "items", "lists", "mappings", "dashes"],
+)
+def test_what_would_take_hours_or_all_memory_is_refused_at_once(tmp_path, text, message):
+    """Where that were not so, this test would not end."""
+    with pytest.raises(UserError, match=message) as caught:
+        parse(text, "f.yml")
+    assert "\n" not in str(caught.value)
+    path = tmp_path / "large.yml"
+    path.write_text(text + "#" * (1 << 20))
+    with pytest.raises(UserError, match=r"large\.yml: larger than 1,048,576 bytes, which no configuration is"):
+        read_yaml(path)
+
+
+def test_a_bomb_on_the_command_line_is_refused():
+    rounds = ", ".join(f"&a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 40))
+    with pytest.raises(UserError, match=r"^command line: x:1: more than 10,000 values"):
+        parse_value(f"[&a0 [1], {rounds}]", "command line: x")
+
+
+def test_a_large_configuration_is_read():
+    text = (
+        "base: &b {" + ", ".join(f"k{i}: {i}" for i in range(400)) + "}\n" + "".join(f"v{i}: *b\n" for i in range(10))
+    )
+    assert parse(text, "f.yml").values["v9"]["k399"] == 399
+
+
+def test_line_ends_of_other_systems_count_as_lines(tmp_path):
+    (tmp_path / "f.yml").write_bytes(b"a: 1\r\nb: 2\r\na: 3\r\n")
+    with pytest.raises(UserError, match=r"f\.yml:3: key 'a' is given twice"):
+        read_yaml(tmp_path / "f.yml")
+
+
 def test_empty_file_is_an_empty_mapping():
     assert parse("", "f.yml").values == {}
     assert parse("# nothing\n", "f.yml").values == {}

@@ -1,5 +1,6 @@
 """Counting GPUs without torch."""
 
+import importlib.machinery
 import os
 import subprocess
 import sys
@@ -8,12 +9,73 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.launch import devices
+from megatron.config.load import load
+from megatron.errors import UserError
+from megatron.launch import devices, local
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: without one both would count none")
 def test_agrees_with_torch():
     assert devices.count_gpus() == torch.cuda.device_count() > 0
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A torch with CUDA, no GPU in /dev and no tool, until a test says otherwise."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(devices, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_gpus_are_files(machine):
+    assert devices.count_gpus() == 0
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps", "dri"):
+        (machine / "dev" / name).touch()
+    assert devices.count_gpus() == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "count"),
+    [
+        ("echo 'GPU 0: H100 (UUID: GPU-1)'\necho '  MIG 1g.10gb'\necho 'GPU 1: H100 (UUID: GPU-2)'", 2),
+        ("echo 'No devices were found'", 0),
+        ("echo 'GPU 0: broken'\nexit 9", 0),
+    ],
+)
+def test_where_gpus_are_no_files_the_tool_is_asked(machine, script, count):
+    tool = machine / "bin" / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    assert devices.count_gpus() == count
+
+
+@pytest.mark.parametrize(("cuda", "has"), [("'13.0'", True), ("None", False)])
+def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "torch" / "version.py").write_text(f"hip = '6'\ncuda: Optional[str] = {cuda}\n")
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: spec)
+    assert devices._torch_has_cuda() == has
+
+
+@pytest.mark.parametrize(("cores", "most", "have"), [(1, 4, "1 CPU core is"), (2, 8, "2 CPU cores are")])
+def test_more_processes_than_the_cores_can_share_are_refused(monkeypatch, cores, most, have):
+    monkeypatch.setattr(devices, "count_cores", lambda: cores)
+    keys = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=8", "train_iters=1", "data_path=x"]
+
+    def settled(processes):
+        config = load([], [*keys, "device=cpu", f"num_gpus={processes}"]).config
+        return local.resolve(config).ranks
+
+    assert settled(most) == most
+    for processes in (most + 1, 1000):
+        with pytest.raises(UserError, match=rf"num_gpus is {processes}, but {have} here .* at most {most}, 4 per core"):
+            settled(processes)
 
 
 @pytest.mark.parametrize(
