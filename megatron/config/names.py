@@ -14,7 +14,7 @@ POSITION = Path(__file__).resolve().parent.parent / "position"
 NOT_OPTIONS = ("self", "shape", "has_bias")
 
 CALLED: dict[str, tuple[str, ...]] = {
-    "none": ("nope", "no_pe", "no_positional_encoding"),
+    "none": ("nope", "no_positional_encoding"),
     "rotary": ("rope", "roformer", "rotary_embedding", "rotary_embeddings"),
     "learned": ("ape", "absolute", "learned_absolute", "wpe"),
     "sinusoidal": ("sine", "sincos", "sinusoid"),

@@ -26,6 +26,7 @@ what it replaced:
   subfolders. With `-d FOLDER` they are looked up there first. Paths inside files are relative to the current directory.
 - Files are YAML 1.2: `6e-4` is a number, `true` and `True` are the same, JSON with trailing commas is fine. Keys may be
   written with dashes or underscores. A key given twice in a file is an error, and so is an unknown one.
+- A file has at most 10,000 values, aliases (`*name`) counted as what they stand for, and 1 MiB.
 - Keys are flat. `optimizer`, `zero_optimization`, `fp16`, `bf16` and the two `…_options` hold keys of their own; they
   merge key by key, on the command line with dots. A later file that chooses another `pos_emb` or `score_processor`
   drops the options given for the one before.

@@ -1,39 +1,210 @@
-"""No key is accepted and ignored: each is read by some code outside the configuration's own machinery."""
+"""No key is accepted and ignored: each is read by some code outside the configuration's own machinery.
+
+A key counts as read where its name is an attribute of something that is its section: of `config.SECTION`, of a variable
+or an argument that holds one, or by `getattr`. `text.split` does not read the key `split`.
+"""
 
 import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.schema import keys
+import pytest
+
+from megatron.config.schema import SECTIONS, Config, keys
+from megatron.options import Section
 
 MEGATRON = Path(__file__).resolve().parents[2] / "megatron"
-# They hold or print keys; they do nothing with them.
+# They hold, check or print keys; they do nothing with them.
 MACHINERY = {
-    MEGATRON / "config" / name for name in ("schema.py", "settings.py", "neox.py", "reference.py", "problems.py")
+    MEGATRON / "config" / f"{name}.py" for name in ("schema", "settings", "neox", "reference", "problems", "checks")
 }
 # Handed to DeepSpeed as a whole.
 WHOLE = {"zero_optimization", "fp16"}
 
 
-def attributes_read() -> set[str]:
-    """Every `.name` in the sources; options.py files declare keys and do not count."""
-    found = set()
-    for path in MEGATRON.rglob("*.py"):
-        if path.name != "options.py" and path not in MACHINERY:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+def _sections(kind: type[Section]) -> Iterator[type[Section]]:
+    yield kind
+    for field in kind.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _sections(field.annotation)
+
+
+TYPES: dict[str, type] = {"Config": Config} | {
+    kind.__name__: kind for section in SECTIONS.values() for kind in _sections(section)
+}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+class Reader:
+    """Which fields of which sections some sources read, found by following the types of variables."""
+
+    def __init__(self, sources: list[str]) -> None:
+        self.read: set[tuple[type, str]] = set()
+        self.attributes: dict[str, type] = {"config": Config}  # whatever it is an attribute of
+        trees = [ast.parse(source) for source in sources]
+        for tree in trees:
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    for field in node.body:
+                        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                            self._attribute(field.target.id, self._annotated(field.annotation))
+        for _ in range(2):  # what one file assigns to an attribute, another may read
+            for tree in trees:
+                self._scope(tree, {"config": Config}, {})
+
+    def _attribute(self, name: str, kind: type | None) -> None:
+        if kind is not None and name != "config":
+            self.attributes.setdefault(name, kind)
+
+    def _annotated(self, annotation: ast.expr | None) -> type | None:
+        words = re.findall(r"\w+", ast.unparse(annotation)) if annotation is not None else []
+        kinds = [TYPES[word] for word in words if word in TYPES]
+        return kinds[0] if len(kinds) == 1 and not {"tuple", "list", "dict", "Callable", "type"} & set(words) else None
+
+    def _scope(self, scope: ast.AST, outer: dict[str, type], outer_texts: dict[str, list[ast.expr]]) -> None:
+        """A module or a function: first what its variables are, then what it reads."""
+        kinds, texts = dict(outer), {name: list(found) for name, found in outer_texts.items()}
+        if isinstance(scope, FUNCTIONS):
+            for argument in (*scope.args.args, *scope.args.kwonlyargs):
+                kind = self._annotated(argument.annotation)
+                if kind is not None:
+                    kinds[argument.arg] = kind
+                elif argument.annotation is not None:
+                    kinds.pop(argument.arg, None)
+        inside = list(_inside(scope))
+        for _ in range(2):
+            for node in inside:
+                self._assign(node, kinds, texts)
+        for node in inside:
+            if isinstance(node, FUNCTIONS):
+                self._scope(node, kinds, texts)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                self._kind(node, kinds)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+                self._getattr(node, kinds, texts)
+
+    def _assign(self, node: ast.AST, kinds: dict[str, type], texts: dict[str, list[ast.expr]]) -> None:
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.NamedExpr | ast.AnnAssign) and node.value is not None:
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Tuple | ast.List):
+            pairs = [(node.target, item) for item in node.iter.elts]
+        for target, value in pairs:
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+                parts = list(zip(target.elts, value.elts, strict=True))
+            else:
+                parts = [(target, value)]
+            for name, what in parts:
+                kind = self._kind(what, kinds)
+                if isinstance(name, ast.Attribute):
+                    self._attribute(name.attr, kind)
+                elif isinstance(name, ast.Name) and kind is not None:
+                    kinds[name.id] = kind
+                elif isinstance(name, ast.Name) and isinstance(what, ast.Constant | ast.JoinedStr):
+                    texts.setdefault(name.id, []).append(what)
+
+    def _kind(self, node: ast.expr, kinds: dict[str, type]) -> type | None:
+        """The section (or `Config`) that an expression is; fields on the way to it are read."""
+        if isinstance(node, ast.Name):
+            return kinds.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        owner = self._kind(node.value, kinds)
+        if owner is None or node.attr not in owner.model_fields:
+            return self.attributes.get(node.attr)
+        self.read.add((owner, node.attr))
+        annotation = owner.model_fields[node.attr].annotation
+        return annotation if annotation in TYPES.values() else None
+
+    def _getattr(self, node: ast.Call, kinds: dict[str, type], texts: dict[str, list[ast.expr]]) -> None:
+        owner = self._kind(node.args[0], kinds)
+        name = node.args[1]
+        for text in texts.get(name.id, []) if isinstance(name, ast.Name) else [name]:
+            if owner is not None:
+                self.read |= {(owner, field) for field in owner.model_fields if _pattern(text).fullmatch(field)}
+
+
+def _pattern(text: ast.expr) -> re.Pattern[str]:
+    if isinstance(text, ast.Constant):
+        return re.compile(re.escape(str(text.value)))
+    parts = text.values if isinstance(text, ast.JoinedStr) else []
+    return re.compile("".join(re.escape(str(p.value)) if isinstance(p, ast.Constant) else r"\w+" for p in parts))
+
+
+def _inside(scope: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a scope, without those of the functions in it."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, FUNCTIONS):
+            yield from _inside(node)
+
+
+def sources() -> dict[Path, str]:
+    """What may use a key: options.py files declare keys and do not count."""
+    return {
+        path: path.read_text(encoding="utf-8")
+        for path in MEGATRON.rglob("*.py")
+        if path.name != "options.py" and path not in MACHINERY
+    }
+
+
+def unused(texts: list[str]) -> list[str]:
+    read = Reader(texts).read
+    found = []
+    for key in keys().values():
+        kind: type[Section] = SECTIONS[key.section]
+        for name in key.path[:-1]:
+            kind = kind.model_fields[name].annotation  # type: ignore[assignment]
+        if (kind, key.path[-1]) not in read:
+            found.append(key.name)
     return found
 
 
 def test_every_key_is_read_somewhere():
-    used = attributes_read()
-    silent = {"bf16", "enabled"}  # said by `precision` once a configuration is loaded
-    unused = [
-        key.name
-        for key in keys().values()
-        if key.path[-1] not in used | silent
-        and not (len(key.path) > 1 and key.path[0] in WHOLE)
-        and len(key.choices) != 1  # `data_impl`: one value only, so there is nothing to read
-        and key.name not in ("pipe_parallel_size", "optimizer.type")  # all their values mean the same
-    ]
-    assert unused == []
-    assert used >= WHOLE
+    silent = {"bf16", "bf16.enabled", "fp16.enabled", "fp16.type"}  # said by `precision` once a configuration is loaded
+    silent |= {"pipe_parallel_size", "optimizer.type"}  # all their values mean the same
+    silent |= {key.name for key in keys().values() if len(key.choices) == 1}  # `data_impl`: there is nothing to read
+    left = [name for name in unused(list(sources().values())) if name.split(".")[0] not in WHOLE or "." not in name]
+    assert [name for name in left if name not in silent] == []
+
+
+@pytest.mark.parametrize(
+    ("uses", "name"),
+    [
+        (r"\b(data|options|own)\.split\b", "split"),
+        (r"\bdata\.eod_mask_loss\b", "eod_mask_loss"),
+        (r"\bparams\.betas\b", "optimizer.params.betas"),
+    ],
+)
+def test_a_key_that_is_no_longer_read_is_found(uses, name):
+    """`split` is still there as `text.split`, `eod_mask_loss` as a variable of that name, `betas` in dictionaries."""
+    texts = list(sources().values())
+    assert name not in unused(texts)
+    assert name in unused([re.sub(uses, "nothing", text) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("def f(text): return text.split(',')", set()),
+        ("def f(data): return data.split", set()),  # nothing says what it is
+        ("def f(data: DataOptions): return data.split", {"split"}),
+        ("def f(data: 'DataOptions | None'): return data.split", {"split"}),
+        ("def f(run): return run.config.data.split", {"split"}),
+        ("def f(run):\n own, n = run.config.data, 1\n return own.split", {"split"}),
+        ("def f(c: Config):\n def g(): return c.data.split\n return g", {"split"}),
+        ("class A:\n def __init__(self, d: DataOptions): self.d = d\n def g(self): return self.d.split", {"split"}),
+        ("def f(d: DataOptions):\n for k in ('split', 'other'): getattr(d, k)", {"split"}),
+        (
+            "def f(d: DataOptions, s): return getattr(d, f'{s}_data_paths')",
+            {f"{s}_data_paths" for s in ("train", "valid", "test")},
+        ),
+        ("def f(d: DataOptions): d.split = 3", set()),
+        ("def f(texts: list[DataOptions]): return texts.split", set()),
+    ],
+)
+def test_only_a_section_has_keys(source, read):
+    assert {name for kind, name in Reader([source]).read if kind is SECTIONS["data"]} == read
