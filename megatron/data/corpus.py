@@ -31,6 +31,7 @@ from megatron.data.description import (
     TOKENIZER_FILES,
     Description,
     SplitCounts,
+    SplitName,
     TokenizerFacts,
     check_files,
     file_facts,
@@ -173,7 +174,7 @@ def read_corpus(folder: str | Path) -> Corpus:
         tokenizer=described.tokenizer.name,
         vocab_size=described.tokenizer.vocab_size,
         eod=described.tokenizer.eod,
-        splits=dict(described.splits),
+        splits={str(name): size for name, size in described.splits.items()},
         sources=described.sources,
         notes=described.notes,
     )
@@ -341,7 +342,7 @@ def _write(
     workers: int | None,
     jsonl_key: str,
     report: Progress,
-) -> tuple[dict[str, SplitCounts], list[str]]:
+) -> tuple[dict[SplitName, SplitCounts], list[str]]:
     """Tokenize everything into the datasets of a folder. Returns the sizes and the Python files left out."""
     total = sum(file.size for file in files)
     if workers is None:
@@ -352,7 +353,9 @@ def _write(
     from megatron.data.megatron_core import DType, IndexedDatasetBuilder  # takes seconds: after all that can be wrong
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    names = {0: WHOLE} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
+    names: dict[int, SplitName] = (
+        {0: WHOLE} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
+    )
     counted = {name: SplitCounts(documents=0, tokens=0, bytes=0) for name in names.values()}
     skipped: list[str] = []
     done = 0
@@ -392,7 +395,7 @@ def _add(builder: Any, encoded: Encoded) -> None:
         start += length
 
 
-def _no_empty_split(counted: dict[str, SplitCounts], files: list[SourceFile]) -> None:
+def _no_empty_split(counted: dict[SplitName, SplitCounts], files: list[SourceFile]) -> None:
     documents = sum(size.documents for size in counted.values())
     if documents == 0:
         raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it")

@@ -151,7 +151,7 @@ def build_datasets(
         for split, parts in chosen.items()
         if parts
     }
-    return Datasets(*(built.get(split) for split in SPLITS), notes=tuple(notes))
+    return Datasets(built.get("train"), built.get("valid"), built.get("test"), tuple(notes))
 
 
 def token_stream(data: DataOptions, split: Split) -> np.ndarray:

@@ -34,6 +34,7 @@ TOKENIZER_FILES: dict[TokenizerType, tuple[str, ...]] = {
 LARGEST_VOCABULARY = 1 << 24
 """Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
 
+SplitName = Literal["train", "valid", "test", "all"]
 Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _STRICT = ConfigDict(strict=True, frozen=True, protected_namespaces=())  # what a later version adds is passed over
@@ -89,7 +90,7 @@ class Description(BaseModel):
     sources: list[Any] = []
     made_from: dict[str, Any]
     tokenizer: TokenizerFacts
-    splits: Annotated[dict[Literal["train", "valid", "test", "all"], SplitCounts], Field(min_length=1)]
+    splits: Annotated[dict[SplitName, SplitCounts], Field(min_length=1)]
     notes: list[Any] = []
     files: dict[Annotated[str, Field(pattern=r"^[a-z_.]+$")], FileFacts] | None = None  # not in older corpora
 

@@ -14,7 +14,7 @@ from megatron.errors import UserError
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-WHOLE = "all"  # the one split of a corpus that is not divided
+WHOLE: Literal["all"] = "all"  # the one split of a corpus that is not divided
 
 
 def basename(split: str) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 import tokenizers as hf
 
 from megatron.data.description import CORPUS_FILE, LARGEST_VOCABULARY, read_description
-from megatron.data.options import DataOptions
+from megatron.data.options import DataOptions, TokenizerType
 from megatron.data.paths import all_prefixes, description_of
 from megatron.errors import RunError, UserError
 
@@ -36,7 +36,7 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>",
 class Tokenizer(ABC):
     """Text to token ids and back. Every id is in [0, vocab_size); `eod` is the id written after each document."""
 
-    type: ClassVar[str]
+    type: ClassVar[TokenizerType]
     vocab_size: int
     eod: int
 
@@ -211,13 +211,13 @@ def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
             raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
         return open_tokenizer(source.tokenizer_type, source.vocab_file, source.merge_file)
     folder = Path(source)
-    described = read_description(folder).tokenizer
-    tokenizer = open_tokenizer(described.type, *(folder / name for name in described.files))
-    if tokenizer.checksum != described.checksum:
-        files = ", ".join(described.files)
+    facts = read_description(folder).tokenizer
+    tokenizer = open_tokenizer(facts.type, *(folder / name for name in facts.files))
+    if tokenizer.checksum != facts.checksum:
+        files = ", ".join(facts.files)
         raise RunError(f"{folder}: {files} changed since the corpus was made; restore it or prepare the corpus again")
     for fact in ("name", "vocab_size", "eod"):
-        said, found = getattr(described, fact), getattr(tokenizer, fact)
+        said, found = getattr(facts, fact), getattr(tokenizer, fact)
         if said != found:
             raise RunError(
                 f"{folder / CORPUS_FILE}: tokenizer.{fact} is {said}, but the tokenizer beside it has {found}; "
