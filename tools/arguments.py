@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 
@@ -59,3 +61,19 @@ def output_file(text: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: may not be written")
     return path
+
+
+def tell_interrupts_in_a_line() -> None:
+    """From here on Ctrl-C ends this process with one line instead of a traceback; call it before slow imports.
+
+    Python then ends by the signal itself, so that a shell or a caller sees what happened.
+    """
+    otherwise = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        else:
+            otherwise(kind, error, trace)
+
+    sys.excepthook = tell

@@ -6,22 +6,30 @@
 Both train on the same corpus with AdamW, clipping and a schedule. Farfield runs its own loop with everything that a
 run has (DeepSpeed engine, megatron-core model, indexed data, metrics); the plain model is tools/plain_gpt.py in the
 loop one would write by hand. Blocks of steps alternate between the two, so that a noisy machine disturbs both alike;
-what counts is the median over blocks of the ratio.
+what counts is the median over blocks of the ratio. Records are written after each method; SIGTERM and Ctrl-C end it
+after the current step, with the records of the methods before.
 """
 
 import json
 import logging
+import signal
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore")
-logging.disable(logging.WARNING)
+
+from tools.arguments import Parser, at_least, output_file, some_of, tell_interrupts_in_a_line  # noqa: E402
+
+if __name__ == "__main__":
+    tell_interrupts_in_a_line()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
 
 import torch  # noqa: E402
 
@@ -32,7 +40,6 @@ from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.loop import Loop  # noqa: E402
 from megatron.training.setup import prepare as prepare_run  # noqa: E402
 from megatron.training.signals import StopRequest  # noqa: E402
-from tools.arguments import Parser, at_least, output_file, some_of  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
 
@@ -96,23 +103,32 @@ class Plain:
 MINIMAL = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=1"]
 
 
+class Stopped(Exception):
+    """A signal came; its number is the argument. Past it the loop would take no steps, in no time."""
+
+
 def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int) -> dict:
-    """Alternate blocks of steps; tokens per second of each and the median of the ratios."""
+    """Alternate blocks of steps; tokens per second of each and the median of the ratios.
+
+    Raises:
+        Stopped: the process was asked to end.
+    """
     shape = SHAPES[shape_name]
     loop = farfield(shape, method, corpus)
     plain = Plain(shape, method, corpus, loop.run.vocabulary.size)
     tokens = shape["batch"] * shape["length"] * steps
     times: dict[str, list[float]] = {"farfield": [], "plain": []}
-    with StopRequest() as stop:
+    with closing(loop.run), StopRequest() as stop:
         takers = {"farfield": lambda: loop.take_step(stop), "plain": plain.step}
         for block in range(blocks + 1):  # the first block warms up
             for name in sorted(takers, reverse=bool(block % 2)):
                 begun = time.perf_counter()
                 for _ in range(steps):
                     takers[name]()
+                    if stop.signal is not None:
+                        raise Stopped(stop.signal)
                 if block:
                     times[name].append(time.perf_counter() - begun)
-    loop.run.close()
     ratios = [p / f for f, p in zip(times["farfield"], times["plain"], strict=True)]
     return {
         "shape": shape_name,
@@ -136,21 +152,31 @@ def main() -> None:
     parser.add_argument("--blocks", type=at_least(2), default=9)
     parser.add_argument("--json", type=output_file, help="write the records here")
     arguments = parser.parse_args()
+    try:
+        compare(arguments.shapes, arguments.methods, arguments.blocks, arguments.json)
+    except Stopped as stopped:
+        number = stopped.args[0]
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        sys.exit(128 + number)
+
+
+def compare(shapes: list[str], methods: list[str], blocks: int, file: Path | None) -> None:
+    """Measure every method in every shape; print and write each record as soon as it is there."""
     result = {**stamp(__file__, "cpu"), "records": []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "python"
         prepare(["python"], corpus)
         print(f"{'shape':<11} {'method':<11} {'farfield tok/s':>15} {'plain tok/s':>12} {'ratio':>6}   quartiles")
-        for shape in arguments.shapes:
-            for method in arguments.methods:
-                record = measure(shape, method, corpus, arguments.blocks, 15 if shape == "quickstart" else 1)
+        for shape in shapes:
+            for method in methods:
+                record = measure(shape, method, corpus, blocks, 15 if shape == "quickstart" else 1)
                 result["records"].append(record)
                 speed = record["tokens_per_second"]
                 low, high = record["ratio_quartiles"]
                 print(f"{shape:<11} {method:<11} {speed['farfield']:>15,} {speed['plain']:>12,} {record['ratio']:>6}"
                       f"   {low} … {high}", flush=True)  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                if file is not None:
+                    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

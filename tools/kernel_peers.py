@@ -11,6 +11,7 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.runtime import interpreted
 from megatron.model.backends.backend import Backend, Rows
@@ -29,8 +30,9 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 OPS = ("biased_attention", "cdape")
 CHUNK = 64
 """Query rows per block of the chunked backend: the fastest of 16, 32, 64 and 128 at T = 512 and 2048 on two cores."""
-FLOORS = ("flash",)
-"""Peers that compute less than the problem, to show what it costs: they have no error."""
+FLOORS = {"flash": SDPBackend.FLASH_ATTENTION, "flash cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Peers that compute less than the problem, to show what it costs: they have no error. Plain attention by one named
+kernel each, FlashAttention-2 and cuDNN's: left to itself, PyTorch takes the one or the other by version and shape."""
 FROZEN = ("flex frozen",)
 """Peers that give no gradient to the parameters: their error is that of the output and of dq, dk and dv."""
 COMPILER = partial(torch.compile, fullgraph=True, dynamic=False)
@@ -99,10 +101,15 @@ class Problem:
             exact.methods[1].load_state_dict(processor.state_dict())
         return exact
 
-    def matrix(self, table: Tensor) -> Tensor:
-        """A table [H, T] as a matrix [H, T, T] the way one writes it by hand: by indexing."""
-        i = torch.arange(self.length, device=self.device)
-        return table[:, (i[:, None] - i[None, :]).clamp(min=0)]
+    def bias_matrix(self) -> Tensor:
+        """The bias as a matrix [H, T, T] the way one writes it by hand: the formula on every element.
+
+        Indexing a table would be less to write, but its gradient would send all T²/2 elements above the diagonal, and
+        every diagonal below it, to one address each: a peer would be slow by what we handed it.
+        """
+        i = distances(self.length, self.device)
+        n = (i[:, None] - i[None, :]).clamp(min=0)
+        return _bias_of(self.methods[0], n.flatten()).unflatten(1, n.shape)
 
     def future(self) -> Tensor:
         """Bool [T, T], True where the key is in the future."""
@@ -110,11 +117,11 @@ class Problem:
 
 
 def peers(problem: Problem) -> dict[str, Attention]:
-    """Every way to compute the problem on its device; "flash" is a floor that leaves out bias and processor."""
+    """Every way to compute the problem on its device; those in FLOORS leave out bias and processor."""
     found: dict[str, Attention] = {
         "eager": _backend(problem, Eager()),
         "chunked": _backend(problem, Chunked(CHUNK)),
-        "flash": _flash,
+        **_floors(problem),
     }
     ours = Triton(Chunked(CHUNK))
     if problem.length <= KEPT_UP_TO:  # beyond, it is chunked
@@ -134,7 +141,7 @@ def compiled_peers(problem: Problem, compiler: Callable[..., Attention] = COMPIL
     if problem.op == "cdape":
         return {"appendix compiled": compiler(_appendix(problem))}
     return {
-        "eager compiled": compiler(_backend(problem, Eager())),
+        "by hand compiled": compiler(_by_hand(problem)),
         "flex learned": _flex(problem, compiler, learned=True),
         "flex frozen": _flex(problem, compiler, learned=False),
     }
@@ -150,21 +157,41 @@ def _backend(problem: Problem, backend: Backend) -> Attention:
     return attention
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def _floors(problem: Problem) -> dict[str, Attention]:
+    """On GPUs both kernels, which take half types; on CPUs the one of that name there."""
+    if problem.device == "cpu":
+        return {"flash": partial(_plain, SDPBackend.FLASH_ATTENTION)}
+    half = problem.dtype in (torch.bfloat16, torch.float16)
+    return {name: partial(_plain, kernel) for name, kernel in FLOORS.items()} if half else {}
 
 
-def _bias(problem: Problem) -> Tensor:
-    bias = problem.methods[0].table(distances(problem.length, problem.device)).bias
+def _plain(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(kernel):  # raises where that one cannot, instead of taking another
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _bias_of(encoding: Encoding, n: Tensor) -> Tensor:
+    bias = encoding.table(n).bias
     assert bias is not None
     return bias
+
+
+def _by_hand(problem: Problem) -> Attention:
+    """Whole score maps, for the compiler to fuse."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+        logits = at_least_float32(scores) + problem.bias_matrix()
+        return torch.matmul(torch.softmax(logits.masked_fill(problem.future(), float("-inf")), dim=-1).to(v.dtype), v)
+
+    return attention
 
 
 def _masked(problem: Problem) -> Attention:
     """PyTorch's attention with a dense learned mask."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = problem.matrix(_bias(problem)).masked_fill(problem.future(), float("-inf"))
+        mask = problem.bias_matrix().masked_fill(problem.future(), float("-inf"))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)[None])
 
     return attention
@@ -180,7 +207,7 @@ def _appendix(problem: Problem) -> Attention:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-        bias = problem.matrix(_bias(problem)).to(q.dtype)[None]
+        bias = problem.bias_matrix().to(q.dtype)[None]
         logits = at_least_float32(module(scores, bias)).masked_fill(problem.future(), float("-inf"))
         return torch.matmul(torch.softmax(logits, dim=-1).to(v.dtype), v)
 
@@ -188,7 +215,11 @@ def _appendix(problem: Problem) -> Attention:
 
 
 def _flex(problem: Problem, compiler: Callable[..., Attention], *, learned: bool) -> Attention:
-    """FlexAttention with the table captured in its score function; frozen, the table gets no gradient."""
+    """FlexAttention with the table captured in its score function; frozen, the table gets no gradient.
+
+    A captured tensor's gradient is added element by element. A table spreads that over T addresses per head; the
+    formula would send all of it to each head's two parameters, so the table is the faster way to write it.
+    """
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     length = problem.length
@@ -199,7 +230,7 @@ def _flex(problem: Problem, compiler: Callable[..., Attention], *, learned: bool
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = _bias(problem)
+        bias = _bias_of(problem.methods[0], distances(length, problem.device))
         table = bias if learned else bias.detach()
         return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask())
 

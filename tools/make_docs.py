@@ -8,6 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+from tools.arguments import tell_interrupts_in_a_line  # noqa: E402
+
+if __name__ == "__main__":
+    tell_interrupts_in_a_line()
+
 import draw_positions  # noqa: E402
 import make_positions  # noqa: E402
 import matplotlib.image  # noqa: E402

@@ -1,7 +1,6 @@
 """The kernel benchmark as a user runs it, tiny and on a CPU; and its law: no gate, no speed."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools import bench_kernels
+from tools import bench_kernels, kernel_gate
+from tools.kernel_clock import Timing, resident_growth
+from tools.kernel_gate import PARTS, gate
 from tools.kernel_peers import Attention, Problem, peers
 
-SCRIPT = "tools/bench_kernels.py"
+Run = Callable[..., int | str | None]
 TINY = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "8", "--width", "4", "--rounds", "2")
 PROBLEM = Problem("cdape", 1, 2, 8, 12, width=4)
 
@@ -54,11 +55,22 @@ def out_of_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
 
-def test_a_run_writes_every_field_and_table_and_plot(run_tool: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.fixture
+def extra(monkeypatch: pytest.MonkeyPatch) -> dict[str, Attention]:
+    """Peers beside those of the problem; memory costs a process each and is left out."""
+    added: dict[str, Attention] = {}
+    for module in (bench_kernels, kernel_gate):
+        monkeypatch.setattr(module, "peers", lambda problem: {**peers(problem), **added})
+    monkeypatch.setattr(bench_kernels, "resident_growth", lambda problem, name: 1.0)
+    return added
+
+
+@pytest.mark.usefixtures("extra")
+def test_a_run_writes_every_field_and_table_and_plot(command: Run, tmp_path: Path) -> None:
     names = {"json": tmp_path / "a.json", "markdown": tmp_path / "a.md", "plot": tmp_path / "a.png"}
     files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
-    done = run_tool(SCRIPT, *TINY, "--op", "cdape", "--lengths", "12", "--peers", "chunked", "appendix", *files)
-    assert done.returncode == 0, done.stderr
+    words = (*TINY, "--op", "cdape", "--lengths", "12", "--peers", "chunked", "appendix", *files)
+    assert command(bench_kernels, *words) == 0
     result = json.loads(names["json"].read_text(encoding="utf-8"))
     assert list(result) == ["date", "command", "commit", "machine", "versions", "records"]
     assert [record["peer"] for record in result["records"]] == ["chunked", "appendix"]
@@ -80,18 +92,15 @@ def test_a_run_writes_every_field_and_table_and_plot(run_tool: Callable[..., Any
     table = names["markdown"].read_text(encoding="utf-8").splitlines()
     assert table[0].split(" | ")[0] == "| op"
     assert len(table[0].split("|")) == len(table[2].split("|"))
-    assert table[2].startswith("| cdape k=3 | 12 | 1 | chunked |")
+    assert table[2].startswith("| cdape k=3 | 12 | 1 | 2 | float32 | chunked |")
     assert table[5].endswith(f"`{result['command']}`.")
     assert names["plot"].read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture
-def extra(monkeypatch: pytest.MonkeyPatch) -> dict[str, Attention]:
-    """Peers beside those of the problem; memory costs a process each and is left out."""
-    added: dict[str, Attention] = {}
-    monkeypatch.setattr(bench_kernels, "peers", lambda problem: {**peers(problem), **added})
-    monkeypatch.setattr(bench_kernels, "peak_memory", lambda problem, name: 1.0)
-    return added
+def test_memory_on_a_cpu_is_at_least_that_of_the_maps() -> None:
+    """Eager's backward pass has the logits' probabilities and their gradient at once, float32 [H, T, T] each."""
+    problem = Problem("biased_attention", 1, 2, 8, 1024)
+    assert resident_growth(problem, "eager") >= 2 * 4 * 2 * 1024 * 1024 / 1e6
 
 
 WRONG = [off_by_a_percent, without_dv, parameters_frozen, nan_in_dk, one_wrong_row]
@@ -112,10 +121,10 @@ def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None
 
 def test_coarse_gradients_of_parameters_do_not_hide_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 eager's own gradients of parameters err by several percent: an output that does is refused."""
-    output, parameters = bench_kernels.PARTS
+    output, parameters = PARTS
     measured = iter([{output: 0.008, parameters: 0.07}, {output: 0.05, parameters: 0.001}])
-    monkeypatch.setattr(bench_kernels, "errors", lambda *_: next(measured))
-    verdicts = bench_kernels.gate(replace(PROBLEM, dtype=torch.bfloat16), {"eager": right, "wrong": right})
+    monkeypatch.setattr(kernel_gate, "errors", lambda *_: next(measured))
+    verdicts = gate(replace(PROBLEM, dtype=torch.bfloat16), {"eager": right, "wrong": right})
     assert verdicts["eager"].refusal is None
     assert verdicts["wrong"].refusal == f"errs by 0.05 in {output}, eager by 0.008: no speed is reported"
 
@@ -148,7 +157,7 @@ def test_a_peer_that_is_too_large_to_time_leaves_the_others(
     short = peers(replace(PROBLEM, length=6))["eager"]
     extra["grows"] = lambda q, k, v: (short if q.shape[2] == 6 else out_of_memory)(q, k, v)
     monkeypatch.setattr(bench_kernels, "JUDGED_UP_TO", 6)
-    monkeypatch.setattr(bench_kernels, "errors", lambda *_: dict.fromkeys(bench_kernels.PARTS, 0.0))
+    monkeypatch.setattr(kernel_gate, "errors", lambda *_: dict.fromkeys(PARTS, 0.0))
     records = {record["peer"]: record for record in bench_kernels.bench(PROBLEM, 2, None, lambda _: None)}
     assert records["grows"]["ms"] is None
     assert records["grows"]["refusal"].startswith("OutOfMemoryError: CUDA out of memory. Tried")
@@ -163,7 +172,7 @@ def test_ours_wrong_is_no_measure_for_others(extra: dict[str, Attention]) -> Non
 
 
 def test_without_a_judge_nobody_has_a_speed() -> None:
-    verdicts = bench_kernels.gate(PROBLEM, {"eager": out_of_memory, "chunked": nan_in_dk, "right": right})
+    verdicts = gate(PROBLEM, {"eager": out_of_memory, "chunked": nan_in_dk, "right": right})
     assert all(verdict.refusal for verdict in verdicts.values())
 
 
@@ -175,47 +184,120 @@ def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatc
     assert resets == [1]
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
-    """The exit code of the tool, in this process."""
-    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *TINY, *words])
-    with pytest.raises(SystemExit) as left:
-        bench_kernels.main()
-    return left.value.code
-
-
 def test_a_refused_peer_is_an_error_line_and_exit_code_1(
-    extra: dict[str, Attention],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    extra: dict[str, Attention], command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra["wrong"] = out_of_memory
     files = {kind: tmp_path / name for kind, name in (("json", "a.json"), ("markdown", "a.md"), ("plot", "a.png"))}
     words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
-    assert command(monkeypatch, "--lengths", "12", *words) == 1
+    assert command(bench_kernels, *TINY, "--lengths", "12", *words) == 1
     assert capsys.readouterr().err == (
         "error: wrong at T = 12: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
     )
     records: list[dict[str, Any]] = json.loads(files["json"].read_text(encoding="utf-8"))["records"]
     assert [record["ms"] is None for record in records] == [record["peer"] == "wrong" for record in records]
-    assert "| cdape k=3 | 12 | 1 | wrong | — | — | — | — | — |  |" in files["markdown"].read_text(encoding="utf-8")
+    assert "| cdape k=3 | 12 | 1 | 2 | float32 | wrong | — | — | — | — | — |  |" in files["markdown"].read_text(
+        encoding="utf-8"
+    )
     assert files["plot"].is_file()
 
 
-def test_what_was_measured_is_kept_when_the_run_is_stopped(
-    extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def interrupt(monkeypatch: pytest.MonkeyPatch, length: int, after: int) -> None:
+    """Ctrl-C at a length, after so many clocked passes there."""
+    clock, taken = bench_kernels.clock, iter(range(99))
+
+    def interrupted(problem: Problem, *rest: Any) -> Timing:
+        if problem.length == length and next(taken) == after:
+            raise KeyboardInterrupt
+        return clock(problem, *rest)
+
+    monkeypatch.setattr(bench_kernels, "clock", interrupted)
+
+
+@pytest.mark.usefixtures("extra")
+def test_an_interrupted_run_keeps_what_it_has_measured(
+    command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    bench = bench_kernels.bench
-
-    def stopped(problem: Problem, *rest: Any) -> list[dict[str, Any]]:
-        if problem.length == 16:
-            raise SystemExit(130)
-        return bench(problem, *rest)
-
-    monkeypatch.setattr(bench_kernels, "bench", stopped)
-    assert command(monkeypatch, "--lengths", "12", "16", "--json", str(tmp_path / "a.json")) == 130
+    """Also the rounds of the problem it was at: a part of `make gpu-check` that is cut has something to tell."""
+    interrupt(monkeypatch, 16, 5)  # two passes warm up, two make a round, one more counts
+    words = ("--lengths", "12", "16", "20", "--peers", "eager", "chunked", "--json", str(tmp_path / "a.json"))
+    with pytest.raises(KeyboardInterrupt):
+        command(bench_kernels, *TINY, *words)
     records = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
-    assert {record["T"] for record in records} == {12}
+    assert [(record["T"], record["peer"], record["rounds"], record.get("cut")) for record in records] == [
+        (12, "eager", 2, None), (12, "chunked", 2, None), (16, "eager", 2, True), (16, "chunked", 1, True),
+    ]  # fmt: skip
+    assert all(record["ms"]["both"][1] > 0 and record["ratio"] for record in records)
+
+
+@pytest.mark.usefixtures("extra")
+def test_cut_before_a_round_counts_the_pass_that_warmed_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch, PROBLEM.length, 1)
+    first, last = bench_kernels.bench(PROBLEM, 2, ["eager", "chunked"], lambda _: None)
+    assert (first["rounds"], last["rounds"]) == (1, 0)
+    assert first["ms"]
+    assert last["ms"] is None
+
+
+def test_the_gate_alone_takes_no_times(command: Run, tmp_path: Path) -> None:
+    words = ("--gate-only", "--op", "biased_attention", "cdape", "--dtype", "fp32", "bf16", "--lengths", "12",
+             "--peers", "chunked", "--json", str(tmp_path / "a.json"))  # fmt: skip
+    assert command(bench_kernels, *TINY, *words) == 0
+    records = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
+    assert [(record["op"], record["dtype"]) for record in records] == [
+        ("biased_attention", "float32"), ("biased_attention", "bfloat16"), ("cdape", "float32"), ("cdape", "bfloat16"),
+    ]  # fmt: skip
+    for record in records:
+        assert record["ms"] is None
+        assert record["peak_memory_mb"] is None
+        assert record["rounds"] == 0
+        assert 0 < record["error"] < (1e-5 if record["dtype"] == "float32" else 0.5)
+
+
+def test_judges_and_peers_compute_float32_in_full() -> None:
+    """PyTorch's default on GPUs is TF32 in convolutions: a judge of 10 bits passes everybody."""
+    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = True
+        gate(PROBLEM, {"right": right})
+        assert [switch.allow_tf32 for switch in switches] == [False, False]
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("op", "peer"), [("cdape", "appendix"), ("biased_attention", "sdpa mask")])
+def test_a_gpu_is_rehearsed(
+    op: str, peer: str, command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Events, memory and the stamp; cuDNN's attention, which no CPU has, is told and leaves the others."""
+    words = ("--device", "cuda", *TINY[2:], "--op", op, "--lengths", "12", "--json", str(tmp_path / "a.json"))
+    assert command(bench_kernels, *words, "--peers", "triton", peer, "flash", "flash cudnn") == 1
+    result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert result["machine"].startswith("NVIDIA H200 (141 GiB), ")
+    records = {record["peer"]: record for record in result["records"]}
+    assert set(records) == {"triton", peer, "flash", "flash cudnn"}
+    assert records.pop("flash cudnn")["refusal"].startswith("RuntimeError: No viable backend")
+    for record in records.values():
+        assert "refusal" not in record
+        assert record["device"] == "cuda"
+        assert record["dtype"] == "bfloat16"
+        assert record["ratio_to"] == "triton"
+        assert record["ms"]["forward"][1] > 0
+        assert record["ms"]["backward"][1] > 0
+        assert record["peak_memory_mb"] == 5
+    assert "flash cudnn at T = 12" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu")
+def test_floors_are_there_in_the_types_that_their_kernels_take() -> None:
+    floors = {"flash", "flash cudnn"}
+    problem = replace(PROBLEM, device="cuda")
+    assert not floors & set(peers(problem))  # float32
+    assert floors < set(peers(replace(problem, dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize(
@@ -233,41 +315,32 @@ def test_what_was_measured_is_kept_when_the_run_is_stopped(
         (("--dtype", "int8"), "--dtype"),
         (("--json", "no/such/folder/a.json"), "its folder does not exist"),
         (("--plot", "."), "is a folder"),
+        (("--plot", "a.png", "--gate-only"), "there are no times to draw"),
         (("--hurry",), "--hurry"),
     ],
 )
-def test_a_bad_argument_is_one_line(
-    words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, *words) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert says in said.err
-
-
-def test_a_bad_argument_as_a_user_sees_it(refuses: Callable[..., None]) -> None:
-    refuses(SCRIPT, "--peers", "nobody", says="nobody is not here")
+def test_a_bad_argument_is_one_line(words: tuple[str, ...], says: str, refuses: Callable[..., None]) -> None:
+    refuses(bench_kernels, *TINY, *words, says=says)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu_is_one_line(refuses: Callable[..., None]) -> None:
-    refuses(SCRIPT, "--device", "cuda", says="no CUDA device is here")
+    refuses(bench_kernels, "--device", "cuda", says="no CUDA device is here")
 
 
-def test_it_starts_on_a_bare_gpu_machine(run_tool: Callable[..., Any]) -> None:
+def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool: Callable[..., Any]) -> None:
     """torch, triton and numpy are enough."""
     code = (
-        "import sys\n"
+        "import runpy, sys\n"
         "class Bare:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in {'pydantic', 'deepspeed', 'rich', 'matplotlib'} or name == 'megatron.core':\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Bare())\n"
-        "sys.argv = ['tools/bench_kernels.py', '--op', 'cdape']\n"
-        "from tools import bench_kernels\n"
-        "bench_kernels.parse()\n"
+        "sys.argv = ['tools/bench_kernels.py', '--op', 'cdape', '--peers', 'nobody']\n"
+        "runpy.run_path('tools/bench_kernels.py', run_name='__main__')\n"
     )
     done = run_tool("-c", code)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: argument --peers: nobody is not here; choose from eager, chunked")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,68 @@
+"""A GPU that is a CPU: what runs on a device, and no more than that, is rehearsed without one.
+
+Inside `fake_gpu` a tensor that is asked for on "cuda" is made on the CPU, and the calls of torch.cuda that the tools
+use answer as a GPU would. Tensors say that they are on a CPU, so kernels are not launched: `triton` hands them to
+PyTorch. A call that is not faked raises, as torch does without CUDA.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+NAME = "NVIDIA H200"
+PEAK = 5_000_000
+"""Bytes that every pass seems to add."""
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing, "elapsed_time would raise"
+        self.at: float | None = None
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self.at is not None
+        assert other.at is not None
+        return 1e3 * (other.at - self.at)
+
+
+class OnCpu(TorchFunctionMode):
+    """Every function gets "cpu" where it would get "cuda"."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.device:  # its name is asked for as that of a GPU
+            return function(*args, **(kwargs or {}))
+        return function(*map(_here, args), **{key: _here(value) for key, value in (kwargs or {}).items()})
+
+
+def _here(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value == "cuda" else value
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device: SimpleNamespace(name=NAME, total_memory=141 * 2**30),
+        "get_device_name": lambda device=None: NAME,
+        "synchronize": lambda device=None: None,
+        "memory_allocated": lambda device=None: 1_000_000,
+        "max_memory_allocated": lambda device=None: 1_000_000 + PEAK,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "Event": Event,
+    }
+    with pytest.MonkeyPatch.context() as patch, OnCpu():
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, answer)
+        yield

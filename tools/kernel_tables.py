@@ -1,0 +1,68 @@
+"""Records of the kernel benchmark for people: lines, a table, a plot."""
+
+from pathlib import Path
+from typing import Any
+
+HEADINGS = ["op", "T", "B", "H", "dtype", "peer", "forward ms", "backward ms", "both ms", "times ours", "memory MB",
+            "error"]  # fmt: skip
+WIDTHS = (16, 6, 3, 3, 8, 18, 11, 12, 10, 11, 10, 8)
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def cells(record: dict[str, Any]) -> list[str]:
+    """A record as the cells of a table; a dash where the gate allows no number, or there is none of ours to compare."""
+    op = record["op"] + (f" k={record['k']}" if "k" in record else "")
+    problem = [op, str(record["T"]), str(record["B"]), str(record["H"]), record["dtype"], record["peer"]]
+    wrong = "" if record["error"] is None else f"{record['error']:.1e}"
+    if record["ms"] is None:
+        return [*problem, *["—"] * 5, wrong]
+    ratio = "—" if record["ratio"] is None else f"{record['ratio']:.2f}"
+    middle = [f"{record['ms'][part][1]:,.3g}" for part in ("forward", "backward", "both")]
+    memory = "—" if record["peak_memory_mb"] is None else f"{record['peak_memory_mb']:,.0f}"
+    return [*problem, *middle, ratio, memory, wrong]
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record as a line of the console."""
+    return in_columns(cells(record))
+
+
+def in_columns(words: list[str]) -> str:
+    """Cells as a line of the console."""
+    return " ".join(word.rjust(width) for word, width in zip(words, WIDTHS, strict=True))
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows))
+
+
+def measured(result: dict[str, Any]) -> str:
+    """Where, when and with what a record was measured, in a line."""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return f"{result['date']}, {result['machine']}; {versions}; `{result['command']}`."
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The records as a table, with where and how they were measured."""
+    return f"{table(HEADINGS, [*map(cells, result['records'])])}\n\n{measured(result)}\n"
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Time and memory over T, one curve per peer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, what, value in (
+        (axes[0], "forward + backward, ms", lambda r: r["ms"]["both"][1]),
+        (axes[1], "peak memory, MB", lambda r: r["peak_memory_mb"]),
+    ):
+        for name in dict.fromkeys(record["peer"] for record in records if record["ms"] is not None):
+            points = sorted((r["T"], value(r)) for r in records if r["peer"] == name and r["ms"] is not None)
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        axis.set(xscale="log", yscale="log", xlabel="T", title=what)
+        axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
