@@ -43,13 +43,15 @@ def _timed(part: dict[str, Any], **wanted: Any) -> Records:
     found = [record for record in fitting if record.get("ms")]
     if not found:
         refused = next((record["refusal"] for record in fitting if "refusal" in record), None)
-        raise Unmeasured(refused or _state(part))
+        raise Unmeasured(refused or f"no such record ({_state(part)})")
     return found
 
 
 def _state(part: dict[str, Any]) -> str:
-    """Why a part has not measured what it should have."""
-    return str(part["exit"]) if isinstance(part["exit"], str) else f"exit code {part['exit']}"
+    """How a part ended, which is why it has not measured something."""
+    if isinstance(part["exit"], str):
+        return part["exit"]
+    return f"exit code {part['exit']}" if part["exit"] else "ran whole"
 
 
 def _cut(record: dict[str, Any]) -> str:

@@ -1,8 +1,12 @@
 """The one command for a GPU: its parts' command lines are valid, and whatever happens to a part is in the file."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,42 +14,80 @@ from typing import Any
 import pytest
 import torch
 
-from tools import bench_kernels, bench_step, gpu_check
+from tools import bench_kernels, bench_step, gpu_check, gpu_parts
 from tools.gpu_check import Part
 
 ROOT = Path(__file__).resolve().parents[2]
-GOOD = Part("good", 30, ("-c", "open(r'{output}', 'w').write('{\"records\": [1, 2], \"command\": \"inner\"}')"))
+GOOD = Part("good", 30, ("-c", "open(r'{output}', 'w').write('{\"records\": [], \"command\": \"inner\"}')"))
 BAD = Part("bad", 30, ("-c", "import sys; print('what went wrong'); sys.exit(3)"))
 HALF = Part("half", 30, ("-c", "open(r'{output}', 'w').write('{\"rec'); raise SystemExit(4)"))
-ALL = [*gpu_check.PARTS, *gpu_check.REHEARSAL]
+ALL = [*gpu_parts.parts(), *gpu_parts.rehearsal()]
+STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "cpu", "versions": {"torch": "2"}}
 TOOLS = {"tools/bench_kernels.py": bench_kernels.parse, "tools/bench_step.py": bench_step.parse}
 
 
 @pytest.mark.parametrize("part", ALL, ids=[f"{part.name}-{place}" for place, part in enumerate(ALL)])
-def test_the_tool_takes_a_parts_words(part: Part, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_tool_takes_a_parts_words(
+    part: Part, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if part.name == "tests":
         command = list(part.command)
         assert (ROOT / command[command.index("pytest") + 1]).is_dir()
         return
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no peer of that name
+    if "cpu" in part.command:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no peer of that name
+    else:
+        request.getfixturevalue("gpu")
     words = [word.replace("{output}", str(tmp_path / "a.json")) for word in part.command]
     monkeypatch.setattr(sys, "argv", words)
     arguments = TOOLS[words[0]]()
     assert arguments.json == tmp_path / "a.json"
+    assert arguments.device == ("cpu" if "cpu" in part.command else "cuda")
 
 
 def test_the_rehearsals_choice_of_tests_is_not_empty() -> None:
-    command = gpu_check.REHEARSAL[0].command
+    command = next(part.command for part in gpu_parts.rehearsal() if part.name == "tests")
     wanted = command[command.index("-k") + 1].split(" or ")
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/kernels").rglob("test_*.py"))
     for word in wanted:
         assert re.search(rf"def test_\w*{word}", sources), word
 
 
-def test_a_rehearsal_has_parts_of_the_check_and_leaves_out_long_ones_only() -> None:
-    names, rehearsed = ([part.name for part in parts] for parts in (gpu_check.PARTS, gpu_check.REHEARSAL))
+def test_a_rehearsal_has_every_part_in_the_same_order() -> None:
+    names, rehearsed = ([part.name for part in parts] for parts in (gpu_parts.parts(), gpu_parts.rehearsal()))
     assert len(set(names)) == len(names)
-    assert [name for name in names if not name.endswith("_long")] == rehearsed
+    assert names == rehearsed
+
+
+def test_what_we_most_need_to_know_comes_first_and_has_the_time_it_may_take() -> None:
+    parts = gpu_parts.parts()
+    first = parts[: [part.name for part in parts].index("tests")]
+    assert [part.name for part in first] == [
+        "correct_bias", "correct_cdape", "step_350m", "cdape", "cdape_compiled", "bias", "flex", "memory", "long",
+        "long_layer",
+    ]  # fmt: skip
+    assert sum(part.seconds for part in first[:5]) < gpu_check.TOTAL - 5 * gpu_check.GRACE
+    assert gpu_check.TOTAL < 8 * 60  # what the help and the Makefile promise
+
+
+@pytest.fixture
+def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file; a part's time is up as soon as the part has made it, however slow this machine is."""
+    busy = tmp_path / "at work"
+
+    class Timed(subprocess.Popen):
+        waited = False
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None or self.waited:
+                return super().wait(timeout)
+            self.waited = True
+            while not busy.exists():
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Timed)
+    return busy
 
 
 def check(parts: list[Part], path: Path) -> tuple[int, dict[str, Any]]:
@@ -61,7 +103,7 @@ def test_a_part_that_fails_is_told_and_the_others_have_their_turn(tmp_path: Path
     assert {name: part["exit"] for name, part in result["parts"].items()} == {"bad": 3, "half": 4, "good": 0}
     assert result["parts"]["bad"]["output"] == "what went wrong\n"
     assert result["parts"]["half"]["records"] == []
-    assert result["parts"]["good"]["records"] == [1, 2]
+    assert result["parts"]["good"]["records"] == []
     assert result["parts"]["good"]["command"].startswith("python -c")
     assert str(tmp_path) not in result["parts"]["good"]["command"]
     assert "output" not in result["parts"]["good"]
@@ -71,84 +113,144 @@ def test_all_well_is_exit_code_0(tmp_path: Path) -> None:
     assert check([GOOD], tmp_path / "a.json")[0] == 0
 
 
-def test_a_part_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    shell = f"sleep 600 & echo $! > {pid}; wait"
+def test_a_part_that_does_not_end_is_killed_with_all_it_started(
+    at_work: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_check, "GRACE", 0.1)
+    shell = f"trap '' INT; sleep 600 & echo $! > '{at_work}.pid'; mv '{at_work}.pid' '{at_work}'; wait; wait"
     hanging = Part("hangs", 2, ("-c", f"import os; os.execlp('sh', 'sh', '-c', {shell!r})"))
-    exit_code, result = check([hanging, GOOD], tmp_path / "a.json")
+    assert gpu_check.run(hanging, tmp_path, {})["exit"] == "cut after 2 s, killed"
+    child = Path("/proc") / at_work.read_text().strip() / "cmdline"
+    for _ in range(500):  # gone, or dead and not yet buried
+        if not child.exists() or not child.read_bytes():
+            return
+        time.sleep(0.01)
+    pytest.fail("a child is left")
+
+
+def test_a_part_that_is_cut_is_asked_to_write_what_it_has(at_work: Path, tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        f"try:\n    open({str(at_work)!r}, 'w'); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    open(r'{output}', 'w').write('{\"records\": []}'); raise SystemExit(0)"
+    )
+    cut = Part("slow", 2, ("-c", code))
+    exit_code, result = check([cut], tmp_path / "a.json")
     assert exit_code == 1
-    assert result["parts"]["hangs"]["exit"] == "stopped after 2 s"
-    assert result["parts"]["hangs"]["seconds"] < 300
-    assert result["parts"]["good"]["exit"] == 0
-    child = Path("/proc") / pid.read_text().strip() / "cmdline"
-    assert not child.exists() or not child.read_bytes()  # gone, or dead and not yet buried
+    assert result["parts"]["slow"]["exit"] == "cut after 2 s"
+    assert result["parts"]["slow"]["records"] == []
 
 
-def test_records_of_a_part_that_is_stopped_are_kept(tmp_path: Path) -> None:
-    code = "import time; open(r'{output}', 'w').write('{\"records\": [1]}'); time.sleep(30)"
-    result = check([Part("slow", 1, ("-c", code))], tmp_path / "a.json")[1]
-    assert result["parts"]["slow"]["records"] == [1]
-
-
-def test_a_part_gets_no_more_than_is_left(tmp_path: Path) -> None:
-    sleeper = Part("sleeper", 60, ("-c", "import time; time.sleep(30)"))
-    assert gpu_check.run(sleeper, tmp_path, {}, left=0.5)["exit"] == "stopped after 0 s"
-    assert gpu_check.run(sleeper, tmp_path, {}, left=-1.0)["exit"] == "not run: no time was left"
-    assert gpu_check.TOTAL < 8 * 60  # what the help and the Makefile promise
+def test_a_part_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(gpu_check, "_finish", lambda command, environment, seconds: (given.append(seconds), (0, ""))[1])
+    sleeper = Part("sleeper", 60, ("-c", ""))
+    grace = gpu_check.GRACE
+    for left in (float("inf"), 1000.0, grace + 5.0):
+        gpu_check.run(sleeper, tmp_path, {}, left=left)
+    assert given == [60, 60, 5]
+    assert gpu_check.run(sleeper, tmp_path, {}, left=grace)["exit"] == "not run: no time was left"
+    assert len(given) == 3
 
 
 def test_the_total_holds_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_check, "TOTAL", 1)
-    monkeypatch.setattr(gpu_check, "stamp", lambda script, device: {"device": device})
-    sleeper = Part("sleeper", 60, ("-c", "import time; time.sleep(30)"))
-    assert gpu_check.check([sleeper, GOOD], tmp_path / "a.json", rehearsal=False) == 1
+    monkeypatch.setattr(gpu_check, "TOTAL", gpu_check.GRACE)
+    monkeypatch.setattr(gpu_check, "stamp", lambda script, device: {**STAMP, "machine": device})
+    assert gpu_check.check([GOOD], tmp_path / "a.json", rehearsal=False) == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
-    assert result["device"] == "cuda"
-    assert [part["exit"] for part in result["parts"].values()] == ["stopped after 1 s", "not run: no time was left"]
+    assert result["machine"] == "cuda"
+    assert result["parts"]["good"]["exit"] == "not run: no time was left"
+
+
+def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Packages that a bare machine lacks are carried in a folder that PYTHONPATH names."""
+    (tmp_path / "carried_package.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = Part("finds", 30, ("-c", "import carried_package, tools.stamp; print(carried_package, tools.stamp)"))
+    assert gpu_check.run(finding, tmp_path, gpu_check.surroundings(rehearsal=True))["exit"] == 0
+    monkeypatch.delenv("PYTHONPATH")
+    assert gpu_check.surroundings(rehearsal=False)["PYTHONPATH"] == str(ROOT)
+    assert gpu_check.surroundings(rehearsal=True)["TRITON_INTERPRET"] == "1"
 
 
 def test_a_bare_machine_runs_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = {"megatron.core", "pydantic"}
-    find = gpu_check.find_spec
+    find = gpu_parts.find_spec
 
     def absent(name: str) -> Any:
         if name in gone:
             raise ModuleNotFoundError(name)
         return find(name)
 
-    monkeypatch.setattr(gpu_check, "find_spec", absent)
-    code, result = check([*(part for part in gpu_check.PARTS if part.name == "steps"), GOOD], tmp_path / "a.json")
+    monkeypatch.setattr(gpu_parts, "find_spec", absent)
+    code, result = check([*(part for part in ALL if part.name == "step_350m"), GOOD], tmp_path / "a.json")
     assert code == 1
-    assert result["parts"]["steps"] == {"exit": "not run: needs megatron-core, pydantic", "seconds": 0.0}
+    assert result["parts"]["step_350m"] == {"exit": "not run: needs megatron-core, pydantic", "seconds": 0.0}
     assert result["parts"]["good"]["exit"] == 0
-    command = gpu_check.tests(90).command
+    command = gpu_parts.tests(90).command
     ignored = ROOT / command[command.index("--ignore") + 1]
     assert "build_model" in ignored.read_text(encoding="utf-8")
     needing = {path for path in (ROOT / "tests/kernels").rglob("*.py") if "megatron.model.build" in path.read_text()}
     assert needing == {ignored}
 
 
-def test_junit_counts(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("def test_a(): pass\ndef test_b(): assert False\n")
-    words = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))
-    part = Part("tests", 50, (*words, str(tmp_path / "test_a.py"), "--junitxml", "{output}"))
-    code, result = check([part], tmp_path / "a.json")
+def test_junit_counts_are_there_when_pytest_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "import os, signal\n"
+        "def test_a(): pass\ndef test_b(): assert False\n"
+        "def test_c(): os.kill(os.getpid(), signal.SIGINT)\ndef test_d(): pass\n"
+    )
+    words = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    files = ("--rootdir", str(tmp_path), str(tmp_path / "test_a.py"), "--junitxml", "{output}")
+    code, result = check([Part("tests", 50, (*words, *files))], tmp_path / "a.json")
     assert code == 1
     assert result["parts"]["tests"]["counts"] == {"tests": 2, "failures": 1, "errors": 0, "skipped": 0}
-    assert result["parts"]["tests"]["failed"] == ["test_b"]
+    assert result["parts"]["tests"]["failed"] == ["test_a::test_b"]
     assert "assert False" in result["parts"]["tests"]["output"]
+
+
+def test_ctrl_c_ends_the_part_and_keeps_those_before(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    sleep = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import sys, tools.gpu_check as check, pathlib\n"
+        "from tools.arguments import tell_interrupts_in_a_line\n"
+        "tell_interrupts_in_a_line()\n"
+        "check.stamp = lambda *_: {'date': '', 'machine': '', 'versions': {}, 'command': '', 'commit': None}\n"
+        f"parts = [check.Part('good', 30, ('-c', '')), check.Part('slow', 60, ('-c', {sleep!r}))]\n"
+        f"check.check(parts, pathlib.Path({str(tmp_path / 'a.json')!r}), rehearsal=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (started.exists() and started.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == "interrupted\n"
+    assert list(json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["parts"]) == ["good"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("--rehearse", "--parts", "all"), "--parts: invalid choice: 'all'"),
-        (("--rehearse", "--parts", "cdape_long"), "a rehearsal has no part cdape_long"),
         (("--rehearse", "--json", "no/such/folder/a.json"), "its folder does not exist"),
+        (("--rehearse", "--json", "a.md"), "a.md is where the page goes"),
         pytest.param(
             (), "no CUDA device is here; --rehearse", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
         ),
     ],
 )
 def test_a_bad_argument_is_one_line(words: tuple[str, ...], says: str, refuses: Callable[..., None]) -> None:
-    refuses("tools/gpu_check.py", *words, says=says)
+    refuses(gpu_check, *words, says=says)
+
+
+def test_a_rehearsal_does_not_write_over_a_record(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(gpu_check, "check", lambda chosen, path, rehearsal: written.append(path) or 0)
+    assert command(gpu_check, "--rehearse") == 0
+    assert gpu_check.RECORD not in written
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert command(gpu_check) == 0
+    assert written[1] == gpu_check.RECORD
