@@ -43,7 +43,7 @@ def _timed(part: dict[str, Any], **wanted: Any) -> Records:
     found = [record for record in fitting if record.get("ms")]
     if not found:
         refused = next((record["refusal"] for record in fitting if "refusal" in record), None)
-        raise Unmeasured(refused or f"no such record ({_state(part)})")
+        raise Unmeasured(refused or (_state(part) if part["exit"] != 0 else "it has no such record"))
     return found
 
 
