@@ -71,7 +71,8 @@ def _between(first: Any, second: Any) -> float:
 
 def quartiles(values: list[float], digits: int = 4) -> list[float]:
     """First quartile, median and third of any number of values but none."""
-    found = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    # "inclusive": between the values. The default guesses beyond two of them, below zero if they differ enough.
+    found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return [round(value, digits) for value in found]
 
 

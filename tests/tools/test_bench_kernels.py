@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tools import bench_kernels, kernel_gate
-from tools.kernel_clock import Timing, resident_growth
+from tools.kernel_clock import Timing, quartiles, resident_growth
 from tools.kernel_gate import PARTS, gate
 from tools.kernel_peers import Attention, Problem, peers
 
@@ -95,6 +95,12 @@ def test_a_run_writes_every_field_and_table_and_plot(command: Run, tmp_path: Pat
     assert table[2].startswith("| cdape k=3 | 12 | 1 | 2 | float32 | chunked |")
     assert table[5].endswith(f"`{result['command']}`.")
     assert names["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_quartiles_lie_between_the_values_however_few() -> None:
+    assert quartiles([7.0]) == [7, 7, 7]
+    assert quartiles([100.0, 2.0]) == [26.5, 51, 75.5]
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2, 3, 4]
 
 
 def test_memory_on_a_cpu_is_at_least_that_of_the_maps() -> None:
