@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -64,10 +65,13 @@ def run(part: Part, folder: Path, environment: dict[str, str], left: float = flo
 def _finish(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | str, str]:
     """Exit code (or that it was cut) and output. A part's own processes end with it."""
     with tempfile.TemporaryFile("w+", errors="replace") as written:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with _held_back() as came:  # an interrupt while the process is made would leave it running, unknown to us
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+            )
         try:
+            if came:
+                raise KeyboardInterrupt
             code: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = f"cut after {seconds:.0f} s"
@@ -82,6 +86,17 @@ def _finish(command: list[str], environment: dict[str, str], seconds: float) -> 
             process.wait()
         written.seek(0)
         return code, written.read()
+
+
+@contextmanager
+def _held_back() -> Iterator[list[int]]:
+    """Ctrl-C is noted in the list instead of raised."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _records(path: Path) -> dict[str, Any]:

@@ -231,6 +231,21 @@ def test_ctrl_c_ends_the_part_and_keeps_those_before(tmp_path: Path) -> None:
         os.kill(int(started.read_text()), 0)
 
 
+def test_ctrl_c_while_a_part_starts_does_not_leave_it_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[subprocess.Popen] = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.run(Part("slow", 60, ("-c", "import time; time.sleep(60)")), tmp_path, {})
+    assert started[0].returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
