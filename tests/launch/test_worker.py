@@ -11,7 +11,7 @@ from megatron.launch import worker
 
 def test_an_error_is_left_for_the_launcher_in_one_line(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(worker, "_die_with_parent", lambda: None)
+    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
     config = tiny_config(tmp_path / "corpus", load=str(tmp_path / "no run"))
     config.save(tmp_path / worker.CONFIG_FILE)
     assert worker.main([str(tmp_path), str(tmp_path / "log.txt"), "0"]) == 2
