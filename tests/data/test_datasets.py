@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 from itertools import pairwise
@@ -389,8 +390,9 @@ def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path)
     expected = json.dumps([rows(alone.train), rows(alone.valid)])
     for folder in (tmp_path / "trapped").iterdir():
         set_trap(folder, tmp_path / "sprung")
-    # forked: what takes seconds to import is there already
-    torch.multiprocessing.start_processes(_two_processes, (str(tmp_path), options), nprocs=2, start_method="fork")
+    # Forked from a process that has imported what takes seconds and, other than this one may, has no process group.
+    multiprocessing.set_forkserver_preload(["megatron.data.samples"])
+    torch.multiprocessing.start_processes(_two_processes, (str(tmp_path), options), nprocs=2, start_method="forkserver")
     for cache in ("cache", "trapped"):
         assert (tmp_path / f"rows-{cache}0").read_text() == (tmp_path / f"rows-{cache}1").read_text() == expected
         assert not list((tmp_path / cache).glob(".*"))
