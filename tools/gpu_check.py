@@ -38,8 +38,8 @@ REHEARSED = Path(tempfile.gettempdir()) / "farfield_gpu_rehearsal.json"
 """Where a rehearsal goes unless it is told: never over a record."""
 TOTAL = 470
 """Seconds that all parts together may take on a GPU; a part gets its own share or what is left."""
-GRACE = 12
-"""Seconds of these that a part has to write what it has, once it is told to end."""
+GRACE = 20
+"""Seconds of these that a part has to write what it has, once it is told to end: pytest-xdist gives its workers ten."""
 
 
 def run(part: Part, folder: Path, environment: dict[str, str], left: float = float("inf")) -> dict[str, Any]:
