@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rounding import FACTOR, Results, Rounding, assert_rounding_alone, excess
+from rounding import FACTOR, Results, Rounding, assert_alike, assert_rounding_alone, excess
 from torch import Tensor
 
 TERMS = 1000
@@ -85,3 +85,28 @@ def test_gradients_are_disturbed_as_well_and_the_same_every_time() -> None:
 def test_an_operation_without_a_rule_is_no_exact_one() -> None:
     with Rounding(torch.float32, 0), pytest.raises(NotImplementedError, match=r"how aten\.erf"):
         torch.erf(torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_sums_in_two_orders_are_alike_and_a_term_too_few_is_not(dtype: torch.dtype) -> None:
+    terms = torch.rand(40, TERMS, generator=torch.Generator().manual_seed(7), dtype=dtype) / TERMS
+    forwards, backwards = (x.cumsum(1)[:, -1] for x in (terms, terms.flip(1)))
+    assert_alike(forwards, backwards, TERMS)
+    with pytest.raises(AssertionError, match="1000 terms, 1 sums after one another give"):
+        assert_alike(forwards, terms[:, 1:].sum(1), TERMS)
+
+
+@pytest.mark.parametrize(("first", "second"), [(math.inf, 1.0), (1.0, -math.inf), (math.nan, 1.0), (1.0, math.nan)])
+def test_what_is_not_finite_is_alike_only_where_it_is_equal(first: float, second: float) -> None:
+    minus = torch.tensor([-math.inf, 2.0])
+    assert_alike(minus, minus.clone(), 1)
+    with pytest.raises(AssertionError):
+        assert_alike(torch.tensor([first]), torch.tensor([second]), 1)
+
+
+def test_running_sums_and_gates_are_disturbed() -> None:
+    x = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    compute = lambda: {"gates": x.sigmoid(), "count": x.sigmoid().cumsum(0)}  # noqa: E731
+    assert_rounding_alone({name: value.float() for name, value in compute().items()}, compute, torch.float32)
+    faulty = {"gates": x.float().sigmoid(), "count": x.sigmoid().float().cumsum(0) + 1e-5}
+    assert excess(faulty, compute, torch.float32)["count"] > FACTOR

@@ -6,6 +6,7 @@ recorded them, to rounding elsewhere.
 A change that means to alter numbers records them anew and says why in its commit.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rounding import apart, sums_of_gpt
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
 from megatron.evaluation.run import evaluate_runs
@@ -24,7 +26,10 @@ GOLDEN = Path(__file__).with_name("golden.json")
 # Forward passes differ by float32 rounding. Adam's first steps divide gradients by their own size, so an entry whose
 # true gradient is rounding noise moves by a whole learning rate in either direction: later losses are held less
 # tightly.
-FIRST, LATER = 1e-5, 5e-3
+FIRST, LATER = apart(*sums_of_gpt(32, layers=2)), 5e-3
+
+PATHS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+"""Variables by which the libraries choose another path through the same processor."""
 
 Numbers = dict[str, list[float]]
 
@@ -33,7 +38,11 @@ def machine() -> str:
     """What exact digits depend on."""
     model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model.split(':')[-1].strip()}, {capability}, torch {torch.__version__}, {torch.get_num_threads()} thread"
+    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "")  # names are not unique
+    kind = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    chosen = "".join(f", {key}={os.environ[key]}" for key in PATHS if key in os.environ)
+    name = f"{model.split(':')[-1].strip()} ({kind}), {capability}, torch {torch.__version__}"
+    return f"{name}, {torch.get_num_threads()} thread{chosen}"
 
 
 def _lines(path: str) -> list[str]:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from position_methods import ALL
+from rounding import apart, assert_alike, sums_of_gpt
 
 from megatron.errors import UserError
 from megatron.model.build import build_model
@@ -24,7 +25,8 @@ MODEL = ModelOptions(
     init_method_std=0.2,  # large enough for attention to matter
     make_vocab_size_divisible_by=8,
 )
-TOLERANCE = 2e-5  # two layers of float32 sums in another order, logits of order one
+TERMS, SUMS = sums_of_gpt(24, layers=2)
+DIFFERENT = 100 * apart(TERMS, SUMS)
 TAKES_POSITIONS = [pair for pair in ALL if registry.encoding_class(pair[0]).takes_positions]
 
 chunks = st.lists(st.integers(1, 9), min_size=1, max_size=LENGTH)
@@ -57,8 +59,8 @@ def decoded(gpt: GPT, x: torch.Tensor, steps: list[int], mask: torch.Tensor | No
 def test_decoding_equals_the_full_forward(encoding: str, processor: str, steps: list[int]) -> None:
     gpt, x = gpt_of(encoding, processor), tokens()
     with torch.no_grad():
-        torch.testing.assert_close(decoded(gpt, x, steps), gpt(x), rtol=TOLERANCE, atol=TOLERANCE)
-        torch.testing.assert_close(decoded(gpt, x, []), gpt(x), rtol=TOLERANCE, atol=TOLERANCE)
+        assert_alike(decoded(gpt, x, steps), gpt(x), TERMS, SUMS)
+        assert_alike(decoded(gpt, x, []), gpt(x), TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), ALL)
@@ -66,10 +68,10 @@ def test_decoding_in_a_window(encoding: str, processor: str) -> None:
     gpt, x = gpt_of(encoding, processor, attention_window=5), tokens()
     with torch.no_grad():
         whole = gpt(x)
-        torch.testing.assert_close(decoded(gpt, x, [7, 1, 6]), whole, rtol=TOLERANCE, atol=TOLERANCE)
+        assert_alike(decoded(gpt, x, [7, 1, 6]), whole, TERMS, SUMS)
         free = gpt_of(encoding, processor)(x)
-    torch.testing.assert_close(whole[:, :5], free[:, :5], rtol=TOLERANCE, atol=TOLERANCE)
-    assert (whole[:, 12:] - free[:, 12:]).abs().max() > 100 * TOLERANCE
+    assert_alike(whole[:, :5], free[:, :5], TERMS, SUMS)
+    assert (whole[:, 12:] - free[:, 12:]).abs().max() > DIFFERENT
 
 
 @pytest.mark.parametrize(("encoding", "processor"), TAKES_POSITIONS)
@@ -77,10 +79,10 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None
     gpt, x = gpt_of(encoding, processor, randomized_positions=LENGTH + 20), tokens()
     with torch.no_grad():
         whole = gpt(x)
-        torch.testing.assert_close(decoded(gpt, x, [3, 10]), whole, rtol=TOLERANCE, atol=TOLERANCE)
+        assert_alike(decoded(gpt, x, [3, 10]), whole, TERMS, SUMS)
         assert torch.equal(gpt(x), whole), "evaluation draws the same positions every time"
         free = gpt_of(encoding, processor)(x)
-    assert (whole - free).abs().max() > 100 * TOLERANCE
+    assert (whole - free).abs().max() > DIFFERENT
     gpt.train()
     assert not torch.equal(gpt(x), gpt(x)), "training draws anew"
 
@@ -93,7 +95,7 @@ def test_decoding_sequences_padded_on_the_left(encoding: str, processor: str) ->
     with torch.no_grad():
         whole = gpt(x, attention_mask=mask)
         ours = decoded(gpt, x, [6, 2], mask)
-    torch.testing.assert_close(ours[mask], whole[mask], rtol=TOLERANCE, atol=TOLERANCE)
+    assert_alike(ours[mask], whole[mask], TERMS, SUMS)
 
 
 def test_a_cache_says_what_it_cannot_do() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from position_methods import ALL
+from rounding import assert_alike, sums_of_gpt
 from tensor_parallel_cases import gradients
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -34,9 +35,9 @@ REFUSED = {
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout 0.1: with model_parallel_size 2"),
     "width": ({"intermediate_size": 65}, "does not divide intermediate_size 65"),
 }
-# Sums of some hundred float32 terms, divided in two. Gradients are compared with the largest of their tensor or, where
-# they cancel to nothing (a constant added to all logits of a row), with a hundredth of the model's largest.
-TOLERANCE = 2e-5
+# Gradients come after as many sums again. They are compared with the largest of their tensor or, where they cancel to
+# nothing (a constant added to all logits of a row), with a hundredth of the model's largest.
+TERMS, SUMS = sums_of_gpt(32, layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +69,14 @@ def test_two_ranks_compute_what_one_does(two_ranks: list[dict[str, Any]], name: 
     for rank in both:
         assert rank["parameters"] == one["parameters"]
         assert rank["flops"] == one["flops"]
-        torch.testing.assert_close(rank["losses"], one["losses"], rtol=TOLERANCE, atol=TOLERANCE)
-        torch.testing.assert_close(rank["logits"], one["logits"], rtol=TOLERANCE, atol=TOLERANCE * 10)
+        assert_alike(rank["losses"], one["losses"], TERMS, SUMS)
+        assert_alike(rank["logits"], one["logits"], TERMS, SUMS)
     assert list(both[0]["gradients"]) == list(one["gradients"])
     largest = max(gradient.abs().max().item() for gradient, *_ in one["gradients"].values())
     for parameter, (gradient, *_) in one["gradients"].items():
         dim, stride = both[0]["gradients"][parameter][1:]
         ours = joined([rank["gradients"][parameter][0] for rank in both], dim, stride)
-        scale = max(gradient.abs().max().item(), largest / 100)
-        assert (ours - gradient).abs().max() <= TOLERANCE * scale, parameter
+        assert_alike(ours, gradient, TERMS, 2 * SUMS, size=largest / 100)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,6 +11,7 @@ formula itself is evaluated in float64 with every operation disturbed by random 
 the size that they give is the same on every machine, and correlations (a row's common denominator) are in it.
 
 `assert_rounding_alone` holds a result to FACTOR times that size, in the norm of its errors and in the largest of them.
+`assert_alike` holds two evaluations in one type, neither of them the truth, to the same model of rounding, by hand.
 """
 
 import math
@@ -89,11 +90,11 @@ EXACT = {
     *(aten.arange, aten.new_zeros, aten.new_empty, aten.slice_backward, aten.select_backward, aten.scalar_tensor),
     *(aten.empty_like, aten.full_like, aten.ones, aten.empty, aten.fill_, aten.zero_, aten.stack, aten.lift_fresh),
     *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
-    *(aten.flip, aten.unfold, aten.gather),
+    *(aten.flip, aten.unfold, aten.gather, aten.floor),
 }
 SIMPLE = (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub)
 SIMPLE += (aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt)
-FUNCTIONS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin)
+FUNCTIONS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid)
 UNITS = dict.fromkeys(SIMPLE, 1.0) | dict.fromkeys(FUNCTIONS, ELEMENTARY)
 """By how many units of roundoff an operation that works element by element is off."""
 
@@ -102,6 +103,11 @@ def _sum(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, *rest = args
     out = func(x, *rest, **kwargs)
     return mode.summed(out, x.numel() / out.numel(), func(x.abs(), *rest, **kwargs))
+
+
+def _cumsum(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    x, *rest = args
+    return mode.summed(func(*args, **kwargs), func(torch.ones_like(x), *rest), func(x.abs(), *rest))
 
 
 def _product(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
@@ -172,6 +178,7 @@ def _logsumexp(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> T
 
 RULES: dict[Any, Callable[[Rounding, Any, Sequence[Any], Any], Any]] = {
     aten.sum: _sum,
+    aten.cumsum: _cumsum,
     aten.mm: _product,
     aten.bmm: _product,
     aten.addmm: _addmm,
@@ -232,3 +239,41 @@ def assert_rounding_alone(
     """Every result's error is at most FACTOR times what rounding gives. Arguments as in `excess`."""
     for name, ratio in excess(found, compute, dtype, stored=stored).items():
         assert ratio <= FACTOR, f"{name}: its error is {ratio:.3g} times what rounding in {dtype} gives"
+
+
+def apart(terms: int, sums: int = 1, dtype: torch.dtype = torch.float32) -> float:
+    """How far two evaluations of one formula in the same type may be apart, in units of the size of its terms.
+
+    Each is off by √terms · u after a sum and by √sums times that after so many that follow on one another, whose errors
+    are independent; the difference of two is √2 times as large; FACTOR as above.
+
+    Args:
+        terms: of the longest of the sums.
+        sums: how many follow on one another.
+        dtype: that they are computed in.
+    """
+    return FACTOR * math.sqrt(2 * terms * sums) * torch.finfo(dtype).eps / 2
+
+
+def sums_of_gpt(width: int, layers: int) -> tuple[int, int]:
+    """Terms of the longest sum of a GPT's forward pass and how many follow on one another, for `apart`.
+
+    The longest is that of the MLP's second matrix. In a layer eleven follow on one another: two norms, four matrices,
+    scores, a processor's two convolutions, softmax, values; at the end come a norm and the output layer.
+    """
+    return 4 * width, 11 * layers + 2
+
+
+def assert_alike(ours: Tensor, reference: Tensor, terms: int, sums: int = 1, size: float = 1.0) -> None:
+    """Two evaluations in the type of `ours` are no further apart than `apart(terms, sums)`; what is infinite is equal.
+
+    Args:
+        size: of a sum's terms together, where the largest of all results is smaller.
+    """
+    assert ours.shape == reference.shape
+    finite = reference.isfinite()
+    assert torch.equal(ours[~finite], reference[~finite]), "not infinite where the other is"
+    if finite.any():
+        allowed = apart(terms, sums, ours.dtype) * max(reference[finite].abs().max().item(), size)
+        error = (ours[finite].double() - reference[finite].double()).abs().max().item()
+        assert error <= allowed, f"{error:.3g} apart; {terms} terms, {sums} sums after one another give {allowed:.3g}"

@@ -12,7 +12,7 @@ LENGTH = 14
 
 
 def gradients(model: dict[str, Any], position: dict[str, Any]) -> dict[str, Any]:
-    """Losses, logits and gradients of a fresh model on fixed tokens, in float64 but for what is float32 by design."""
+    """Losses, logits and gradients of a fresh model on fixed tokens."""
     options = ModelOptions(
         **{
             "num_layers": 2,

@@ -6,12 +6,15 @@ Starting processes takes seconds, so all runs of two share one pair.
 from pathlib import Path
 
 import pytest
+from rounding import apart, sums_of_gpt
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import folder
 from megatron.errors import UserError
 from megatron.training.loop import train
 
+# Adam takes rounding for a gradient only in parameters that the loss does not depend on.
+ROUNDING = apart(*sums_of_gpt(32, layers=2))
 HALVES = {"train_micro_batch_size_per_gpu": 2, "num_gpus": 2, "train_batch_size": 4}
 QUARTERS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "num_gpus": 2, "train_batch_size": 4}
 
@@ -66,13 +69,13 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
     expected = losses(alone)
     assert expected[0] - expected[-1] > 0.02  # it learned
     for name in ("plain", "accumulated", "zero2", "zero3"):
-        assert losses(tmp_path / name) == pytest.approx(expected, rel=3e-7), name
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=ROUNDING), name
         for kind in ("train", "valid"):
             one, both = records(alone, kind), records(tmp_path / name, kind)
             assert list(one) == list(both)
             assert all(both[step]["tokens"] == one[step]["tokens"] for step in one)
         assert [r["loss"] for r in records(tmp_path / name, "valid").values()] == pytest.approx(
-            [r["loss"] for r in records(alone, "valid").values()], rel=3e-7
+            [r["loss"] for r in records(alone, "valid").values()], rel=ROUNDING
         )
 
     # Resumed by as many processes: bit for bit.
@@ -81,6 +84,6 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
 
     # Resumed by fewer: possible where every process has all states, refused where each has its part.
     train(rest("stopped0", **{**HALVES, "num_gpus": 1, "train_micro_batch_size_per_gpu": 4}))
-    assert losses(tmp_path / "stopped0") == pytest.approx(expected, rel=3e-7)
+    assert losses(tmp_path / "stopped0") == pytest.approx(expected, rel=ROUNDING)
     with pytest.raises(UserError, match=r"num_gpus: .*written with 2, this run has 1"):
         train(rest("stopped2", **zero(2), train_iters=6))
