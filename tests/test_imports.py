@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megatron.uncompiled import uncompiled
 
 ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
@@ -17,12 +20,14 @@ OPTIONS = (
     "megatron.checkpoint.options",
     "megatron.launch.options",
 )
-NUMERIC = ("torch", "numpy", "megatron.core")
+NUMERIC = ("torch", "numpy", "megatron.core", "megatron.uncompiled")
+DOORS = {"megatron/data/megatron_core.py", "megatron/model/megatron_core.py"}
 
 # part → prefixes of modules it may import besides the standard library and itself
 ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/errors.py": (),
     "megatron/options.py": ("pydantic",),
+    "megatron/uncompiled.py": ("torch",),
     "megatron/position": ("torch",),
     "kernels": ("torch", "triton"),
     "megatron/config": ("pydantic", "ruamel", *OURS, *OPTIONS),
@@ -102,6 +107,21 @@ def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
 def test_every_part_has_a_rule() -> None:
     folders = {p.name for p in (ROOT / "megatron").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders - {"launch"} == {Path(part).name for part in PARTS if not part.endswith(".py")} - {"kernels"}
+
+
+def test_megatron_core_is_imported_through_two_doors() -> None:
+    """They import it without PyTorch's compiler, and whichever is first decides for the process."""
+    files = [path for part in ("megatron", "kernels") for path in (ROOT / part).rglob("*.py")]
+    users = {path for path in files if any(_within(name, ("megatron.core",)) for name in _imports(path))}
+    assert {path.relative_to(ROOT).as_posix() for path in users} == DOORS
+
+
+def test_functions_stay_as_they_are_without_the_compiler() -> None:
+    usual = torch.compile
+    with uncompiled():
+        assert torch.compile(abs) is abs
+        assert torch.compile(mode="reduce-overhead")(abs) is abs
+    assert torch.compile is usual
 
 
 def test_kernels_is_this_projects() -> None:

@@ -27,7 +27,7 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+        from megatron.model.megatron_core import get_cuda_rng_tracker
 
         states["cuda"] = torch.cuda.get_rng_state()
         states["tracker"] = dict(get_cuda_rng_tracker().get_states())
@@ -42,7 +42,7 @@ def restore(states: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+        from megatron.model.megatron_core import get_cuda_rng_tracker
 
         torch.cuda.set_rng_state(states["cuda"])
         get_cuda_rng_tracker().set_states(states["tracker"])

@@ -7,10 +7,12 @@ megatron-core's own messages about cached indices, at its level.
 import logging
 import warnings
 
+from megatron.uncompiled import uncompiled
+
 _logger = logging.getLogger(__name__)
 logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
 
-with warnings.catch_warnings(record=True) as _caught:
+with warnings.catch_warnings(record=True) as _caught, uncompiled():
     warnings.simplefilter("always")
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

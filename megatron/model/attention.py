@@ -6,13 +6,12 @@ T sequence, B batch, H heads, h heads of this rank, d head dimension.
 
 from dataclasses import dataclass
 
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.model import parallel
 from megatron.model.backends.backend import Backend, Rows
 from megatron.model.cache import Cache
+from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.shape import Span

@@ -4,11 +4,6 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.errors import UserError
 from megatron.model import parallel, runtime
@@ -16,6 +11,13 @@ from megatron.model.attention import LayerPosition, PositionedAttention
 from megatron.model.backends.choose import choose_backend
 from megatron.model.gpt import GPT
 from megatron.model.layer import Layer
+from megatron.model.megatron_core import (
+    IdentityOp,
+    LocalSpecProvider,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    get_gpt_layer_local_spec,
+)
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.model.transformer_config import transformer_config
 from megatron.position.encoding import Encoding

@@ -8,8 +8,6 @@ can compute the output layer for the last positions only. B batch, T sequence, D
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +16,7 @@ from megatron.errors import UserError
 from megatron.model import parallel
 from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
+from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.position.encoding import Encoding
 from megatron.position.randomized import draw_positions
 from megatron.position.shape import DrawnPositions, Span

@@ -9,10 +9,10 @@ GPT-NeoX's parallel residual (`gpt_j_residual`), which megatron-core's layer lac
 from contextlib import nullcontext
 from typing import Any
 
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.model.attention import Reading
+from megatron.model.megatron_core import TransformerLayer
 
 
 class Layer(TransformerLayer):

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from megatron.model.megatron_core import parallel_state
 from megatron.position.shape import ALL_HEADS
 
 

@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron.model.megatron_core import model_parallel_cuda_manual_seed, parallel_state
 
 
 def initialize(seed: int, model_parallel_size: int = 1) -> None:

@@ -1,11 +1,11 @@
 """ModelOptions in megatron-core's terms."""
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from megatron.model import parallel
 from megatron.model.initialization import init_method
+from megatron.model.megatron_core import TransformerConfig
 from megatron.model.options import ModelOptions
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "swiglu": F.silu}

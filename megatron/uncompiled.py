@@ -1,0 +1,27 @@
+"""Importing megatron-core without PyTorch's compiler.
+
+While it is imported, megatron-core puts torch.compile on its fused functions, and that alone loads Dynamo and Inductor:
+two of the eight seconds of processor time before a run does anything. None of these functions is called here, for
+`megatron/model/transformer_config.py` leaves the fusions off. The two doors to megatron-core, in data and in model,
+import it inside `uncompiled`; whichever comes first decides for the process.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside it torch.compile, used as a decorator, leaves functions as they are."""
+    usual, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = usual
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    return function if function is not None else lambda given: given
