@@ -1,7 +1,11 @@
 """Shared by all tests: small shapes, quiet and deterministic torch, one thread (tests run side by side)."""
 
 import os
+import signal
 
+# A shell's background job ignores SIGINT, and so would every process that a test starts to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS refuses deterministic algorithms without a workspace of its own, and reads this when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

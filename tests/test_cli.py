@@ -304,19 +304,22 @@ def test_interrupt_on_a_terminal_saves_and_exits_with_130(corpus, ranks):
     os.close(side)
     seen = b""
     deadline = time.time() + 90
-    while b"step " not in seen and time.time() < deadline:
-        seen += os.read(main, 4096)
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the whole group
-    while True:
-        try:
-            chunk = os.read(main, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not chunk:
-            break
-        seen += chunk
-    error = process.communicate(timeout=60)[1].decode()
-    os.close(main)
+    try:
+        while b"step " not in seen and time.time() < deadline:
+            seen += os.read(main, 4096)
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the whole group
+        while time.time() < deadline + 60:
+            try:
+                chunk = os.read(main, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not chunk:
+                break
+            seen += chunk
+        error = process.communicate(timeout=60)[1].decode()
+    finally:
+        process.kill()
+        os.close(main)
     assert process.returncode == 130, error
     assert "Traceback" not in error + seen.decode(errors="replace")
     assert "stopping after this step; again to end at once" in seen.decode(errors="replace")
