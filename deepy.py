@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import traceback
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 ROOT = Path(__file__).resolve().parent
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback before `main` can say a word
 
 try:
     import typer
@@ -304,10 +308,11 @@ def positions(
     if as_json:
         print(json.dumps(records, indent=2, ensure_ascii=False))
         return
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False)
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
     for kind, key in (("encoding", "pos_emb"), ("processor", "score_processor")):
         console.print(f"[bold underline]{kind}s[/] ({key})")
         for record in records:
@@ -350,13 +355,14 @@ def keys(
     if markdown:
         print(reference.markdown(), end="")
         return
-    from rich.console import Console
     from rich.markup import escape
 
     found = reference.lookup(pattern)
     if not found:
         raise UserError(f"no key contains {pattern!r}")
-    console = Console(highlight=False)
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
     for i, (name, default, values, meaning) in enumerate(found):
         console.print("\n" * (i > 0) + f"[bold cyan]{escape(name)}[/]")
         _print_facts(console, {"default": default, "values": values, "meaning": meaning})
@@ -434,6 +440,9 @@ def _unexpected(error: BaseException) -> str:
 def main() -> int:
     """Run a command; every failure is a line on standard error and an exit code."""
     # The base of the command line's own errors, wherever typer keeps it.
+    _settle_streams()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
         result = app(standalone_mode=False, prog_name="./deepy.py")
@@ -455,6 +464,18 @@ def main() -> int:
             return 2
         _say(_unexpected(error))
         return 1
+
+
+def _settle_streams() -> None:
+    """Streams that were closed (`>&-`) go nowhere: a file opened later must not take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
+        if getattr(sys, name) is None:
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _usage(error: Any) -> str:

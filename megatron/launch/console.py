@@ -32,6 +32,13 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}" if text else type(error).__name__
 
 
+class PlainConsole(Console):
+    """A rich console that says when nobody reads on, where rich would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class RunConsole(Console):
     """A rich console that also writes what is printed (not live progress) to the log, as plain text.
 
@@ -60,6 +67,13 @@ class RunConsole(Console):
         super().print(*objects, **options)
         if not any(isinstance(thing, Control) for thing in objects):  # a live display moves the cursor this way
             self._log.print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads on (`./deepy.py evaluate … | head`): what is under way goes on, its results are in files."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is still in buffers goes there too
+        os.close(nowhere)
 
     def set_live(self, live: Any) -> bool:
         # A live display would show on the console what others print beside it; that belongs in the log alone.

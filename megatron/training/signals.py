@@ -1,7 +1,8 @@
 """Stopping in good order: a first signal asks the run to end after the current step and save.
 
 Schedulers send SIGTERM some time before they kill, Ctrl-C sends SIGINT, a terminal that closes SIGHUP. A second signal
-ends the process at once, as if nothing were installed. A signal that is ignored when we come (SIGHUP under nohup) stays
+ends the process at once, as if nothing were installed; a second SIGHUP does not, for what hangs up (a terminal, a
+parent that was killed) may send several. A signal that is ignored when we come (SIGHUP under nohup) stays
 ignored.
 """
 
@@ -98,6 +99,8 @@ class StopRequest:
             return
         if self.signal is None:
             self.signal = number
+            return
+        if number == signal.SIGHUP:
             return
         signal.signal(number, self._before.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)

@@ -116,3 +116,19 @@ def test_describe_is_one_short_line():
     assert describe(ValueError("a\n  b")) == "ValueError: a b"
     assert describe(ValueError()) == "ValueError"
     assert len(describe(ValueError("x" * 1000))) < 330
+
+
+def test_nobody_reading_ends_no_evaluation(tmp_path: Path):
+    """`./deepy.py evaluate … | head -1`: rich would end the process with exit code 1 and nothing said."""
+    output, (reader, writer) = os.dup(1), os.pipe()
+    os.dup2(writer, 1)
+    os.close(writer)
+    os.close(reader)
+    try:
+        with run_console(tmp_path / "log.txt") as console:
+            for number in range(3):
+                console.print(f"line {number}")
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+    assert (tmp_path / "log.txt").read_text().splitlines() == ["line 0", "line 1", "line 2"]

@@ -225,6 +225,48 @@ def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
+def test_a_parent_of_many_threads_asks_once(tmp_path: Path):
+    """The system sends the signal anew for each of its dying threads; the run still ends in good order."""
+    done = tmp_path / "done"
+    child = f"""
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+from megatron.launch.parent import end_with_parent
+from megatron.training.signals import StopRequest
+end_with_parent()
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while stop.signal is None:
+        time.sleep(0.01)
+    time.sleep(0.5)  # the step, and saving
+open({str(done)!r}, "w").write(str(int(stop.signal)))
+"""
+    parent = f"""
+import subprocess, sys, threading, time
+from megatron.launch.parent import bound
+import os
+for _ in range(64):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **bound()}}, start_new_session=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.kill()
+    process.wait(60)
+    deadline = time.monotonic() + 30
+    while not (done.exists() and done.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert done.read_text() == str(int(signal.SIGHUP))
+    process.stdout.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_training_whose_parent_is_gone_already_does_not_begin(monkeypatch: pytest.MonkeyPatch):
     """In a process of its own: what is asked of the system holds for all its life."""
     monkeypatch.setenv("FARFIELD_PARENT", "1")

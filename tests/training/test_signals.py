@@ -39,6 +39,13 @@ def test_a_second_ends_at_once() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_what_hangs_up_may_say_so_twice() -> None:
+    with StopRequest() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.signal == signal.SIGHUP
+
+
 def test_what_is_ignored_stays_ignored() -> None:
     """nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
