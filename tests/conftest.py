@@ -3,9 +3,11 @@
 import os
 import signal
 
-# A shell's background job ignores SIGINT, and so would every process that a test starts to interrupt it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What is started in the background ignores SIGINT and what is started by nohup ignores SIGHUP, and so would every process
+# that a test starts to interrupt it.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS refuses deterministic algorithms without a workspace of its own, and reads this when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
