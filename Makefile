@@ -10,12 +10,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check test lint docs clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check test test-fast lint docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then every position method at the quickstart's budget; it says how long that takes"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
+	@echo "make test-fast    the tests that take under two minutes, for the inner loop"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
@@ -54,6 +55,10 @@ lint: setup-dev
 
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+# What finds most mistakes, in under two minutes; tests/conftest.py says what is left out.
+test-fast: setup-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 docs: setup
 	@$(BIN)/python tools/make_docs.py

@@ -2,12 +2,8 @@
 
 import os
 import signal
+from pathlib import Path
 
-# What is started in the background ignores SIGINT and what is started by nohup ignores SIGHUP, and so would every process
-# that a test starts to interrupt it.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, usual)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS refuses deterministic algorithms without a workspace of its own, and reads this when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -28,6 +24,28 @@ torch.backends.cuda.matmul.allow_tf32 = False
 
 settings.register_profile("farfield", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("farfield")
+
+# What is started in the background ignores SIGINT and what is started by nohup ignores SIGHUP, and so would every
+# process that a test starts to interrupt it.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
+
+SLOW = (
+    *("checkpoint", "golden", "kernels", "launch", "tools", "test_cli.py", "config/test_keys_are_used.py"),
+    *("data/test_corpus.py", "data/test_datasets.py", "data/test_description.py", "data/test_sources.py"),
+    *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),
+    *("training/test_kills.py", "training/test_loop.py", "training/test_methods.py", "training/test_processes.py"),
+)
+"""Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here).as_posix()
+        if any(path == slow or path.startswith(f"{slow}/") for slow in SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
