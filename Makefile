@@ -16,7 +16,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then every position method at the quickstart's budget; it says how long that takes"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
-	@echo "make test-fast    the tests that take under two minutes, for the inner loop"
+	@echo "make test-fast    the tests that take about two minutes, for the inner loop"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
@@ -56,7 +56,7 @@ lint: setup-dev
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-# What finds most mistakes, in under two minutes; tests/conftest.py says what is left out.
+# What finds most mistakes, in about two minutes; tests/conftest.py says what is left out.
 test-fast: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
