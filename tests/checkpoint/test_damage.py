@@ -9,24 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config
 
 from megatron.checkpoint import folder
 from megatron.errors import RunError, UserError
 from megatron.training.loop import train
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4."""
-    run = tmp_path_factory.mktemp("run") / "trained"
-    train(tiny_config(corpus, run, checkpoint_factor=2))
-    return run
 
 
 @pytest.fixture

@@ -21,19 +21,6 @@ from megatron.training.loop import train
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4."""
-    run = tmp_path_factory.mktemp("run") / "trained"
-    train(tiny_config(corpus, run, checkpoint_factor=2))
-    return run
-
-
 @pytest.fixture
 def little_garbage() -> Iterator[None]:
     """DeepSpeed's bfloat16 optimizer collects garbage ten times, and would visit all that the tests have made."""

@@ -1,0 +1,21 @@
+"""A corpus and a finished run; a file whose tests need another one has a fixture of its own under the same name."""
+
+from pathlib import Path
+
+import pytest
+from tiny_runs import tiny_config, write_corpora
+
+from megatron.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints at 2 and 4."""
+    run = tmp_path_factory.mktemp("run") / "trained"
+    train(tiny_config(corpus, run, checkpoint_factor=2))
+    return run
