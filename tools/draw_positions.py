@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from position_panels import Curves, Map, Panel
 
-from megatron.evaluation.plots import COLOURS, DASHES
 from megatron.position import registry
+from megatron.reports.plots import COLOURS, DASHES
 
 FOLDER = Path("docs/images/positions")
 LOWEST = -20.0

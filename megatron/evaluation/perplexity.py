@@ -24,7 +24,7 @@ from megatron.errors import RunError, UserError
 from megatron.evaluation.bootstrap import intervals
 from megatron.evaluation.names import method_name
 from megatron.evaluation.protocols import Plan, default_targets, make_plan
-from megatron.evaluation.records import Record
+from megatron.reports.records import Record
 
 LARGEST_NLL = 700.0
 """Nats per token that still have a perplexity: exp overflows at 709."""
@@ -236,7 +236,8 @@ def evaluate(
                 train_length=train_length,
                 length=length,
                 protocol=plan.protocol,
-                perplexity=math.exp(summary.nll),
+                metric="perplexity",
+                value=math.exp(summary.nll),
                 tokens=summary.tokens,
                 seed=config.training.seed,
                 nll=summary.nll,
@@ -267,19 +268,19 @@ def with_intervals(records: Sequence[Record], sums: np.ndarray, counts: np.ndarr
         counts: tokens counted in each block, int [blocks].
     """
     found = intervals(sums, counts)
-    nll = [math.log(record.perplexity) if record.nll is None else record.nll for record in records]
+    nll = [math.log(record.value) if record.nll is None else record.nll for record in records]
     result = []
     for row, record in enumerate(records):
         about: dict[str, float | int] = {}
         if found is not None:
             low, high = found.nll[row]
-            about |= {"perplexity_low": _exp(low), "perplexity_high": _exp(high)}
+            about |= {"low": _exp(low), "high": _exp(high)}
         if row > 0:
             about |= {"change": _exp(nll[row] - nll[0]), "change_from": records[0].length}
             if found is not None:
                 low, high = found.change[row]
                 about |= {"change_low": _exp(low), "change_high": _exp(high)}
-        result.append(record.model_copy(update=about))
+        result.append(record.replace(**about))
     return result
 
 

@@ -9,13 +9,13 @@ from megatron.checkpoint.folder import CONFIG, resolve
 from megatron.checkpoint.progress import Progress
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
-from megatron.evaluation import records as record_files
-from megatron.evaluation.files import check_folder
 from megatron.evaluation.located import located
 from megatron.evaluation.protocols import Plan, default_lengths, default_targets, make_plan
-from megatron.evaluation.records import RESULTS, Record
 from megatron.evaluation.texts import Text, common_text
+from megatron.files import check_folder
 from megatron.model.options import ModelOptions
+from megatron.reports import records as record_files
+from megatron.reports.records import RESULTS, Record
 
 BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backend"].annotation)
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")

@@ -22,14 +22,14 @@ from rich.console import Console
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.evaluation import records as record_files
-from megatron.evaluation import tables
-from megatron.evaluation.files import write_bytes, write_text
 from megatron.evaluation.progress import Job, Meter
 from megatron.evaluation.protocols import Plan, default_targets, make_plan
-from megatron.evaluation.records import RESULTS, Record, replaced
 from megatron.evaluation.request import Request, Run, check_backend, check_device, read_request
 from megatron.evaluation.texts import text_of
+from megatron.files import write_bytes, write_text
+from megatron.reports import layout, tables
+from megatron.reports import records as record_files
+from megatron.reports.records import RESULTS, Record, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def evaluate_runs(
         data: a dataset prefix, a corpus folder or a file of text (`megatron.evaluation.texts`) to score instead of each
             run's own test (or else valid) split.
         output: folder for results.json, .csv, .md and .png; a single run folder writes into itself if None. Results
-            that are there stay, but for those that this measures again (`megatron.evaluation.records.replaced`).
+            that are there stay, but for those that this measures again (`megatron.reports.records.replaced`).
         device: auto, cpu or cuda.
         precision: fp32, bf16 or fp16; auto is fp32 on CPU and what the run was trained in on a GPU.
         backend: attention backend; the run's own if None.
@@ -147,7 +147,7 @@ def evaluate_runs(
                 "machine": machine(),
                 "software": software(),
             }
-            found += [record.model_copy(update=about) for record in scores]
+            found += [record.replace(**about) for record in scores]
             del loaded
             if chosen_device.type == "cuda":
                 torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
@@ -164,12 +164,12 @@ def evaluate_runs(
 
 def write_results(folder: Path, records: Sequence[Record]) -> list[Path]:
     """Write results.json, results.csv, results.md and results.png into a folder."""
-    from megatron.evaluation.plots import png
+    from megatron.reports.plots import png
 
     return [
         record_files.write(folder / RESULTS, records),
         record_files.write_csv(folder / "results.csv", records),
-        write_text(folder / "results.md", "\n".join(tables.markdown(layout) for layout in tables.layouts(records))),
+        write_text(folder / "results.md", "\n".join(tables.markdown(group) for group in layout.layouts(records))),
         write_bytes(folder / "results.png", png(records)),
     ]
 

@@ -22,7 +22,7 @@ from megatron.config.ranks import with_batch
 from megatron.config.schema import Config
 from megatron.data.paths import SPLITS, split_prefixes
 from megatron.errors import RunError, UserError
-from megatron.evaluation.files import check_folder
+from megatron.files import check_folder
 from megatron.launch import devices, worker
 from megatron.launch.console import temporary_log
 from megatron.launch.parent import end_with_parent

@@ -37,8 +37,8 @@ from megatron.config.schema import Config, Path_
 from megatron.config.settings import COMMAND_LINE, show
 from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.evaluation.files import check_folder, write_text
 from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
+from megatron.files import check_folder, write_text
 from megatron.launch.console import explained, run_console
 from megatron.launch.local import terminable
 from megatron.launch.parent import bound
@@ -47,7 +47,7 @@ from megatron.training.records import METRICS, recorded
 from megatron.training.signals import acknowledged
 
 if TYPE_CHECKING:
-    from megatron.evaluation.records import Record
+    from megatron.reports.records import Record
 
 # What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
 
@@ -226,7 +226,7 @@ def _run(sweep: Sweep, output: Path, console: Console) -> "list[Record]":
             _write(output, found, sweep)
             if worked and number < total and (left := seconds_left(meter.jobs)) is not None:
                 meter.say(f"{number} of {total} runs done, about {duration(left)} left")
-    from megatron.evaluation import tables
+    from megatron.reports import tables
 
     tables.show(console, found)
     files = ", ".join(str(output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
@@ -413,7 +413,7 @@ def _how(member: Member, chosen: EvaluateOptions, lengths: list[int]) -> dict[st
 
 def _evaluated(member: Member, how: dict[str, Any]) -> "list[Record] | None":
     """The records of a member if it was evaluated in this way before and all of them are still in its results."""
-    from megatron.evaluation.records import RESULTS, read
+    from megatron.reports.records import RESULTS, read
 
     results, known = member.folder / RESULTS, _receipt(member.folder / RECEIPT)
     if known.get("how") != how or not results.is_file():
@@ -424,8 +424,8 @@ def _evaluated(member: Member, how: dict[str, Any]) -> "list[Record] | None":
 
 
 def _write(output: Path, found: "Sequence[Record]", sweep: Sweep) -> None:
-    from megatron.evaluation import report
     from megatron.evaluation.run import write_results
+    from megatron.reports import report
 
     write_results(output, found)
     texts = dict(sweep.texts)

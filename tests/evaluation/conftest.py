@@ -1,13 +1,11 @@
-"""A tiny causal model whose losses a plain loop can compute, real tiny GPTs, and records made up by hand."""
+"""A tiny causal model whose losses a plain loop can compute, and real tiny GPTs."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.evaluation.records import Record
 from megatron.model.build import build_model
 from megatron.model.options import ModelOptions, PositionOptions
 
@@ -61,23 +59,3 @@ def tiny_gpt(**position: object) -> nn.Module:
 @pytest.fixture
 def running_mean() -> RunningMean:
     return RunningMean().eval()
-
-
-def record(method: str, length: int, perplexity: float, seed: int = 1, **more: object) -> Record:
-    """A record of a model trained at 64 tokens."""
-    known = {"train_length": 64, "protocol": "last", "tokens": 4096, "run": f"runs/{method}/{seed}"}
-    return Record(
-        **{**known, "method": method, "length": length, "perplexity": perplexity, "seed": seed, **more},
-        nll=math.log(perplexity),
-    )
-
-
-@pytest.fixture
-def story() -> list[Record]:
-    """Three methods at three lengths: one explodes, one is flat, one is flat and lower."""
-    curves = {"rotary": (5.25, 12.5, 29.75), "kerple_log": (5.5, 5.45, 5.43), "cdape": (4.96, 4.9, 4.87)}
-    return [
-        record(method, length, perplexity, stderr=0.03)
-        for method, curve in curves.items()
-        for length, perplexity in zip((64, 512, 2048), curve, strict=True)
-    ]

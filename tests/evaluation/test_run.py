@@ -19,11 +19,11 @@ from megatron.config.load import load
 from megatron.data.corpus import prepare
 from megatron.data.datasets import token_stream
 from megatron.errors import RunError, UserError
-from megatron.evaluation import plots, records
 from megatron.evaluation.perplexity import evaluate
 from megatron.evaluation.request import parse_lengths
 from megatron.evaluation.run import evaluate_runs, find_device, machine, software
 from megatron.model.build import build_model
+from megatron.reports import plots, records
 
 ROUNDING = apart(*sums_of_gpt(16, layers=1))
 SHAPE = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
@@ -86,17 +86,17 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     # The same as scoring the loaded model directly.
     loaded = load_model("runs/b")
     direct = evaluate(loaded, token_stream(loaded.config.data, "test"), [8, 32], windows=6)
-    assert [r.perplexity for r in found[2:]] == [r.perplexity for r in direct]
+    assert [r.value for r in found[2:]] == [r.value for r in direct]
 
     assert records.read("results/results.json") == found
     rows = csv.DictReader(Path("results/results.csv").read_text().splitlines())
-    assert [float(row["perplexity"]) for row in rows] == [r.perplexity for r in found]
+    assert [float(row["perplexity"]) for row in rows] == [r.value for r in found]
     assert Path("results/results.png").read_bytes() == b"\x89PNG"
     assert picture == [4]
     assert not Path("runs/a/results.json").exists()
     said = out.getvalue()
     assert "rotary seed 1234: loading" in said
-    assert f"{found[1].perplexity:,.1f}" in said
+    assert f"{found[1].value:,.1f}" in said
     assert "written: results/results.json" in said
 
 
@@ -135,7 +135,7 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
     # From elsewhere the run and its text are called otherwise, and are the same.
     monkeypatch.chdir(place.parent)
     moved = evaluate_runs([place / run], [8, 32])
-    assert [r.perplexity for r in moved] == [r.perplexity for r in again]
+    assert [r.value for r in moved] == [r.value for r in again]
     assert records.read(place / run / "results.json") == [*spans, *train, *window, *moved]
 
 
@@ -161,13 +161,13 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
     assert (found.dataset, found.tokenizer) == ("fox.txt", "bytes")
     stream = np.array([*text.encode(), 256])
     (direct,) = evaluate(load_model(run), stream, [8])
-    assert found.perplexity == direct.perplexity
+    assert found.value == direct.value
     (lines,) = evaluate_runs([run], [8], data="fox.jsonl")
     stream = np.array([*text[::2].encode(), 256, *text[1::2].encode(), 256])
-    assert lines.perplexity == evaluate(load_model(run), stream, [8])[0].perplexity
+    assert lines.value == evaluate(load_model(run), stream, [8])[0].value
     # Bytes need no file, so the corpus of the training may be gone.
     Path("corpus").rename("gone")
-    assert evaluate_runs([run], [8], data="fox.txt")[0].perplexity == found.perplexity
+    assert evaluate_runs([run], [8], data="fox.txt")[0].value == found.value
     foreign = make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
     for data, message in (
         ("fox.md", r"fox.md: its suffix is none of \.txt, \.jsonl"),
@@ -190,7 +190,7 @@ def test_a_file_of_text_is_tokenized_by_the_tokenizer_of_the_corpus(place: Path)
     (found,) = evaluate_runs([run], [8], data="more.txt")
     prepare(["more.txt"], "again", tokenizer="HFTokenizer", vocab_file="bpe/tokenizer.json", split=None)
     (expected,) = evaluate_runs([run], [8], data="again")
-    assert (found.tokenizer, found.perplexity) == (bpe.tokenizer, expected.perplexity)
+    assert (found.tokenizer, found.value) == (bpe.tokenizer, expected.value)
     assert found.text_digest == expected.text_digest
     with pytest.raises(UserError, match="was trained with tokenizer bytes, runs/bpe with HFTokenizer-"):
         evaluate_runs([run, make_run("runs/bytes")], [8], data="more.txt")
@@ -210,24 +210,24 @@ def test_data_are_found_from_any_directory_and_after_the_tree_was_moved(
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     (other,) = evaluate_runs([work / "runs" / "a"], [8])
-    assert (other.dataset, other.perplexity) == (str(work / "corpus" / "test_text_document"), found.perplexity)
+    assert (other.dataset, other.value) == (str(work / "corpus" / "test_text_document"), found.value)
     # Another corpus of that name in the working directory is not the run's.
     Path("text.txt").write_text("something else\n" * 200)
     prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
     (other,) = evaluate_runs([work / "runs" / "a"], [8])
-    assert other.perplexity == found.perplexity
+    assert other.value == found.value
     moved = work.rename(tmp_path / "moved")
     (other,) = evaluate_runs([moved / "runs" / "a"], [8])
-    assert (other.dataset, other.perplexity) == (str(moved / "corpus" / "test_text_document"), found.perplexity)
+    assert (other.dataset, other.value) == (str(moved / "corpus" / "test_text_document"), found.value)
 
 
 def test_a_run_that_does_not_know_where_it_was_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("runs/a")
     (found,) = evaluate_runs([run], [8])
     monkeypatch.chdir(place.parent)
-    assert evaluate_runs([place / run], [8])[0].perplexity == found.perplexity
+    assert evaluate_runs([place / run], [8])[0].value == found.value
     monkeypatch.chdir(place / "runs")
-    assert evaluate_runs(["a"], [8])[0].perplexity == found.perplexity
+    assert evaluate_runs(["a"], [8])[0].value == found.value
 
 
 def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None:
@@ -265,8 +265,8 @@ def test_a_window_at_evaluation_alone(place: Path) -> None:
     (own,) = evaluate_runs(["runs/windowed"], [32])
     (same,) = evaluate_runs(["runs/windowed"], [32], window=4)
     # The same seed, the same weights: only what is seen differs.
-    assert asked.perplexity == own.perplexity == same.perplexity
-    assert asked.perplexity != whole.perplexity
+    assert asked.value == own.value == same.value
+    assert asked.value != whole.value
     assert asked.method == asked.position == "kerple_log(window=4 at evaluation)"
     assert own.method == same.method == "kerple_log(window=4)"
     # Through one layer a window of 4 sees the last 4 tokens, whatever comes before.
@@ -366,9 +366,9 @@ def test_bfloat16_weights_are_asked_for_by_name(place: Path) -> None:
     (exact,) = evaluate_runs([run], [16])
     (rounded,) = evaluate_runs([run], [16], precision="bf16")
     assert (exact.dtype, rounded.dtype) == ("float32", "bfloat16")
-    assert rounded.perplexity != exact.perplexity
+    assert rounded.value != exact.value
     # Logits below one, after some two dozen operations whose results are rounded by up to 2⁻⁹: √24 · 2⁻⁹ = 1%, twice.
-    assert rounded.perplexity == pytest.approx(exact.perplexity, rel=0.02)
+    assert rounded.value == pytest.approx(exact.value, rel=0.02)
 
 
 def test_chunked_backend_by_name(place: Path) -> None:
@@ -376,7 +376,7 @@ def test_chunked_backend_by_name(place: Path) -> None:
     (auto,) = evaluate_runs([run], [40])
     (chunked,) = evaluate_runs([run], [40], backend="chunked")
     assert chunked.backend == "chunked"
-    assert chunked.perplexity == pytest.approx(auto.perplexity, rel=ROUNDING * auto.nll)
+    assert chunked.value == pytest.approx(auto.value, rel=ROUNDING * auto.nll)
 
 
 def test_records_are_plain_json(place: Path) -> None:

@@ -68,7 +68,7 @@ def method(**keys: Any) -> Callable[[Path, Path], Numbers]:
         found = trained(corpus, folder / "run", eval_interval=2, **keys)
         valid = [record["loss"] for _, record in sorted(records(folder / "run", "valid").items())]
         scored = evaluate_runs([folder / "run"], [16, 64], windows=4, targets=8, device="cpu")
-        return found | {"valid": valid, "perplexities": [record.perplexity for record in scored]}
+        return found | {"valid": valid, "perplexities": [record.value for record in scored]}
 
     return numbers
 

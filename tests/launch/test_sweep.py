@@ -99,13 +99,13 @@ def trainer(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def evaluate(
         runs: list[Path], lengths: list[int], *args: object, names: list[str], output: Path, **_: object
     ) -> list:
-        from megatron.evaluation.records import Record, write
+        from megatron.reports.records import Record, write
 
         with open("calls", "a") as calls:
             calls.write(f"evaluate {runs[0]}\n")
-        known = {"train_length": 16, "protocol": "last", "tokens": 48, "method": names[0]}
+        known = {"train_length": 16, "protocol": "last", "tokens": 48, "method": names[0], "metric": "perplexity"}
         seed = int(str(runs[0]).rsplit("_", 1)[1])
-        found = [Record(**known, length=length, perplexity=5.0, seed=seed, run=str(runs[0])) for length in lengths]
+        found = [Record(**known, length=length, value=5.0, seed=seed, run=str(runs[0])) for length in lengths]
         write(output / "results.json", found)
         return found
 
@@ -128,10 +128,10 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert [r.position for r in found[::2]] == ["rotary", "cdape(width=4)+alibi"]
     assert len({r.target_digest for r in found}) == 1
     # A model that has learned nothing has 257, the vocabulary; this text uses 25 different bytes.
-    assert all(1 < r.perplexity < 60 for r in found)
+    assert all(1 < r.value < 60 for r in found)
     assert all((r.tokens, r.windows, r.step, r.train_tokens) == (48, 3, 60, 60 * 4 * 16) for r in found)
     stored = json.loads(Path("out/results.json").read_text())
-    assert [item["perplexity"] for item in stored] == [r.perplexity for r in found]
+    assert [item["perplexity"] for item in stored] == [r.value for r in found]
     for name in (
         "results.csv",
         "results.md",
@@ -144,7 +144,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     report = Path("out/report.html").read_text()
     assert "cdape(width=4)+alibi" in report
     assert "sweep.yml" in report
-    assert said.count("Perplexity, trained at 16 tokens") == 1
+    assert said.count("Perplexity per token, trained at 16 tokens") == 1
     assert "left)" in said
 
     again, said = run()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import RunError, UserError
-from megatron.evaluation import records
-from megatron.evaluation.records import Record
+from megatron.reports import records
+from megatron.reports.records import Record
 
 MINIMAL = {
     "method": "rotary",
@@ -22,6 +22,12 @@ MINIMAL = {
     "tokens": 4096,
     "seed": 1234,
 }
+"""A record as it stands in a file."""
+
+
+def made(**more: object) -> Record:
+    return records.of_row({**MINIMAL, **more})
+
 
 numbers = st.floats(min_value=1e-6, max_value=1e300)
 counts = st.integers(min_value=1, max_value=2**53)
@@ -32,7 +38,8 @@ any_record = st.builds(
     train_length=counts,
     length=counts,
     protocol=text,
-    perplexity=numbers,
+    metric=st.just("perplexity"),
+    value=numbers,
     tokens=counts,
     seed=st.integers(min_value=0, max_value=2**32),
     nll=st.none() | st.floats(allow_nan=False, allow_infinity=False),
@@ -51,36 +58,37 @@ def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, 
 
 
 def test_the_file_has_the_promised_fields(tmp_path: Path) -> None:
-    path = records.write(tmp_path / "results.json", [Record(**MINIMAL)])
+    path = records.write(tmp_path / "results.json", [made()])
     assert json.loads(path.read_text()) == [MINIMAL]
 
 
 def test_writing_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    records.write(path, [Record(**MINIMAL)] * 3)
-    records.write(path, [Record(**MINIMAL)])
+    records.write(path, [made()] * 3)
+    records.write(path, [made()])
     assert len(records.read(path)) == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_csv_has_a_column_per_field(tmp_path: Path) -> None:
-    path = records.write_csv(tmp_path / "results.csv", [Record(**MINIMAL), Record(**MINIMAL, nll=1.5, dataset="a,b")])
+    path = records.write_csv(tmp_path / "results.csv", [made(), made(nll=1.5, dataset="a,b")])
     rows = list(csv.DictReader(path.open(encoding="utf-8")))
     assert [row["nll"] for row in rows] == ["", "1.5"]
     assert rows[1]["dataset"] == "a,b"
-    assert set(rows[0]) == set(Record.model_fields)
+    known = set(Record.model_fields) - {"metric", "value", "low", "high"}
+    assert set(rows[0]) == known | {"perplexity", "perplexity_low", "perplexity_high"}
 
 
 def test_interval_is_symmetric_in_nats() -> None:
-    low, high = Record(**{**MINIMAL, "perplexity": math.e}, stderr=0.5).interval
+    low, high = made(perplexity=math.e, stderr=0.5).interval
     assert (math.log(low), math.log(high)) == pytest.approx((1 - 0.98, 1 + 0.98))
-    assert Record(**MINIMAL).interval is None
+    assert made().interval is None
 
 
 def test_the_bootstrap_interval_comes_first() -> None:
-    both = Record(**MINIMAL, stderr=0.5, perplexity_low=5.0, perplexity_high=6.5)
+    both = made(stderr=0.5, perplexity_low=5.0, perplexity_high=6.5)
     assert both.interval == both.bootstrapped == (5.0, 6.5)
-    assert Record(**MINIMAL, stderr=0.5).bootstrapped is None
+    assert made(stderr=0.5).bootstrapped is None
 
 
 @pytest.mark.parametrize(
@@ -97,18 +105,18 @@ def test_the_bootstrap_interval_comes_first() -> None:
 )
 def test_a_change_is_judged_by_its_interval(change: float, ends: tuple[float, float], verdict: str | None) -> None:
     known = {"change": change, "change_low": ends[0], "change_high": ends[1], "change_from": 64}
-    assert Record(**MINIMAL, **known).verdict == verdict
+    assert made(**known).verdict == verdict
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{}", "should be a list of records, is an object"),
-        ("[1]", "record 1 should be an object, is a number"),
+        ("[1]", "record 1: should be an object, is a number"),
         ("[{]", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        (json.dumps([MINIMAL, {**MINIMAL, "lenght": 1}]), "record 2 has an unknown field lenght; did you mean length?"),
-        (json.dumps([{k: v for k, v in MINIMAL.items() if k != "seed"}]), "record 1 lacks seed"),
+        (json.dumps([MINIMAL, {**MINIMAL, "lenght": 1}]), "record 2: unknown field lenght; did you mean length?"),
+        (json.dumps([{k: v for k, v in MINIMAL.items() if k != "seed"}]), "record 1: seed is missing"),
         (json.dumps([{**MINIMAL, "perplexity": "5"}]), "record 1: perplexity = '5'"),
         (json.dumps([{**MINIMAL, "length": 0}]), "record 1: length = 0"),
         (json.dumps([MINIMAL]).replace("5.5", "NaN"), "record 1: perplexity = nan"),
@@ -137,7 +145,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = records.write(tmp_path / "results.json", [Record(**MINIMAL)])
+    path = records.write(tmp_path / "results.json", [made()])
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

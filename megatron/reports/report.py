@@ -11,10 +11,11 @@ from pathlib import Path
 from string import Template
 
 from megatron.errors import UserError
-from megatron.evaluation.files import write_text
-from megatron.evaluation.plots import png
-from megatron.evaluation.records import Record
-from megatron.evaluation.tables import Layout, html_table, layouts, multiple, number
+from megatron.files import write_text
+from megatron.reports.layout import Layout, layouts, multiple
+from megatron.reports.plots import png
+from megatron.reports.records import Record
+from megatron.reports.tables import html_table
 
 _PROTOCOLS = {
     "last": (
@@ -68,7 +69,7 @@ footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
 <h1>$title</h1>
 <p>$summary</p>
 <p class="plot"><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,$narrow">
-<img alt="Perplexity over length, one curve per method" src="data:image/png;base64,$plot"></picture></p>
+<img alt="$metrics over length, one curve per method" src="data:image/png;base64,$plot"></picture></p>
 $tables
 <h2>What was measured</h2>
 $measured
@@ -77,7 +78,7 @@ $models
 <h2>Machine and software</h2>
 <dl>$machine</dl>
 $configurations
-<footer>Perplexity is exp of the mean negative log-likelihood per token, in nats. Lower is better.</footer>
+<footer>$definitions</footer>
 </body>
 </html>
 """)
@@ -114,8 +115,13 @@ def render(
     if not records:
         raise UserError("no records to report")
     groups = layouts(records)
+    metrics = list(dict.fromkeys(layout.metric for layout in groups))
     return _PAGE.substitute(
         title=html.escape(title),
+        metrics=html.escape(" and ".join(metric.title for metric in metrics)),
+        definitions=html.escape(
+            " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
+        ),
         summary=" ".join(html.escape(_summary(layout)) for layout in groups),
         plot=base64.b64encode(png(records)).decode("ascii"),
         narrow=base64.b64encode(png(records, narrow=True)).decode("ascii"),
@@ -129,21 +135,20 @@ def render(
 
 def _summary(layout: Layout) -> str:
     """The result in words: the ranking at the largest length, and how far each is from its own start: beyond chance?"""
-    first, last = layout.lengths[0], layout.lengths[-1]
-    ends = sorted(
-        (layout.cells[method, last].mean, method) for method in layout.methods if (method, last) in layout.cells
-    )
+    metric, first, last = layout.metric, layout.lengths[0], layout.lengths[-1]
+    ends = [(layout.cells[method, last].mean, method) for method in layout.methods if (method, last) in layout.cells]
     parts = []
-    for mean, method in ends:
+    for mean, method in sorted(ends, key=lambda end: (metric.rank(end[0]), end[1])):
         start = layout.cells.get((method, first))
         known = layout.changes.get(method)
         verdict = "" if known is None or known.verdict is None else f", {known.verdict}"
         change = ""
         if start is not None and first != last:
-            change = f" ({mean / start.mean - 1:+.0%} from {first:,} tokens{verdict})"
-        parts.append(f"{method} {number(mean)}{change}")
+            distance = metric.shown_distance(metric.change(mean, start.mean))
+            change = f" ({distance} from {first:,} tokens{verdict})"
+        parts.append(f"{method} {metric.shown(mean)}{change}")
     return (
-        f"Trained at {layout.train_length:,} tokens; perplexity at {last:,} tokens "
+        f"Trained at {layout.train_length:,} tokens; {metric.axis} at {last:,} tokens "
         f"({multiple(last / layout.train_length)}, protocol {layout.protocol}): {', '.join(parts)}."
     )
 

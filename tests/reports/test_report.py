@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import UserError
-from megatron.evaluation import plots, report
-from megatron.evaluation.records import Record
+from megatron.reports import plots, report
+from megatron.reports.records import Record, of_row
 
 from .conftest import record
 
@@ -65,7 +65,7 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
         "train_tokens": 1_024_000, "position": "cdape(width=16)+kerple_log", "backend": "chunked", "dtype": "float32",
         "date": "2025-01-02T03:04:05+00:00", "device": "cpu", "seconds": 1.5,
     }  # fmt: skip
-    text = Page(report.render([r.model_copy(update=known) for r in story], title="A & B")).text
+    text = Page(report.render([r.replace(**known) for r in story], title="A & B")).text
     for part in (
         *("A & B", "Only the last 64 tokens", "the same 61 places", "the same 4,096 tokens", "861,234"),
         *("data/python/test_text_document", "1,024,000", "cdape(width=16)+kerple_log", "chunked, float32, 4.5 s"),
@@ -76,7 +76,7 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
 
 
 def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
-    summary = re.search(r"perplexity at 2,048 tokens.*?\.\s*\n", Page(report.render(story)).text).group()
+    summary = re.search(r"perplexity per token at 2,048 tokens.*?\.\s*\n", Page(report.render(story)).text).group()
     assert summary.index("cdape") < summary.index("kerple_log") < summary.index("rotary")
 
 
@@ -88,7 +88,8 @@ def test_the_summary_says_what_is_beyond_chance() -> None:
 
 
 def test_records_with_required_fields_only(story: list[Record]) -> None:
-    bare = Record(method="x", train_length=64, length=64, protocol="mine", perplexity=5.0, tokens=10, seed=0)
+    bare = of_row({"method": "x", "train_length": 64, "length": 64, "protocol": "mine", "perplexity": 5.0, "tokens": 10,
+                   "seed": 0})  # fmt: skip
     assert "Protocol mine" in Page(report.render([bare])).text
     with pytest.raises(UserError, match="no records"):
         report.render([])

@@ -8,15 +8,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron.errors import UserError
-from megatron.evaluation import plots, tables
-from megatron.evaluation.records import Record
+from megatron.reports import plots
+from megatron.reports.layout import layouts
+from megatron.reports.records import Record
 
 from .conftest import record
 
 
 def axes_of(records: list[Record]):
     axes = Figure().add_subplot()
-    (layout,) = tables.layouts(records)
+    (layout,) = layouts(records)
     plots._draw(axes, layout)
     return axes
 

@@ -7,8 +7,9 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from megatron.evaluation import tables
-from megatron.evaluation.records import Record
+from megatron.reports import tables
+from megatron.reports.layout import layouts
+from megatron.reports.records import Record
 
 from .conftest import record
 
@@ -20,7 +21,7 @@ def shown(records: list[Record], **options: object) -> str:
 
 
 def test_rows_and_columns(story: list[Record]) -> None:
-    (layout,) = tables.layouts(list(reversed(story)))
+    (layout,) = layouts(list(reversed(story)))
     assert layout.methods == ("cdape", "kerple_log", "rotary")  # in the order of the records
     assert layout.lengths == (64, 512, 2048)
     assert layout.heads() == [("1×", "64"), ("8×", "512"), ("32×", "2,048")]
@@ -28,31 +29,33 @@ def test_rows_and_columns(story: list[Record]) -> None:
 
 def test_the_smallest_of_each_column_is_best(story: list[Record]) -> None:
     swapped = [r for r in story if (r.method, r.length) != ("rotary", 64)] + [record("rotary", 64, 4.0)]
-    (layout,) = tables.layouts(swapped)
+    (layout,) = layouts(swapped)
     best = {(method, length) for (method, length), cell in layout.cells.items() if cell.best}
     assert best == {("rotary", 64), ("cdape", 512), ("cdape", 2048)}
 
 
 def test_a_lone_method_is_not_best(story: list[Record]) -> None:
-    (layout,) = tables.layouts([r for r in story if r.method == "rotary"])
+    (layout,) = layouts([r for r in story if r.method == "rotary"])
     assert not any(cell.best for cell in layout.cells.values())
+    assert "best" not in tables.plain(layout)
 
 
 def test_plain_text_is_aligned_and_marked(story: list[Record]) -> None:
-    (layout,) = tables.layouts(story)
+    (layout,) = layouts(story)
     assert tables.plain(layout).splitlines() == [
-        "Perplexity, trained at 64 tokens, protocol last",
+        "Perplexity per token, trained at 64 tokens, protocol last",
         "method        1×      8×     32×",
         "              64     512   2,048",
         "rotary      5.25   12.50   29.75",
         "kerple_log  5.50    5.45    5.43",
         "cdape       4.96*   4.90*   4.87*",
-        "4,096 tokens scored at every length; * best of its column",
+        "4,096 tokens scored at every length; lower is better.",
+        "* best of its column.",
     ]
 
 
 def test_markdown(story: list[Record]) -> None:
-    (layout,) = tables.layouts([*story, record("a|b", 64, 7.0)])
+    (layout,) = layouts([*story, record("a|b", 64, 7.0)])
     lines = tables.markdown(layout).splitlines()
     assert lines[:3] == [
         "| method | 1× (64) | 8× (512) | 32× (2,048) |",
@@ -65,16 +68,16 @@ def test_markdown(story: list[Record]) -> None:
 
 def test_several_seeds_become_mean_and_deviation() -> None:
     perplexities = (5.0, 5.5, 6.3)
-    (layout,) = tables.layouts([record("t5", 64, p, seed) for seed, p in enumerate(perplexities)])
+    (layout,) = layouts([record("t5", 64, p, seed) for seed, p in enumerate(perplexities)])
     cell = layout.cells["t5", 64]
     assert cell.mean == pytest.approx(sum(perplexities) / 3)
     assert cell.deviation == pytest.approx(statistics.stdev(perplexities))
     assert str(cell) == "5.60 ± 0.66"
-    assert "mean ± standard deviation of 3 seeds" in layout.caption
+    assert "mean ± standard deviation of 3 seeds" in " ".join(layout.notes)
 
 
 def test_a_repeated_measurement_replaces_the_first() -> None:
-    (layout,) = tables.layouts([record("t5", 64, 5.0), record("t5", 64, 6.0)])
+    (layout,) = layouts([record("t5", 64, 5.0), record("t5", 64, 6.0)])
     assert str(layout.cells["t5", 64]) == "6.00"
 
 
@@ -84,8 +87,8 @@ def test_numbers_that_cannot_be_compared_are_not_in_one_table(story: list[Record
         record("rotary", 64, 5.0, train_length=32),
         record("rotary", 64, 5.0, target_digest="abc"),
     ]
-    assert len(tables.layouts(story + other)) == 4
-    assert tables.layouts([]) == []
+    assert len(layouts(story + other)) == 4
+    assert layouts([]) == []
 
 
 @pytest.fixture
@@ -93,14 +96,14 @@ def judged() -> list[Record]:
     """Two methods with a change, one whose positions end at 100, one measured without a bootstrap."""
     found = []
     for method, end, low, high in (("rotary", 30.0, 5.5, 6.5), ("type1", 5.02, 0.985, 1.023)):
-        found.append(record(method, 64, 5.0, perplexity_low=4.5, perplexity_high=5.75))
+        found.append(record(method, 64, 5.0, low=4.5, high=5.75))
         change = {"change": end / 5, "change_low": low, "change_high": high, "change_from": 64}
         found.append(record(method, 2048, end, **change))
     return [*found, record("learned", 64, 5.1, max_length=100), record("other", 2048, 5.2)]
 
 
 def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
-    (layout,) = tables.layouts(judged)
+    (layout,) = layouts(judged)
     assert [str(change) for change in layout.changes.values()] == [
         "6.000 [5.500, 6.500] rises",
         "1.004 [0.985, 1.023] holds",
@@ -120,8 +123,8 @@ def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
         "| method | 1× (64) | 32× (2,048) | change 1× to 32× |",
         "|---|--:|--:|---|",
     ]
-    assert "holds if 1 is inside" in layout.caption
-    assert "within -10% and +15%" in layout.caption
+    assert "holds if 1 is inside" in " ".join(layout.notes)
+    assert "within -10% and +15%" in " ".join(layout.notes)
     parser = Cells()
     parser.feed(tables.html_table(layout))
     assert parser.rows[0][-1] == ("text", "change1× to 32×")
@@ -139,7 +142,7 @@ def test_changes_of_several_seeds() -> None:
         for seed, (low, change, high) in enumerate(changes):
             about = {"change": change, "change_low": low, "change_high": high, "change_from": 64}
             found += [record("t5", 64, 5.0, seed), record("t5", 128, 5 * change, seed, **about)]
-        (layout,) = tables.layouts(found)
+        (layout,) = layouts(found)
         return str(layout.changes["t5"])
 
     assert seeds((1.1, 1.2, 1.3), (1.3, 1.4, 1.5)) == f"1.300 ± {statistics.stdev((1.2, 1.4)):.3f} rises"
@@ -148,23 +151,16 @@ def test_changes_of_several_seeds() -> None:
 
 def test_a_change_from_another_length_is_not_shown() -> None:
     late = record("t5", 128, 5.0, change=1.5, change_from=32)
-    (layout,) = tables.layouts([record("t5", 64, 5.0), late])
+    (layout,) = layouts([record("t5", 64, 5.0), late])
     assert layout.changes == {}
     assert "change" not in tables.plain(layout)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(4.866, "4.87"), (99.994, "99.99"), (152.34, "152.3"), (16443.4, "16,443")]
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert tables.number(value) == text
 
 
 def test_the_console_gets_a_frame_on_a_terminal_only(story: list[Record]) -> None:
     wide = shown(story, force_terminal=True, width=100)
     assert "┃" in wide
     assert "29.75" in wide
-    assert shown(story, width=20) == tables.plain(tables.layouts(story)[0])  # a pipe: nothing cut, nothing coloured
+    assert shown(story, width=20) == tables.plain(layouts(story)[0])  # a pipe: nothing cut, nothing coloured
     narrow = shown(story, force_terminal=True, width=30)
     assert "29.75" in narrow
     assert "…" not in narrow
@@ -192,7 +188,7 @@ class Cells(HTMLParser):
 
 
 def test_html(story: list[Record]) -> None:
-    (layout,) = tables.layouts([*story, record("<i>&", 64, 7.0)])
+    (layout,) = layouts([*story, record("<i>&", 64, 7.0)])
     parser = Cells()
     parser.feed(tables.html_table(layout))
     head, *body = parser.rows

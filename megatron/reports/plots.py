@@ -1,8 +1,8 @@
-"""Perplexity over length, as a PNG: one curve per method, the training length marked.
+"""A metric over length, as a PNG: one curve per method, the training length marked.
 
 Colours are Okabe and Ito's, told apart by colour-blind eyes too; markers and dashes repeat the distinction in grey.
-The length axis is logarithmic (lengths double); the perplexity axis becomes logarithmic where curves differ by more
-than a factor of 4, since on a linear one an exploding curve would flatten all others. Bars: with several seeds,
+The length axis is logarithmic (lengths double); the other one is where the metric asks for it and values differ by more
+than a factor of 4, since on a linear axis an exploding perplexity would flatten all others. Bars: with several seeds,
 smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would hide the
 curves. Curves with bars stand side by side at each length, because intervals of the same text overlap and areas or bars
 on top of each other could not be told apart.
@@ -21,8 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from megatron.errors import UserError
-from megatron.evaluation.records import Record
-from megatron.evaluation.tables import Layout, layouts, multiple
+from megatron.reports.layout import Layout, layouts, multiple
+from megatron.reports.records import Record
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 MARKERS = "osD^vPX*"
@@ -35,7 +35,7 @@ ROWS = 24
 
 
 def png(records: Sequence[Record], *, narrow: bool = False) -> bytes:
-    """A PNG with one panel per comparable group of records (see `tables.layouts`).
+    """A PNG with one panel per comparable group of records (see `layout.layouts`).
 
     Args:
         records: what to draw.
@@ -71,7 +71,7 @@ def style(index: int) -> dict[str, str]:
 
 
 def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
-    low, high = float("inf"), 0.0
+    low, high = float("inf"), float("-inf")
     drawn = [_curve(layout, method) for method in layout.methods]
     barred = len(drawn) <= MOST_BARS and any(None not in bars for _, _, bars in drawn)
     places = _side_by_side(layout, len(drawn)) if barred else [1.0] * len(drawn)
@@ -97,12 +97,12 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
     axes.set_xlabel(
         "length: tokens, × training length" if narrow else "length: tokens, and multiples of the training length"
     )
-    if high > 4 * low:
+    if layout.metric.scale == "logarithmic" and high > 4 * low > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(_ticks(low, high)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.3g}" if y < 1000 else f"{y:,.0f}"))
-    axes.set_ylabel("perplexity per token")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: layout.metric.tick(y)))
+    axes.set_ylabel(layout.metric.axis)
     axes.axvline(layout.train_length, color="0.45", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
         "training length", (layout.train_length, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
@@ -132,7 +132,7 @@ def _side_by_side(layout: Layout, count: int) -> list[float]:
 
 
 def _curve(layout: Layout, method: str) -> tuple[list[int], list[float], list[tuple[float, float] | None]]:
-    """Lengths, mean perplexities and bars of one method."""
+    """Lengths, mean values and bars of one method."""
     found: dict[int, list[Record]] = {}
     for record in layout.records:
         if record.method == method:
@@ -140,7 +140,7 @@ def _curve(layout: Layout, method: str) -> tuple[list[int], list[float], list[tu
     lengths = sorted(found)
     means, bars = [], []
     for length in lengths:
-        values = [record.perplexity for record in found[length]]
+        values = [record.value for record in found[length]]
         means.append(statistics.fmean(values))
         bars.append((min(values), max(values)) if len(values) > 1 else found[length][0].interval)
     return lengths, means, bars

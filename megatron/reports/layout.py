@@ -1,0 +1,193 @@
+"""Which records may stand in one table, and what stands in its cells.
+
+Records of different metrics, protocols, training lengths or target tokens are never put into one table, because their
+numbers cannot be compared. With several seeds a cell is their mean ± sample standard deviation. The last column is the
+change from the shortest length to the largest with its paired bootstrap interval, and in a word what that says.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.reports.metrics import Metric
+from megatron.reports.records import Record
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method at one length: mean over seeds, and their sample standard deviation where there are several."""
+
+    metric: Metric
+    mean: float
+    deviation: float | None
+    best: bool
+    interval: tuple[float, float] | None = None  # 95%, of a single run
+
+    def __str__(self) -> str:
+        spread = "" if self.deviation is None else f" ± {self.metric.shown(self.deviation)}"
+        return self.metric.shown(self.mean) + spread + "*" * self.best
+
+
+@dataclass(frozen=True)
+class Change:
+    """From the shortest length to the largest, of one method: mean and deviation over seeds."""
+
+    metric: Metric
+    mean: float
+    deviation: float | None
+    interval: tuple[float, float] | None  # 95%, of a single run
+    verdict: str | None  # rises, falls, holds; of several seeds the one they share, else mixed
+
+    def __str__(self) -> str:
+        text = self.metric.shown_change(self.mean)
+        if self.deviation is not None:
+            text += f" ± {self.metric.shown_spread(self.deviation)}"
+        elif self.interval is not None:
+            text += f" [{', '.join(map(self.metric.shown_change, self.interval))}]"
+        return text + ("" if self.verdict is None else f" {self.verdict}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table of comparable records."""
+
+    metric: Metric
+    protocol: str
+    train_length: int
+    records: tuple[Record, ...]
+    methods: tuple[str, ...]  # in the order of the records
+    lengths: tuple[int, ...]  # ascending
+    cells: dict[tuple[str, int], Cell]
+    changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known
+    limits: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
+    text: str | None = None  # what was scored, if there are tables of other texts beside this one
+
+    @property
+    def repeats(self) -> int:
+        """The largest number of runs behind a cell; they differ in their seed."""
+        counts: dict[tuple[str, int], int] = {}
+        for record in self.records:
+            counts[record.method, record.length] = counts.get((record.method, record.length), 0) + 1
+        return max(counts.values())
+
+    @property
+    def title(self) -> str:
+        """What the table shows, in one line."""
+        text = "" if self.text is None else f", text {self.text}"
+        return f"{self.metric.heading}, trained at {self.train_length:,} tokens, protocol {self.protocol}{text}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What was counted and how to read the cells, a sentence each."""
+        tokens = sorted({record.tokens for record in self.records})
+        counted = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+        notes = [f"{counted} tokens scored at every length; {self.metric.better} is better."]
+        if self.repeats > 1:
+            notes.append(f"Cells are mean ± standard deviation of {self.repeats} seeds.")
+        if any(cell.best for cell in self.cells.values()):
+            notes.append("* best of its column.")
+        metric = self.metric
+        ends = [metric.change(end, cell.mean) for cell in self.cells.values() for end in cell.interval or ()]
+        if ends:
+            low, high = metric.shown_distance(min(ends)), metric.shown_distance(max(ends))
+            notes.append(f"95% bootstrap intervals of single cells are within {low} and {high}.")
+        if self.changes:
+            what = metric.title.lower()
+            notes.append(
+                f"Change is {what} at {self.lengths[-1]:,} {metric.relation} that at {self.lengths[0]:,} tokens"
+                + (" [95% paired bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed.")
+            )
+            notes.append(f"A change {metric.rule}.")
+        return notes
+
+    def heads(self) -> list[tuple[str, str]]:
+        """A column's two heads: multiple of the training length, tokens."""
+        return [(multiple(length / self.train_length), f"{length:,}") for length in self.lengths]
+
+    def change_head(self) -> tuple[str, str]:
+        """The two heads of the column of changes."""
+        first, last = (multiple(length / self.train_length) for length in (self.lengths[0], self.lengths[-1]))
+        return "change", f"{first} to {last}"
+
+    def missing(self, method: str, length: int) -> str:
+        """What stands where a method has no number: its largest length if that is why, else a dash."""
+        limit = self.limits.get(method)
+        return f"max {limit:,}" if limit is not None and limit < length else "–"
+
+
+def multiple(value: float) -> str:
+    """1×, 32×, 1.5×."""
+    return f"{value:.3g}×" if value < 1000 else f"{value:,.0f}×"
+
+
+def layouts(records: Sequence[Record]) -> list[Layout]:
+    """Sort records into tables whose numbers may be compared: one per metric, protocol, training length and targets.
+
+    A record that repeats an earlier one (same method, length, seed and run) replaces it.
+    """
+    groups: dict[tuple[str, str, int, str | None], list[Record]] = {}
+    for record in records:
+        kind = (record.metric, record.protocol, record.train_length, record.target_digest)
+        groups.setdefault(kind, []).append(record)
+    several = len({record.dataset for record in records}) > 1
+    return [_layout(group, name_text=several) for group in groups.values()]
+
+
+def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
+    latest = {(record.method, record.length, record.seed, record.run): record for record in records}
+    found: dict[tuple[str, int], list[Record]] = {}
+    for record in latest.values():
+        found.setdefault((record.method, record.length), []).append(record)
+    lengths = tuple(sorted({record.length for record in records}))
+    metric = records[0].measure
+    means = {place: statistics.fmean(each.value for each in same) for place, same in found.items()}
+    best = {length: metric.best(mean for (_, where), mean in means.items() if where == length) for length in lengths}
+    # One method alone is not the best of anything.
+    several = len({record.method for record in records}) > 1
+    cells = {
+        (method, length): Cell(
+            metric=metric,
+            mean=means[method, length],
+            deviation=_deviation([each.value for each in same]),
+            best=several and means[method, length] == best[length],
+            interval=same[0].bootstrapped if len(same) == 1 else None,
+        )
+        for (method, length), same in found.items()
+    }
+    changes = {
+        method: _change_over_seeds(same)
+        for (method, length), same in found.items()
+        if length == lengths[-1] and all(each.change is not None and each.change_from == lengths[0] for each in same)
+    }
+    return Layout(
+        metric=metric,
+        protocol=records[0].protocol,
+        train_length=records[0].train_length,
+        records=tuple(latest.values()),
+        methods=tuple(dict.fromkeys(record.method for record in records)),
+        lengths=lengths,
+        cells=cells,
+        changes=changes,
+        limits={record.method: record.max_length for record in latest.values() if record.max_length is not None},
+        text=records[0].dataset if name_text else None,
+    )
+
+
+def _change_over_seeds(records: Sequence[Record]) -> Change:
+    values = [record.change for record in records if record.change is not None]
+    verdicts = {record.verdict for record in records}
+    only = records[0] if len(records) == 1 else None
+    interval = None
+    if only is not None and only.change_low is not None and only.change_high is not None:
+        interval = (only.change_low, only.change_high)
+    return Change(
+        metric=records[0].measure,
+        mean=statistics.fmean(values),
+        deviation=_deviation(values),
+        interval=interval,
+        verdict=verdicts.pop() if len(verdicts) == 1 else None if None in verdicts else "mixed",
+    )
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None

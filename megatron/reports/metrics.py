@@ -1,0 +1,183 @@
+"""What can be measured: each metric with its unit, its better direction, and how its values are compared and shown.
+
+A record holds one value of one metric, under the metric's name (`megatron.reports.records`). Tables, plots and pages
+ask the metric for everything that differs between metrics, so a new one is an entry of `METRICS` and nothing else.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One kind of number that evaluations produce.
+
+    Two values of a metric are compared by their ratio or by their difference. Where they are compared by ratio, the
+    value is exp of a mean, so standard errors are those of its logarithm.
+    """
+
+    name: str
+    """Under which a value stands in results.json and results.csv; `NAME_low` and `NAME_high` hold its interval."""
+    title: str
+    unit: str
+    """A phrase that follows the title: per token, in %."""
+    definition: str
+    """One sentence for people who read a report."""
+    better: Literal["lower", "higher"]
+    compared: Literal["ratio", "difference"]
+    negligible: float
+    """A ratio that is this close to 1, or a difference that is this close to 0, is no change, however sure it is."""
+    lowest: float = -math.inf
+    highest: float = math.inf
+    open_ended: bool = False
+    """Is `lowest` itself no possible value?"""
+    factor: float = 1.0
+    """What is shown is the value times this: 100 for shares that are shown in percent."""
+    scale: Literal["linear", "logarithmic"] = "linear"
+    """Of a plot's axis. A logarithmic one is used only where values differ by more than a factor of 4."""
+
+    @property
+    def heading(self) -> str:
+        """Title and unit, as a table's title begins: Perplexity per token."""
+        return f"{self.title} {self.unit}".strip()
+
+    @property
+    def axis(self) -> str:
+        """Title and unit, as a plot's axis is labelled: perplexity per token."""
+        return self.heading[0].lower() + self.heading[1:]
+
+    @property
+    def neutral(self) -> float:
+        """The change between equal values."""
+        return 1.0 if self.compared == "ratio" else 0.0
+
+    def best(self, values: Iterable[float]) -> float:
+        """The best of some values."""
+        return min(values) if self.better == "lower" else max(values)
+
+    def rank(self, value: float) -> float:
+        """A key to sort by, the best first."""
+        return value if self.better == "lower" else -value
+
+    def refusal(self, value: float) -> str | None:
+        """Why this is no possible value, else None."""
+        if value < self.lowest or value > self.highest or (self.open_ended and value == self.lowest):
+            least = f"{'greater than' if self.open_ended else 'at least'} {self.lowest:g}"
+            most = f"at most {self.highest:g}"
+            bounds = [text for text, bound in ((least, self.lowest), (most, self.highest)) if math.isfinite(bound)]
+            return f"{self.name} must be {' and '.join(bounds)}"
+        return None
+
+    def change(self, value: float, base: float) -> float:
+        """How a value differs from another: their ratio, or their difference."""
+        return value / base if self.compared == "ratio" else value - base
+
+    def verdict(self, change: float, low: float, high: float) -> str:
+        """What a change and its interval say of the value: rises, falls, or holds, if that may be chance or is small.
+
+        Whether a rise is good is the metric's direction; the word says only what the number does.
+        """
+        if abs(change - self.neutral) < self.negligible:
+            return "holds"
+        return "rises" if low > self.neutral else "falls" if high < self.neutral else "holds"
+
+    def interval(self, value: float, stderr: float) -> tuple[float, float]:
+        """The 95% interval of a normal distribution with that standard error, on the scale that the mean was taken."""
+        if self.compared == "ratio":
+            return math.exp(math.log(value) - 1.96 * stderr), math.exp(math.log(value) + 1.96 * stderr)
+        return value - 1.96 * stderr, value + 1.96 * stderr
+
+    def shown(self, value: float) -> str:
+        """A value in a table's cell."""
+        return number(value * self.factor)
+
+    def tick(self, value: float) -> str:
+        """A value at a plot's axis."""
+        scaled = value * self.factor
+        return f"{scaled:,.3g}" if abs(scaled) < 1000 else f"{scaled:,.0f}"
+
+    def shown_change(self, change: float) -> str:
+        """A change: 1.004, or +12.30."""
+        return _ratio(change) if self.compared == "ratio" else _signed(change * self.factor)
+
+    def shown_spread(self, deviation: float) -> str:
+        """The standard deviation of changes."""
+        return _ratio(deviation) if self.compared == "ratio" else number(deviation * self.factor)
+
+    def shown_distance(self, change: float) -> str:
+        """A change as a distance from none: +467%, or -12.30."""
+        return f"{change - 1:+.0%}" if self.compared == "ratio" else _signed(change * self.factor)
+
+    @property
+    def rule(self) -> str:
+        """How `verdict` judges, in words."""
+        if self.compared == "ratio":
+            return f"holds if 1 is inside or it is below {self.negligible:.1%}, else rises or falls"
+        return f"holds if 0 is inside or it is below {self.negligible * self.factor:g}, else rises or falls"
+
+    @property
+    def relation(self) -> str:
+        """What stands between the two values of a change, in words."""
+        return "over" if self.compared == "ratio" else "minus"
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            name="perplexity",
+            title="Perplexity",
+            unit="per token",
+            definition="Perplexity is exp of the mean negative log-likelihood per token, in nats.",
+            better="lower",
+            compared="ratio",
+            negligible=0.005,
+            lowest=0.0,
+            open_ended=True,
+            scale="logarithmic",
+        ),
+        Metric(
+            name="accuracy",
+            title="Accuracy",
+            unit="in %",
+            definition="Accuracy is the share of scored tokens that the model predicts rightly.",
+            better="higher",
+            compared="difference",
+            negligible=0.005,
+            lowest=0.0,
+            highest=1.0,
+            factor=100.0,
+        ),
+    )
+}
+"""All metrics by their names. No name may be that of another field of `Record`."""
+
+
+def find(name: str) -> Metric:
+    """The metric of that name. Raises ValueError, with the choices, if there is none."""
+    if name not in METRICS:
+        near = difflib.get_close_matches(name, METRICS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{name!r} is no metric; {hint}choose from {', '.join(METRICS)}")
+    return METRICS[name]
+
+
+def number(value: float) -> str:
+    """Two decimals, fewer where the number is large, more where two would say nothing: 0.0034, 4.87, 152.3, 16,443."""
+    size = abs(value)
+    if 0 < size < 0.005:
+        return f"{value:.2g}"
+    return f"{value:.2f}" if size < 100 else f"{value:,.1f}" if size < 1000 else f"{value:,.0f}"
+
+
+def _ratio(value: float) -> str:
+    """Three decimals below 10, where a paired interval can be as narrow as a percent: 1.002, 6.43, 29.64."""
+    return f"{value:.3f}" if value < 10 else number(value)
+
+
+def _signed(value: float) -> str:
+    text = number(abs(value))
+    return f"{'-' if value < 0 else '+'}{text}" if float(text.replace(",", "")) else text

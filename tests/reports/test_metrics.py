@@ -1,0 +1,138 @@
+"""Metrics judge and show their values, and anything that is an entry of the registry goes from file to page."""
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from megatron.errors import UserError
+from megatron.reports import plots, records, report, tables
+from megatron.reports.layout import layouts
+from megatron.reports.metrics import METRICS, Metric, find, number
+from megatron.reports.records import Record, of_row
+
+ROOT = Path(__file__).parents[2]
+COMMON = {"train_length": 40, "protocol": "task", "tokens": 512, "seed": 1}
+
+
+def accuracies() -> list[Record]:
+    """Two methods at 40 and 160: one keeps its accuracy, one loses half of it."""
+    found = []
+    for method, start, end, low, high in (("rotary", 1.0, 0.5, -0.56, -0.44), ("cdape", 0.96, 0.97, -0.01, 0.03)):
+        found.append(of_row({**COMMON, "method": method, "length": 40, "accuracy": start, "accuracy_low": start - 0.05,
+                             "accuracy_high": min(start + 0.03, 1.0)}))  # fmt: skip
+        found.append(of_row({**COMMON, "method": method, "length": 160, "accuracy": end, "change": end - start,
+                             "change_low": low, "change_high": high, "change_from": 40}))  # fmt: skip
+    return found
+
+
+def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
+    found = records.read(records.write(tmp_path / "results.json", accuracies()))
+    assert found == accuracies()
+    assert [(r.value, r.bootstrapped) for r in found[:2]] == [(1.0, (0.95, 1.0)), (0.5, None)]
+    (layout,) = layouts(found)
+    assert [line.rstrip() for line in tables.plain(layout).splitlines()] == [
+        "Accuracy in %, trained at 40 tokens, protocol task",
+        "method     1×      4×   change",
+        "           40     160   1× to 4×",
+        "rotary  100.0*  50.00   -50.00 [-56.00, -44.00] falls",
+        "cdape   96.00   97.00*  +1.00 [-1.00, +3.00] holds",
+        "512 tokens scored at every length; higher is better.",
+        "* best of its column.",
+        "95% bootstrap intervals of single cells are within -5.00 and +3.00.",
+        "Change is accuracy at 160 minus that at 40 tokens [95% paired bootstrap interval].",
+        "A change holds if 0 is inside or it is below 0.5, else rises or falls.",
+    ]
+
+
+def test_accuracy_in_a_plot_and_a_page() -> None:
+    axes = Figure().add_subplot()
+    (layout,) = layouts(accuracies())
+    plots._draw(axes, layout)
+    assert axes.get_ylabel() == "accuracy in %"
+    assert axes.get_yscale() == "linear"
+    assert axes.yaxis.get_major_formatter()(0.5, 0) == "50"
+    page = report.render(accuracies())
+    assert "accuracy in % at 160 tokens (4×, protocol task): cdape 97.00 (+1.00 from 40 tokens, holds), rotary" in page
+    assert 'alt="Accuracy over length' in page
+    assert "rightly. Higher is better." in page
+    assert re.search(r'class="best"[^>]*>97\.00\*', page)
+
+
+def test_metrics_never_share_a_table_and_both_are_shown(tmp_path: Path) -> None:
+    both = [*accuracies(), of_row({**COMMON, "method": "cdape", "length": 40, "perplexity": 5.5})]
+    assert [layout.metric.name for layout in layouts(both)] == ["accuracy", "perplexity"]
+    one, two = plots.png(accuracies()), plots.png(both)
+    assert struct.unpack(">I", two[20:24])[0] == 2 * struct.unpack(">I", one[20:24])[0]
+    head, *rows = records.write_csv(tmp_path / "r.csv", both).read_text().splitlines()
+    assert head.startswith("method,train_length,length,protocol,accuracy,perplexity,tokens,seed,")
+    assert rows[-1].startswith("cdape,40,40,task,,5.5,512,1,")
+    # What was measured again by one metric replaces nothing of the other.
+    again = both[-1].replace(value=6.0)
+    assert records.replaced(both, [again], one_run=True) == [*accuracies(), again]
+
+
+def test_an_entry_of_the_registry_is_all_that_a_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gain = Metric("gain", "Gain", "in nats", "Gain is what context is worth.", "higher", "difference", 0.01)
+    monkeypatch.setitem(METRICS, "gain", gain)
+    found = [of_row({**COMMON, "method": m, "length": n, "gain": v, "stderr": 0.5})
+             for m, n, v in (("a", 40, -0.25), ("b", 40, -740.5), ("a", 80, 0.002), ("b", 80, -1.5))]  # fmt: skip
+    (layout,) = layouts(found)
+    assert [str(cell) for cell in layout.cells.values()] == ["-0.25*", "-740.5", "0.002*", "-1.50"]
+    assert found[0].interval == (-0.25 - 0.98, -0.25 + 0.98)
+    assert "Gain in nats" in report.render(found)
+
+
+def test_no_metric_is_called_like_a_field_of_a_record() -> None:
+    fields = set(Record.model_fields)
+    for name, metric in METRICS.items():
+        assert metric.name == name
+        assert not {name, f"{name}_low", f"{name}_high"} & fields
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"accuracy": 1.2}, r"accuracy must be at least 0 and at most 1, not 1.2"),
+        ({"perplexity": 0.0}, "perplexity must be greater than 0, not 0"),
+        ({"perplexity": 2.0, "change": -0.5}, "change is a ratio and must be greater than 0, not -0.5"),
+        ({"perplexity": 2.0, "accuracy": 0.5}, "values of perplexity and accuracy; a record holds one metric"),
+        ({}, "no value; give one of perplexity, accuracy"),
+        ({"acuracy": 0.5}, "unknown field acuracy; did you mean accuracy?"),
+        ({"accuracy": 0.5, "perplexity_low": 1.0}, "unknown field perplexity_low"),
+        ({"accuracy": 0.5, "metric": "accuracy"}, "unknown field metric"),
+    ],
+)
+def test_values_that_a_metric_cannot_have(row: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        of_row({**COMMON, "method": "x", "length": 40, **row})
+
+
+def test_find() -> None:
+    assert find("accuracy").better == "higher"
+    with pytest.raises(ValueError, match="'acuracy' is no metric; did you mean accuracy"):
+        find("acuracy")
+
+
+def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: Path) -> None:
+    """Perplexities written before there were other metrics: the same bytes, and the same columns of CSV."""
+    old = Path(__file__).with_name("results_of_2026.json")
+    found = records.read(old)
+    assert [(r.method, r.length, r.metric) for r in found] == [
+        ("rotary", 64, "perplexity"), ("rotary", 2048, "perplexity"), ("cdape", 64, "perplexity"),
+        ("cdape", 2048, "perplexity"), ("learned", 64, "perplexity"),
+    ]  # fmt: skip
+    assert records.write(tmp_path / "results.json", found).read_bytes() == old.read_bytes()
+    assert records.write_csv(tmp_path / "r.csv", found).read_bytes() == old.with_suffix(".csv").read_bytes()
+    assert found[1].verdict == "rises"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4.866, "4.87"), (99.994, "99.99"), (152.34, "152.3"), (16443.4, "16,443"), (-0.254, "-0.25"), (0.00341, "0.0034"),
+     (0.0, "0.00")],
+)  # fmt: skip
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
