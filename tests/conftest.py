@@ -1,5 +1,6 @@
 """Shared by all tests: small shapes, quiet and deterministic torch, one thread (tests run side by side)."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -51,3 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_not_searched() -> None:
+    """DeepSpeed collects garbage with every engine, which takes as long as there are objects: a third of a second for
+    all that is imported here, unless that is left out."""
+    gc.collect()
+    gc.freeze()

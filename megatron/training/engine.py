@@ -20,6 +20,7 @@ from megatron.config.schema import Config
 from megatron.model.parameters import parameter_groups
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from megatron.training.processes import Processes
+from megatron.uncompiled import uncompiled
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +35,11 @@ class Engine:
     """One process's share of training: forward, backward, step. Wraps DeepSpeed's engine (`.deepspeed`)."""
 
     def __init__(self, config: Config, model: nn.Module, processes: Processes) -> None:
-        import deepspeed  # after `processes.start` has chosen the accelerator
+        with uncompiled():
+            import deepspeed  # after `processes.start` has chosen the accelerator
+
+            # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.
+            import deepspeed.runtime.zero.muon.muon_optimizer
 
         # Without this, DeepSpeed compiles a shared-memory collective at its first start: 30 s, and it needs a compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,12 +1,11 @@
 """Two ranks that share each layer compute one rank's losses and gradients, for every method and processor."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Forked
 from position_methods import ALL
 from rounding import assert_alike, sums_of_gpt
 from tensor_parallel_cases import gradients
@@ -46,10 +45,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     refused = {name: {"model": model, "position": {"pos_emb": "none"}} for name, (model, _) in REFUSED.items()}
     torch.save(CASES | refused, folder / "cases.pt")
-    command = [sys.executable, str(SUPPORT / "tensor_parallel_rank.py"), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    script = SUPPORT / "tensor_parallel_rank.py"
+    ranks = [Forked(script, str(folder), str(rank), output=folder / f"{rank}.txt") for rank in range(2)]
+    assert [rank.wait(300) for rank in ranks] == [0, 0], "\n".join(rank.printed() for rank in ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -1,11 +1,8 @@
 """A tiny corpus and a tiny configuration, so that a whole run takes a fraction of a second."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers as hf
 import torch
+from forked import Forked
 from safetensors.torch import load_file
 
 from megatron.checkpoint import folder
@@ -123,6 +121,13 @@ def same_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def free_port() -> int:
+    """A TCP port on which nothing listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def train_with_processes(
     job: Path, configs: list[Config], *, world: int = 2, timeout: float = 120, terminate: int | None = None
 ) -> list[str | None]:
@@ -133,18 +138,9 @@ def train_with_processes(
     job.mkdir(parents=True)
     for i, config in enumerate(configs):
         config.save(job / f"{i:02d}.yml")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    script = Path(__file__).with_name("train_rank.py")
+    script, environment = Path(__file__).with_name("train_rank.py"), {"MASTER_PORT": str(free_port())}
     children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), str(job), str(rank), str(world)],
-            env={**os.environ, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Forked(script, str(job), str(rank), str(world), output=job / f"output_{rank}.txt", env=environment)
         for rank in range(world)
     ]
     try:
@@ -156,10 +152,10 @@ def train_with_processes(
                     children[terminate].send_signal(signal.SIGTERM)
                     break
                 time.sleep(0.02)
-        output = [child.communicate(timeout=timeout)[0] for child in children]
+        codes = [child.wait(timeout) for child in children]
     finally:
         for child in children:
             child.kill()
-    assert [child.returncode for child in children] == [0] * world, "\n".join(output)
+    assert codes == [0] * world, "\n".join(child.printed() for child in children)
     errors = [job / f"{i:02d}.0.error" for i in range(len(configs))]
     return [path.read_text(encoding="utf-8") if path.exists() else None for path in errors]

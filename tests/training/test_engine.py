@@ -1,6 +1,7 @@
 """One behaviour from all of DeepSpeed's optimizers: the updates of a plain PyTorch loop, whatever the ZeRO stage."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from position_methods import SHAPE
 from rounding import apart, sums_of_gpt
 from tiny_runs import VOCABULARY, tiny_config
+from torch import nn
 
 from megatron.checkpoint.weights import full_weights
 from megatron.config.schema import Config
@@ -45,11 +47,15 @@ def config(stage: int, precision: str, eps: float = 1e-4, **keys: object) -> Con
     )
 
 
-def start(config: Config) -> Engine:
+def gpt(config: Config) -> nn.Module:
+    return build_model(config.model, config.position, VOCABULARY, seed=1)
+
+
+def start(config: Config, build: Callable[[], nn.Module] | None = None) -> Engine:
+    """An engine around the configuration's GPT, or what `build` makes."""
     processes = places.start(config)
     runtime.initialize(1)
-    model = build_model(config.model, config.position, VOCABULARY, seed=1)
-    engine = Engine(config, model, processes)
+    engine = Engine(config, gpt(config) if build is None else build(), processes)
     engine.model.train()
     return engine
 
@@ -74,7 +80,7 @@ def plain(
     config: Config, steps: int, lr: float, accumulate: int
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and weights of the same training without DeepSpeed."""
-    model = build_model(config.model, config.position, VOCABULARY, seed=1).train()
+    model = gpt(config).train()
     eps = config.optimizer.optimizer.params.eps
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.optimizer.weight_decay), lr=lr, betas=(0.9, 0.95), eps=eps
@@ -129,27 +135,49 @@ def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
     return beyond, on
 
 
+class EveryBound(nn.Module):
+    """Every bounded parameter of every encoding, and nothing else: the loss of a token is the sum of their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encodings = nn.ModuleList(registry.build_encoding(name, SHAPE) for name in BOUNDED)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        values = [module().float().sum() for module in self.modules() if isinstance(module, Bounded)]
+        return torch.stack(values).sum().expand(labels.shape)
+
+
+def after_hard_pushes(config: Config, build: Callable[[], nn.Module]) -> tuple[int, int]:
+    """Steps of about 1 at bounds of 0.01 and 2, down the loss and up again: one of the two goes outward."""
+    counts = []
+    for sign in (1, -1):
+        engine = start(config, build)
+        run(engine, 6, 1.0, 1, sign)
+        counts.append(beyond_and_on_bounds(engine))
+        engine.close()
+    return sum(beyond for beyond, _ in counts), sum(on for _, on in counts)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("encoding", BOUNDED)
-def test_float32_masters_stay_within_bounds(encoding: str, stage: int, precision: str, monkeypatch) -> None:
-    keys = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "pos_emb": encoding}
-
-    def after_hard_pushes() -> tuple[int, int]:
-        """Steps of about 1 at bounds of 0.01 and 2, down the loss and up again: one of the two goes outward."""
-        counts = []
-        for sign in (1, -1):
-            engine = start(config(stage, precision, **keys))
-            run(engine, 6, 1.0, 1, sign)
-            counts.append(beyond_and_on_bounds(engine))
-            engine.close()
-        return sum(beyond for beyond, _ in counts), sum(on for _, on in counts)
-
-    beyond, on = after_hard_pushes()
+def test_float32_masters_stay_within_bounds(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2)
+    beyond, on = after_hard_pushes(chosen, EveryBound)
     assert beyond == 0
-    assert on > 0  # to the bit: the projection, not the model's own clamp
+    assert on > 0  # to the bit: the projection, not the parameter's own clamp
     monkeypatch.setattr(BoundedAdamW, "project", lambda self: None)
-    assert after_hard_pushes()[0] > 0
+    assert after_hard_pushes(chosen, EveryBound)[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("encoding", "stage", "precision"),
+    [(name, STAGES[i % 4], ("fp32", "bf16")[i // 4 % 2]) for i, name in enumerate(BOUNDED)],
+)
+def test_the_bounds_of_an_encoding_hold_within_a_gpt(encoding: str, stage: int, precision: str) -> None:
+    chosen = config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2, pos_emb=encoding)
+    beyond, on = after_hard_pushes(chosen, lambda: gpt(chosen))
+    assert beyond == 0
+    assert on > 0
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])

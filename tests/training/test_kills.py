@@ -6,11 +6,10 @@ numbers gave.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 
 KILLS = int(os.environ.get("FARFIELD_KILLS", "3"))
@@ -22,17 +21,14 @@ SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"
 def test_killed_runs_end_as_an_undisturbed_one(world: int, tmp_path: Path) -> None:
     corpus = write_corpora(tmp_path / "corpus")
     config = tiny_config(
-        corpus, tmp_path / "run", num_gpus=world, train_micro_batch_size_per_gpu=4 // world, train_iters=20,
+        corpus, tmp_path / "run", num_gpus=world, train_micro_batch_size_per_gpu=4 // world, train_iters=12,
         checkpoint_factor=3, keep_last_n_checkpoints=2, log_interval=2, eval_interval=5, hidden_dropout=0.1,
         attention_dropout=0.1, test_data_paths=[str(corpus / "test_text_document")],
         zero_optimization={"stage": world - 1},
     )  # fmt: skip
     config.save(tmp_path / "config.yml")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), str(world), str(KILLS), str(SEED)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60 + 30 * KILLS,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = Forked(SCRIPT, str(tmp_path), str(world), str(KILLS), str(SEED), output=tmp_path / "output.txt")
+    assert done.wait(60 + 30 * KILLS) == 0, done.printed()[-3000:]
     told = json.loads((tmp_path / "deaths.json").read_text())
     print(f"{world} processes: {json.dumps(told, indent=1)}")
     assert told["kills"] == KILLS

@@ -1,5 +1,7 @@
 """Every position method and processor trains, is stored whole, and goes on as if it had not stopped."""
 
+import shutil
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -28,25 +30,31 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> None:
     """Twenty steps lower the loss, and nothing that can learn stays where it was."""
     position = load(["125M", overlay]).config.position.model_dump()
-    keys = {"train_iters": 20, "checkpoint_factor": 1, "keep_last_n_checkpoints": None, "warmup": 0.0, **position}
+    keys = {"train_iters": 20, "checkpoint_factor": 10, "keep_last_n_checkpoints": None, "warmup": 0.0, **position}
     train(tiny_config(corpus, tmp_path, **keys))
     first, *_, last = losses(tmp_path)
     assert last < first - 0.05
     before, after = (
         load_file(folder.resolve(tmp_path / "checkpoints" / f"step_{step:07d}") / "model.safetensors")
-        for step in (1, 20)
+        for step in (10, 20)
     )
     still = [name for name in before if torch.equal(before[name], after[name])]
     assert still == []
 
 
-@pytest.mark.parametrize(("encoding", "processor"), ALL)
+# Every encoding once, the processors taking turns, and every processor with a bias, without one and with a rotation.
+PAIRS = list(zip(registry.encodings(), cycle(["none", *registry.processors()]), strict=False))
+PAIRS = sorted({*PAIRS, *(pair for pair in ALL if pair[0] in ("kerple_log", "none", "rotary"))})
+
+
+@pytest.mark.parametrize(("encoding", "processor"), PAIRS)
 def test_a_checkpoint_goes_on_as_if_it_had_not_stopped(encoding, processor, corpus: Path, tmp_path: Path) -> None:
-    keys = {"pos_emb": encoding, "score_processor": processor, "lr_decay_iters": 4, "precision": "bf16"}
+    keys = {"pos_emb": encoding, "score_processor": processor, "precision": "bf16", "checkpoint_factor": 2}
     keys |= {"zero_optimization": {"stage": 1}, "make_vocab_size_divisible_by": 1}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(tiny_config(corpus, whole, **keys))
-    train(tiny_config(corpus, parts, **keys, train_iters=2))
+    # As if it had been killed right after its first checkpoint.
+    shutil.copytree(whole / "checkpoints" / "step_0000002", parts / "checkpoints" / "step_0000002")
     train(tiny_config(corpus, parts, **keys, load=str(parts)))
     one, two = (load_file(folder.resolve(run) / "model.safetensors") for run in (whole, parts))
     assert one.keys() == two.keys()
