@@ -32,5 +32,11 @@ def capability(x: Tensor) -> int | None:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Kernels launch on the current device; make it the tensor's."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+    """Kernels launch on the current device; make it the tensor's. The interpreter does only what is needed."""
+    if x.device.type == "cuda":
+        return torch.cuda.device(x.device)
+    if interpreted():
+        from kernels.interpreter import lean
+
+        return lean()
+    return nullcontext()

@@ -38,7 +38,12 @@ class Case:
         return [x.to(device) for x in tensors]
 
 
-SMALL = (Case(2, 34, 34), Case(3, 18, 37, offset=19, W=20), Case(1, 35, 20), Case(5, 1, 40, offset=39, W=5))
+SMALL = (
+    Case(2, 18, 18, W=16, half_length=8.0),
+    Case(3, 9, 20, offset=11, W=20, half_length=8.0),
+    Case(1, 19, 10, W=7, half_length=8.0),
+    Case(5, 1, 23, offset=22, W=5),
+)
 """For the interpreter: square, with an offset, columns that end early, one row."""
 
 MODELS = tuple(Case(heads, length, length) for heads in (12, 16, 32) for length in (512, 2048, 8192))

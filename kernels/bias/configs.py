@@ -8,7 +8,7 @@ FIRE_BLOCK = 128
 """Columns per program of `fire_kernel`."""
 FIRE_GRADIENT_BLOCK = 64
 """Columns per step of `fire_gradient_kernel`."""
-INTERPRETED_BLOCK = 32
+INTERPRETED_BLOCK = 16
 """All of them in the interpreter, so that short sequences in tests have several tiles."""
 NUM_WARPS = 4
 NUM_STAGES = 2

@@ -48,9 +48,10 @@ SMALL = (
     Case(1, 5, 1, 77, 16, offset=76),
     Case(1, 1, 70, 70, 16, bias=False),
     Case(1, 1, 60, 60, 24, window=33, bias=False),
-    Case(1, 1, 20, 60, 16, offset=5),
+    Case(1, 1, 32, 60, 16, offset=17),
 )
-"""For the interpreter: ragged edges, head dimensions in two parts and padded, offsets, windows, columns nobody sees."""
+"""For the interpreter: ragged edges, head dimensions in two parts and padded, offsets, windows, columns nobody sees,
+and a tile whose last column is the first of a block."""
 
 MODELS = tuple(
     Case(16384 // length, heads, length, length, dim)

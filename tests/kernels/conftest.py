@@ -14,6 +14,7 @@ gives a tensor to a kernel.
 
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 
 import pytest
 import rehearsal
@@ -82,6 +83,20 @@ def device() -> str:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """The types that kernels compute in."""
     return request.param
+
+
+@pytest.fixture
+def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CDAPE's tiles of 16 rows and 16 distances, and two splits.
+
+    The interpreter takes as long for a tile of any size, so these are few, and short sequences still have several.
+    """
+    from kernels.cdape_attention import chunks
+    from kernels.cdape_attention.configs import attend_blocks, tiles
+
+    monkeypatch.setattr(chunks, "tiles", lambda *args: replace(tiles(*args), rows=16, distances=16))
+    monkeypatch.setattr(chunks, "attend_blocks", lambda *args: replace(attend_blocks(*args), rows=16, columns=16))
+    monkeypatch.setattr(chunks, "splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 
 @pytest.fixture
