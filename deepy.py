@@ -14,9 +14,9 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 ROOT = Path(__file__).resolve().parent
 
@@ -34,11 +34,14 @@ except ModuleNotFoundError:  # a bare python3: continue in the environment that 
 from typer.core import TyperGroup  # noqa: E402
 
 from megatron.errors import FarfieldError, UserError  # noqa: E402
+from megatron.evaluation.options import EvaluationOptions  # noqa: E402
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from rich.console import Console
 
     from megatron.config.load import Loaded
+    from megatron.options import Section
 
 
 class Commands(TyperGroup):
@@ -79,6 +82,32 @@ app = typer.Typer(
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add a command whose help is the function's docstring."""
     return app.command(help=paragraphs(function.__doc__ or ""))(function)
+
+
+def with_options(section: type[Section], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
+    """Give a command that takes `**options` one for each key of a section, with its type, bounds, default and words."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(function, eval_str=True)
+        kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        keys = {name: field for name, field in section.model_fields.items() if name not in leaving_out}
+        parameters = [*kept, *(_option(name, field) for name, field in keys.items())]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {each.name: each.annotation for each in parameters}
+        return function
+
+    return add
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    """A key of a section as an option of a command. Choices are left to the section, which has better words."""
+    kind = int if int in (field.annotation, *get_args(field.annotation)) else str
+    least = next((each.ge for each in field.metadata if hasattr(each, "ge")), None)
+    text = f"{(field.description or '')[:1].upper()}{(field.description or '')[1:]}."
+    option = typer.Option(help=text, min=least, show_default=field.default is not None)
+    taken: Any = kind if field.default is not None else kind | None
+    annotation = Annotated[taken, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
 
 
 Arguments = Annotated[
@@ -208,6 +237,7 @@ def prepare(
 
 
 @command
+@with_options(EvaluationOptions, leaving_out=("lengths", "multiples"))
 def evaluate(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
@@ -220,38 +250,11 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    protocol: Annotated[
-        str,
-        typer.Option(help="last: the last tokens of windows that end at the same places; nonoverlapping: KERPLE's."),
-    ] = "last",
-    windows: Annotated[int | None, typer.Option(min=1, help="Windows per length.", show_default=False)] = None,
-    targets: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens scored per window; the training length if absent.", show_default=False),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent.",
-            show_default=False,
-        ),
-    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FOLDER", help="For results.json, .csv and .png.", show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: fp32 on CPU, the run's on GPU.")] = "auto",
-    backend: Annotated[
-        str | None, typer.Option(help="Attention backend; the run's own if absent.", show_default=False)
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(min=1, help="Attend to the last W keys only, the own included.", metavar="W", show_default=False),
-    ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per forward pass.", show_default=False)
-    ] = None,
+    **options: Any,
 ) -> None:
     """Measure perplexity at lengths never trained on.
 
@@ -276,23 +279,12 @@ def evaluate(
     from megatron.training.signals import acknowledged
 
     with temporary_log() as log, run_console(log) as console, explained(log), acknowledged(console.print, "stopping"):
+        from megatron.evaluation.lengths import read_lengths
+        from megatron.evaluation.request import read_options
         from megatron.evaluation.run import evaluate_runs
 
-        evaluate_runs(
-            runs,
-            lengths,
-            protocol,
-            windows,
-            targets,
-            data=data,
-            output=output,
-            device=device,
-            precision=precision,
-            backend=backend,
-            window=window,
-            batch_tokens=batch_tokens,
-            console=console,
-        )
+        chosen = {} if lengths is None else read_lengths(lengths)
+        evaluate_runs(runs, read_options({**options, **chosen}), output=output, console=console)
 
 
 @command
@@ -336,10 +328,10 @@ def sweep(
 
       ./deepy.py sweep quickstart
     """
-    from megatron.launch import sweep as sweeps
+    from megatron.experiments.run import run
 
     files, overrides = _divide(arguments)
-    sweeps.run(files, overrides, search=[conf_dir] if conf_dir else None)
+    run(files, overrides, search=[conf_dir] if conf_dir else None)
 
 
 @command

@@ -6,7 +6,7 @@ Every key has exactly one owner. Modules named `options.py` import pydantic and 
 line can check a configuration without importing torch.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +21,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    def replace(self, **keys: Any) -> Self:
+        """A copy with some keys changed, validated again. Raises pydantic.ValidationError as the section itself."""
+        return type(self).model_validate(self.model_dump(exclude_unset=True) | keys)
 
 
 Role = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]

@@ -67,7 +67,7 @@ def load_model(
     if window is not None:
         if not isinstance(window, int) or window < 1:
             raise UserError(f"window is {window!r}; it must be a whole number, at least 1")
-        position = position.model_copy(update={"attention_window": window})
+        position = position.replace(attention_window=window)
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):
         model = build_model(config.model, position, progress.vocabulary["size"], backend=backend)

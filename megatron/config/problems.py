@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.schema import Path_, keys
+from megatron.config.schema import Key, Path_, keys
 from megatron.config.settings import show
 
 KINDS = {
@@ -32,7 +32,7 @@ BOUNDS = {
 }
 
 
-def _valid(error: dict[str, Any], path: Path_) -> str:
+def _valid(error: dict[str, Any], key: Key | None) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind in KINDS:
         text = f"it must be {KINDS[kind]}"
@@ -44,8 +44,9 @@ def _valid(error: dict[str, Any], path: Path_) -> str:
         words, name = BOUNDS[kind]
         return f"it must be {words} {context[name]:.15g}"  # whole: 4294967295, not 4.29497e+09
     if kind == "literal_error":
-        key = keys().get(path)
-        choices = [show(choice) for choice in key.choices] if key else [str(context.get("expected"))]
+        # pydantic's words are 'a', 'b' or 'c'.
+        words = str(context.get("expected")).replace(" or ", ", ").replace("'", "")
+        choices = [show(choice) for choice in key.choices] if key else words.split(", ")
         near = difflib.get_close_matches(show(error["input"]), choices, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         text = f"{hint}choose from {', '.join(choices)}" if len(choices) > 1 else f"it must be {choices[0]}"
@@ -53,18 +54,27 @@ def _valid(error: dict[str, Any], path: Path_) -> str:
     return error["msg"][0].lower() + error["msg"][1:]
 
 
-def describe(error: ValidationError, where: Callable[[Path_], str | None]) -> Iterator[str]:
-    """One line for each problem that pydantic found; `where` tells who set a key."""
+def describe(
+    error: ValidationError, where: Callable[[Path_], str | None], known: Mapping[Path_, Key] | None = None
+) -> Iterator[str]:
+    """One line for each problem that pydantic found.
+
+    Args:
+        error: what was found.
+        where: tells who set a key.
+        known: the keys, for their choices and meanings; those of a configuration if None.
+    """
+    known = keys() if known is None else known
     for item in error.errors(include_url=False):
         location = [str(part) for part in item["loc"][1:]]  # without the section, which users never write
         path = tuple(part for part in location if not part.isdigit())
         index = next((int(part) for part in location if part.isdigit()), None)
         name = ".".join(path)
         if item["type"] == "missing":
-            key = keys().get(path)
+            key = known.get(path)
             yield f"{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
             continue
         item_of = f"item {index + 1} of " if index is not None else ""
         place = where(path)
         prefix = f"{place}: " if place else ""
-        yield f"{prefix}{item_of}{name} is {show(item['input'])}; {_valid(dict(item), path)}"
+        yield f"{prefix}{item_of}{name} is {show(item['input'])}; {_valid(dict(item), known.get(path))}"

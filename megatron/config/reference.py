@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from megatron.config import names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
+from megatron.evaluation.options import EvaluationOptions
+from megatron.experiments.options import CorpusOptions, SweepOptions
+from megatron.options import Section
 
 PAGE = Path("docs/configuration.md")
 
@@ -48,6 +53,19 @@ Every key has a role, which says what it decides and what becomes of a change wh
 | output | what is reported, saved and loaded, and where | may change it |
 """
 
+SWEEP_INTRODUCTION = """\
+## sweep
+
+The `sweep:` mapping of a sweep file, beside ordinary keys ([evaluation.md](evaluation.md#sweeps)).
+"""
+
+SWEEP: dict[str, type[Section]] = {
+    "sweep": SweepOptions,
+    "sweep.corpus": CorpusOptions,
+    "sweep.evaluate": EvaluationOptions,
+}
+"""The mappings of a sweep file."""
+
 NEOX_INTRODUCTION = """\
 ## GPT-NeoX, KERPLE and DAPE
 
@@ -63,6 +81,8 @@ def type_of(annotation: Any) -> str:
         return " or ".join("null" if part is NoneType else type_of(part) for part in inner)
     if origin is Literal:
         return " · ".join(show(value) for value in inner)
+    if origin is Annotated:
+        return type_of(inner[0])
     if origin is list:
         return f"list of {type_of(inner[0])}s"
     if origin is dict:
@@ -72,11 +92,14 @@ def type_of(annotation: Any) -> str:
 
 def default_of(key: Key) -> str:
     """The default as written in YAML; `required` where there is none."""
-    if key.opens:
-        return ""
-    if key.field.default_factory is not None:
-        return show(key.field.default_factory())  # type: ignore[call-arg]
-    return "required" if key.field.is_required() else show(key.field.default)
+    return "" if key.opens else _default(key.field)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        made = field.default_factory()  # type: ignore[call-arg]
+        return "" if isinstance(made, Section) else show(made)
+    return "required" if field.is_required() else show(field.default)
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
@@ -97,6 +120,15 @@ def _section(name: str) -> str:
         if key.section == name
     ]
     return f"## {name}\n\n{title}\n\n{table(['key', 'default', 'values', 'role', 'meaning'], rows)}"
+
+
+def _sweep() -> str:
+    rows = [
+        [f"`{path}.{name}`", _default(field), type_of(field.annotation), field.description or ""]
+        for path, section in SWEEP.items()
+        for name, field in section.model_fields.items()
+    ]
+    return f"{SWEEP_INTRODUCTION}\n{table(['key', 'default', 'values', 'meaning'], rows)}"
 
 
 def _position_names() -> str:
@@ -149,7 +181,7 @@ def _refused() -> str:
 
 def markdown() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *(_section(name) for name in SECTIONS), NEOX_INTRODUCTION]
+    parts = [INTRODUCTION, *(_section(name) for name in SECTIONS), _sweep(), NEOX_INTRODUCTION]
     return "\n".join([*parts, _position_names(), _called(), _understood(), _without_effect(), _refused()])
 
 

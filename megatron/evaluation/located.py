@@ -48,7 +48,7 @@ def located(config: Config, checkpoint: Path, directory: str | None) -> Config:
     data = config.data
     found: dict[str, object] = {key: find(path) for key in SINGLE if (path := getattr(data, key)) is not None}
     found |= {key: [find(path) for path in paths] for key in LISTS if (paths := getattr(data, key))}
-    return config.model_copy(update={"data": data.model_copy(update=found)})
+    return config.replace(**found)
 
 
 def _bases(config: Config, checkpoint: Path, directory: str | None) -> list[tuple[str, str]]:

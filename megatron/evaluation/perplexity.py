@@ -12,9 +12,10 @@ B windows of a batch, T window length.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from megatron.errors import RunError, UserError
 from megatron.evaluation.bootstrap import intervals
 from megatron.evaluation.names import method_name
-from megatron.evaluation.protocols import Plan, default_targets, make_plan
+from megatron.evaluation.protocols import Plan
 from megatron.reports.records import Record
 
 LARGEST_NLL = 700.0
@@ -142,68 +143,121 @@ def summarize(losses: np.ndarray, counted: np.ndarray | None = None) -> Summary:
     return Summary(nll, math.sqrt(blocks / (blocks - 1) * float((residuals**2).sum())) / tokens, tokens)
 
 
+@dataclass(frozen=True)
+class Targets:
+    """The tokens that a plan scores: the same at every length."""
+
+    counted: np.ndarray
+    """Which of them count, bool [blocks, targets]."""
+    bytes: int
+    """How many of them stand for a byte of text; 0 if tokens are not bytes."""
+    digest: str
+    """Equal digests, equal targets."""
+
+
+def scored_targets(
+    stream: np.ndarray, plan: Plan, vocabulary: "Vocabulary | None", *, eod_mask_loss: bool = False
+) -> Targets:
+    """Look up what a plan scores.
+
+    Args:
+        stream: token ids [N].
+        plan: whose targets are meant.
+        vocabulary: of the stream, if it is known.
+        eod_mask_loss: the model was not trained to predict the token that follows an end of document.
+
+    Raises:
+        RunError: no token is left to score.
+    """
+    positions = plan.target_positions(plan.lengths[0])
+    labels = np.asarray(stream[positions])
+    counted = np.ones(labels.shape, dtype=bool)
+    if eod_mask_loss and vocabulary is not None:
+        counted = np.asarray(stream[positions - 1]) != vocabulary.eod
+        if not counted.any():
+            raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
+    of_bytes = vocabulary is not None and vocabulary.name == "bytes"
+    digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + counted.tobytes()).hexdigest()
+    return Targets(
+        counted=counted,
+        bytes=int((counted & (labels != vocabulary.eod)).sum()) if of_bytes and vocabulary is not None else 0,
+        digest=digest[:16],
+    )
+
+
+class Measured(NamedTuple):
+    """One length, scored."""
+
+    length: int
+    summary: Summary
+    sums: np.ndarray  # summed losses of each block, float64 [blocks]
+    seconds: float
+    date: str  # ISO 8601, UTC
+
+
 def evaluate(
     loaded: "LoadedModel",
     stream: np.ndarray,
-    lengths: Sequence[int],
-    protocol: str = "last",
-    targets: int | None = None,
-    windows: int | None = None,
-    progress: Progress | None = None,
+    plan: Plan,
     *,
     vocabulary: "Vocabulary | None" = None,
     batch_tokens: int | None = None,
+    progress: Progress | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> list[Record]:
-    """Perplexity of a model at each length, every length scored on the same target tokens.
+    """Perplexity of a model at each length of a plan, every length scored on the same target tokens.
 
     Args:
         loaded: a trained model and its configuration.
         stream: token ids [N] of held-out text.
-        lengths: window lengths in tokens, shorter, equal or longer than in training.
-        protocol: `last` or `nonoverlapping`, see `megatron.evaluation.protocols`.
-        targets: scored tokens per window of `last`; the training length if None.
-        windows: windows per length, see `make_plan`.
-        progress: called after every batch.
+        plan: what to score.
         vocabulary: of the stream. The token that follows its end-of-document is left out if the run was trained so
             (eod_mask_loss); if tokens are bytes, bits_per_byte is reported, over all targets but end-of-document.
         batch_tokens: input tokens per forward pass.
+        progress: called after every batch.
+        about: fields of the records that say where model and text come from; they come before what is known here.
 
     Returns:
-        One record per length that the model has positions for, in ascending order, without the fields that say where
-        model and text come from. The targets are those of all lengths, so that they are the same for every model.
+        One record per length that the model has positions for, in ascending order. The targets are those of all
+        lengths, so that they are the same for every model.
 
     Raises:
-        UserError: the plan cannot be made (see `make_plan`), or the model has positions for none of the lengths.
+        UserError: the model has positions for none of the lengths.
         RunError: a loss is not finite, or the memory is too small.
     """
     config, model = loaded.config, loaded.model
-    train_length = config.model.seq_length
-    plan = make_plan(
-        len(stream),
-        lengths,
-        protocol,
-        targets=default_targets(train_length, lengths, protocol) if targets is None else targets,
-        windows=windows,
-    )
     name = method_name(config.position, loaded.position.attention_window)
     parameter = next(model.parameters())
-    positions = plan.target_positions(plan.lengths[0])
-    labels = np.asarray(stream[positions])
-    counted = np.ones(labels.shape, dtype=bool)
-    if config.data.eod_mask_loss and vocabulary is not None:
-        counted = np.asarray(stream[positions - 1]) != vocabulary.eod
-        if not counted.any():
-            raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
-    bytes_scored = 0
-    if vocabulary is not None and vocabulary.name == "bytes":
-        bytes_scored = int((counted & (labels != vocabulary.eod)).sum())
-    digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + counted.tobytes()).hexdigest()[:16]
+    targets = scored_targets(stream, plan, vocabulary, eod_mask_loss=config.data.eod_mask_loss)
+    measured = list(_measured(name, model, stream, plan, targets, batch_tokens, progress))
+    shared = {
+        "method": name,
+        "train_length": config.model.seq_length,
+        "protocol": plan.protocol,
+        "seed": config.training.seed,
+        "blocks": plan.blocks,
+        "target_digest": targets.digest,
+        "position": name,
+        "max_length": model.max_length,
+        "parameters": model.num_parameters(),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": _device_name(parameter.device),
+    }
+    return _records(measured, plan, targets, {**shared, **(about or {})})
+
+
+def _measured(
+    name: str,
+    model: "GPT",
+    stream: np.ndarray,
+    plan: Plan,
+    targets: Targets,
+    batch_tokens: int | None,
+    progress: Progress | None,
+) -> Iterator[Measured]:
+    """Score one length after the other. Arguments and errors as for `evaluate`; `name` is for messages."""
     work = forward_flops(model, plan)
     total, done = sum(work.values()), 0.0
-
-    counts = counted.sum(axis=1)
-    sums: dict[int, np.ndarray] = {}
-    records = []
     for length in work:
         finished = 0
 
@@ -225,62 +279,50 @@ def evaluate(
         ).reshape(plan.blocks, plan.targets)
         seconds = time.perf_counter() - begun
         done += work[length]
-        summary = summarize(losses, counted)
+        summary = summarize(losses, targets.counted)
         # Such a model predicts nothing, and a table could not hold it.
         if not math.isfinite(summary.nll) or summary.nll > LARGEST_NLL:
             raise RunError(f"{name}: the loss at length {length:,} is {summary.nll}, no perplexity to report")
-        sums[length] = np.where(counted, losses, 0.0).sum(axis=1)
-        records.append(
-            Record(
-                method=name,
-                train_length=train_length,
-                length=length,
-                protocol=plan.protocol,
-                metric="perplexity",
-                value=math.exp(summary.nll),
-                tokens=summary.tokens,
-                seed=config.training.seed,
-                nll=summary.nll,
-                stderr=summary.stderr,
-                bits_per_byte=summary.nll * summary.tokens / math.log(2) / bytes_scored if bytes_scored else None,
-                targets=plan.scored[length],
-                windows=plan.windows(length),
-                blocks=plan.blocks,
-                target_digest=digest,
-                position=name,
-                max_length=model.max_length,
-                parameters=model.num_parameters(),
-                dtype=str(parameter.dtype).removeprefix("torch."),
-                device=_device_name(parameter.device),
-                seconds=round(seconds, 3),
-                date=datetime.now(UTC).isoformat(timespec="seconds"),
-            )
-        )
-    return with_intervals(records, np.stack(list(sums.values())), counts)
+        sums = np.where(targets.counted, losses, 0.0).sum(axis=1)
+        yield Measured(length, summary, sums, seconds, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
-def with_intervals(records: Sequence[Record], sums: np.ndarray, counts: np.ndarray) -> list[Record]:
-    """Records of one model with their bootstrap intervals and their change against the first of them.
+def _records(measured: Sequence[Measured], plan: Plan, targets: Targets, about: Mapping[str, Any]) -> list[Record]:
+    """Records of one model, with bootstrap intervals and the change against the first of them.
 
     Args:
-        records: K of them, ascending in length, with nll.
-        sums: summed losses of each block, float64 [K, blocks].
-        counts: tokens counted in each block, int [blocks].
+        measured: K lengths, ascending.
+        plan, targets: what was scored.
+        about: fields that are the same for all.
     """
-    found = intervals(sums, counts)
-    nll = [math.log(record.value) if record.nll is None else record.nll for record in records]
+    found = intervals(np.stack([each.sums for each in measured]), targets.counted.sum(axis=1))
+    first = measured[0]
     result = []
-    for row, record in enumerate(records):
-        about: dict[str, float | int] = {}
+    for row, each in enumerate(measured):
+        nll, tokens = each.summary.nll, each.summary.tokens
+        uncertain: dict[str, Any] = {}
         if found is not None:
             low, high = found.nll[row]
-            about |= {"low": _exp(low), "high": _exp(high)}
+            uncertain |= {"low": _exp(low), "high": _exp(high)}
         if row > 0:
-            about |= {"change": _exp(nll[row] - nll[0]), "change_from": records[0].length}
+            uncertain |= {"change": _exp(nll - first.summary.nll), "change_from": first.length}
             if found is not None:
                 low, high = found.change[row]
-                about |= {"change_low": _exp(low), "change_high": _exp(high)}
-        result.append(record.replace(**about))
+                uncertain |= {"change_low": _exp(low), "change_high": _exp(high)}
+        own: dict[str, Any] = {
+            "length": each.length,
+            "metric": "perplexity",
+            "value": math.exp(nll),
+            "tokens": tokens,
+            "nll": nll,
+            "stderr": each.summary.stderr,
+            "bits_per_byte": nll * tokens / math.log(2) / targets.bytes if targets.bytes else None,
+            "targets": plan.scored[each.length],
+            "windows": plan.windows(each.length),
+            "seconds": round(each.seconds, 3),
+            "date": each.date,
+        }
+        result.append(Record(**own, **uncertain, **about))
     return result
 
 

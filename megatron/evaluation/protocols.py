@@ -27,13 +27,14 @@ training sequences do. Neither protocol depends on chance, so two runs are alway
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from megatron.errors import UserError
+from megatron.evaluation.lengths import wanted_lengths
+from megatron.evaluation.options import EvaluationOptions, Protocol
 
-Protocol = Literal["last", "nonoverlapping"]
 PROTOCOLS: tuple[str, ...] = get_args(Protocol)
 
 DEFAULT_WINDOWS = 64
@@ -65,14 +66,27 @@ class Plan:
         return (ends + np.arange(1 - self.scored[length], 1)).reshape(self.blocks, self.targets)
 
 
-def default_lengths(train_length: int) -> list[int]:
-    """1×, 2×, 4×, 8×, 16× and 32× the training length."""
-    return [train_length * multiple for multiple in (1, 2, 4, 8, 16, 32)]
-
-
 def default_targets(train_length: int, lengths: Sequence[int], protocol: str) -> int:
     """Targets per window of `last`: the training length, or the shortest length if that is shorter."""
     return min(train_length, min(lengths, default=train_length)) if protocol == "last" else 1
+
+
+def plan_of(options: EvaluationOptions, train_lengths: Sequence[int], stream_length: int) -> Plan:
+    """The plan that options ask for.
+
+    Args:
+        options: lengths, protocol, windows and targets.
+        train_lengths: training lengths of the models that are scored by it.
+        stream_length: tokens in the stream.
+
+    Raises:
+        UserError: as `wanted_lengths` and `make_plan`.
+    """
+    lengths = wanted_lengths(options, train_lengths)
+    targets = options.targets
+    if targets is None:
+        targets = default_targets(min(train_lengths), lengths, options.protocol)
+    return make_plan(stream_length, lengths, options.protocol, targets=targets, windows=options.windows)
 
 
 def make_plan(

@@ -9,83 +9,64 @@ protocols and texts that a folder holds stay in its files.
 
 from __future__ import annotations
 
-import platform
-import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron.config.schema import Config
-from megatron.errors import UserError
+from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.placement import compute_type, find_device
 from megatron.evaluation.progress import Job, Meter
-from megatron.evaluation.protocols import Plan, default_targets, make_plan
-from megatron.evaluation.request import Request, Run, check_backend, check_device, read_request
-from megatron.evaluation.texts import text_of
-from megatron.files import write_bytes, write_text
-from megatron.reports import layout, tables
+from megatron.evaluation.provenance import machine, software
+from megatron.evaluation.request import Request, Run, read_request
+from megatron.evaluation.sketch import sketch
 from megatron.reports import records as record_files
+from megatron.reports import tables
+from megatron.reports.folder import write_results
 from megatron.reports.records import RESULTS, Record, replaced
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.model.gpt import GPT
+    from megatron.evaluation.perplexity import Progress
 
 # What needs torch or matplotlib is imported where it is used: a mistake in what was asked for is told at once.
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
-class Scoring:
-    """What scoring a configuration's model will be, known before there is one."""
+class Candidate:
+    """A run that is about to be scored."""
 
-    model: GPT  # on the meta device: shapes without weights
-    plan: Plan
-    flops: float
+    run: Run
+    name: str  # of its row in tables
+    device: torch.device
+    dtype: torch.dtype
+    job: Job
+    note: str | None  # what is said of it before the work begins
 
 
 def evaluate_runs(
     runs: Sequence[str | Path],
-    lengths: Sequence[int] | str | None = None,
-    protocol: str = "last",
-    windows: int | None = None,
-    targets: int | None = None,
+    options: EvaluationOptions | None = None,
     *,
-    data: str | Path | None = None,
     output: str | Path | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    backend: str | None = None,
-    window: int | None = None,
-    batch_tokens: int | None = None,
     console: Console | None = None,
     names: Sequence[str] | None = None,
-    show: bool = True,
-    progress: Callable[[int, float, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Record]:
     """Evaluate runs side by side.
 
     Args:
         runs: run folders (their latest checkpoint is taken) or checkpoint folders.
-        lengths: tokens, or text such as `128,256` or `1x,2x,32x` (multiples of the training length); None means 1× to
-            32×.
-        protocol, windows, targets: see `megatron.evaluation.protocols`.
-        data: a dataset prefix, a corpus folder or a file of text (`megatron.evaluation.texts`) to score instead of each
-            run's own test (or else valid) split.
+        options: how they are scored; the defaults if None.
         output: folder for results.json, .csv, .md and .png; a single run folder writes into itself if None. Results
             that are there stay, but for those that this measures again (`megatron.reports.records.replaced`).
-        device: auto, cpu or cuda.
-        precision: fp32, bf16 or fp16; auto is fp32 on CPU and what the run was trained in on a GPU.
-        backend: attention backend; the run's own if None.
-        window: attention window instead of each run's own: every token sees the last this many, its own included.
-        batch_tokens: input tokens per forward pass.
         console: where the progress, the table and the names of the files go; None is silent.
         names: methods' names, one per run, instead of those made from the configurations.
-        show: print the table at the end.
         progress: called as `evaluate` calls it, instead of showing a bar; for callers with a display of their own.
 
     Returns:
@@ -95,171 +76,93 @@ def evaluate_runs(
         UserError: anything that would keep the runs from being compared, before any work.
         RunError: what fails while scoring; the files of finished runs stay.
     """
-    asked = read_request(
-        runs, lengths, protocol, windows, targets, data=data, output=output, device=device, precision=precision,
-        backend=backend, window=window,
-    )  # fmt: skip
-    opened, wanted, folder = asked.runs, asked.lengths, asked.folder
-
-    import torch
-
-    from megatron.checkpoint.load_model import load_model
-    from megatron.evaluation.names import distinct_names
-    from megatron.evaluation.perplexity import evaluate, forward_flops
-
-    chosen_device = find_device(device)
-    types = [_dtype(precision, run, chosen_device) for run in opened]
-    sketches = [_sketch(run.name, run.config, wanted, backend, window) for run in opened]
-    if names is None:
-        names = distinct_names([run.config for run in opened], [run.name for run in opened], window)
-    if console is not None:
-        console.print(_fate(asked), highlight=False, markup=False, soft_wrap=True)
-
-    jobs = [
-        Job(f"{name} seed {run.config.training.seed}", "evaluate", sum(forward_flops(model, asked.plan).values()))
-        for name, run, model in zip(names, opened, sketches, strict=True)
-    ]
-    if console is not None:
-        for run, model in zip(opened, sketches, strict=True):
-            if (note := ends_early(run.name, run.config, model, wanted)) is not None:
-                console.print(note, highlight=False, markup=False, soft_wrap=True)
+    say: Say = _silent if console is None else _lines(console)
+    asked = read_request(runs, options or EvaluationOptions(), output)
+    candidates = _candidates(asked, names)
+    say(_fate(asked))
+    for candidate in candidates:
+        if candidate.note is not None:
+            say(f"{candidate.run.name}: {candidate.note}")
     found: list[Record] = []
-    digest = asked.text.digest
-    with Meter(console if progress is None else None, jobs) as meter:
-        for run, name, dtype, job in zip(opened, names, types, jobs, strict=True):
-            meter.begin(job, "loading")
-            loaded = load_model(run.checkpoint, device=str(chosen_device), dtype=dtype, backend=backend, window=window)
+    with Meter(console if progress is None else None, [candidate.job for candidate in candidates]) as meter:
+        for candidate in candidates:
+            meter.begin(candidate.job, "loading")
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
-            scores = evaluate(
-                loaded, asked.text.tokens, wanted, protocol, asked.targets, windows, report,
-                vocabulary=asked.text.vocabulary, batch_tokens=batch_tokens,
-            )  # fmt: skip
+            found += _score(candidate, asked, report)
             meter.finish()
-            about = {
-                "method": name,
-                "run": run.name,
-                "step": run.progress.step,
-                "train_tokens": run.progress.consumed_tokens,
-                "dataset": asked.text.name,
-                "text_digest": digest,
-                "tokenizer": asked.text.vocabulary.name,
-                "backend": backend or run.config.model.attention_backend,
-                "machine": machine(),
-                "software": software(),
-            }
-            found += [record.replace(**about) for record in scores]
-            del loaded
-            if chosen_device.type == "cuda":
-                torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
-            if folder is not None:
-                record_files.write(folder / RESULTS, replaced(asked.kept, found, one_run=asked.alone))
-    if console is not None and show:
+            if asked.folder is not None:  # what is measured is kept whatever happens to the next run
+                record_files.write(asked.folder / RESULTS, replaced(asked.kept, found, one_run=asked.alone))
+    if console is not None:
         tables.show(console, found)
-    if folder is not None:
-        written = write_results(folder, replaced(asked.kept, found, one_run=asked.alone))
-        if console is not None:
-            console.print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True)
+    if asked.folder is not None:
+        written = write_results(asked.folder, replaced(asked.kept, found, one_run=asked.alone))
+        say(f"written: {', '.join(map(str, written))}")
     return found
 
 
-def write_results(folder: Path, records: Sequence[Record]) -> list[Path]:
-    """Write results.json, results.csv, results.md and results.png into a folder."""
-    from megatron.reports.plots import png
+def _candidates(asked: Request, names: Sequence[str] | None) -> list[Candidate]:
+    """The runs with their names, devices and types; refuses what cannot be scored before any model is loaded."""
+    from megatron.evaluation.names import distinct_names
 
+    runs, options = asked.runs, asked.options
+    device = find_device(options.device)
+    dtypes = [compute_type(options.precision, run.config.training.precision, device) for run in runs]
+    sketches = [sketch(run.name, run.config, asked.plan, options) for run in runs]
+    if names is None:
+        names = distinct_names([run.config for run in runs], [run.name for run in runs], options.window)
     return [
-        record_files.write(folder / RESULTS, records),
-        record_files.write_csv(folder / "results.csv", records),
-        write_text(folder / "results.md", "\n".join(tables.markdown(group) for group in layout.layouts(records))),
-        write_bytes(folder / "results.png", png(records)),
+        Candidate(
+            run=run,
+            name=name,
+            device=device,
+            dtype=dtype,
+            job=Job(f"{name} seed {run.config.training.seed}", "evaluate", sketched.flops),
+            note=sketched.note,
+        )
+        for run, name, dtype, sketched in zip(runs, names, dtypes, sketches, strict=True)
     ]
 
 
-def find_device(name: str) -> torch.device:
-    """The device called auto, cpu, cuda or cuda:1. Raises UserError if it is not there."""
+def _score(candidate: Candidate, asked: Request, report: Progress) -> list[Record]:
+    """Load a run's model, score it, and let it go."""
     import torch
 
-    kind, index = check_device(name)
-    if kind == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and index >= torch.cuda.device_count():
-        raise UserError(f"device = {name!r}: not there; CUDA devices on this machine: {torch.cuda.device_count()}")
-    return torch.device(name)
+    from megatron.checkpoint.load_model import load_model
+    from megatron.evaluation.perplexity import evaluate
 
-
-def plan_for(
-    config: Config,
-    lengths: Sequence[int],
-    protocol: str,
-    *,
-    windows: int | None = None,
-    targets: int | None = None,
-    data: str | Path | None = None,
-    backend: str | None = None,
-    name: str = "this configuration",
-) -> Scoring:
-    """Check that a model of this configuration can be scored so, before it is trained; raises what scoring would."""
-    from megatron.evaluation.perplexity import forward_flops
-
-    model = _sketch(name, config, lengths, backend)
-    text = text_of(name, config, data)
-    wanted = default_targets(config.model.seq_length, lengths, protocol) if targets is None else targets
-    plan = make_plan(len(text.tokens), lengths, protocol, targets=wanted, windows=windows)
-    return Scoring(model, plan, sum(forward_flops(model, plan).values()))
-
-
-def ends_early(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
-    """One line if the model's positions end before the largest length, else None."""
-    from megatron.evaluation.perplexity import known_lengths
-
-    known = known_lengths(model, lengths)
-    if len(known) == len(lengths):
-        return None
-    return f"{name}: {_end(config, model)}; scored at lengths up to {known[-1]:,}"
-
-
-def _end(config: Config, model: GPT) -> str:
-    key = "randomized_positions" if config.position.randomized_positions is not None else "max_position_embeddings"
-    return f"pos_emb {config.position.pos_emb} ends at {model.max_length:,} positions ({key})"
-
-
-def _sketch(name: str, config: Config, lengths: Sequence[int], backend: str | None, window: int | None = None) -> GPT:
-    """The model of a configuration without weights. Raises UserError if it cannot be scored at any of the lengths."""
-    from megatron.model.build import build_model
-
-    check_backend(backend)
-    position = config.position
-    if window is not None:
-        position = position.model_copy(update={"attention_window": window})
-    model = build_model(config.model, position, 1, device="meta", backend=backend)
-    if model.max_length is not None and min(lengths) > model.max_length:
-        raise UserError(
-            f"{name}: {_end(config, model)}, length {min(lengths):,} is past it; use lengths up to "
-            f"{model.max_length:,} or leave it out"
-        )
-    return model
-
-
-def machine() -> str:
-    """Operating system, processor and threads, as records name them."""
-    import torch
-
-    processor = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
-    except OSError:
-        pass  # not Linux
-    return f"{platform.system()} {platform.machine()}, {processor}, {torch.get_num_threads()} threads"
-
-
-def software() -> str:
-    """Versions, as records name them."""
-    import torch
-
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    ours = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "?"
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"farfield {ours}, Python {python}, torch {torch.__version__}, megatron-core {version('megatron-core')}"
+    run, options, text = candidate.run, asked.options, asked.text
+    loaded = load_model(
+        run.checkpoint,
+        device=str(candidate.device),
+        dtype=candidate.dtype,
+        backend=options.backend,
+        window=options.window,
+    )
+    about = {
+        "method": candidate.name,
+        "run": run.name,
+        "step": run.progress.step,
+        "train_tokens": run.progress.consumed_tokens,
+        "dataset": text.name,
+        "text_digest": text.digest,
+        "tokenizer": text.vocabulary.name,
+        "backend": options.backend or run.config.model.attention_backend,
+        "machine": machine(),
+        "software": software(),
+    }
+    found = evaluate(
+        loaded,
+        text.tokens,
+        asked.plan,
+        vocabulary=text.vocabulary,
+        batch_tokens=options.batch_tokens,
+        progress=report,
+        about=about,
+    )
+    del loaded
+    if candidate.device.type == "cuda":
+        torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
+    return found
 
 
 def _fate(asked: Request) -> str:
@@ -272,11 +175,9 @@ def _fate(asked: Request) -> str:
     return line
 
 
-def _dtype(precision: str, run: Run, device: torch.device) -> torch.dtype:
-    import torch
+def _lines(console: Console) -> Say:
+    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    if precision == "auto":
-        precision = (run.config.training.precision or "fp32") if device.type == "cuda" else "fp32"
-    if precision == "fp16" and device.type == "cpu":
-        raise UserError("precision = 'fp16': needs a GPU; on CPU choose fp32 or bf16")
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+def _silent(line: str) -> None:
+    """There is nobody to tell."""

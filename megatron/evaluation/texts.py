@@ -7,7 +7,7 @@ tokenized here as `prepare` would. Nothing in this module needs torch, so that w
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ class Text:
     name: str
     vocabulary: Vocabulary
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash that tells texts apart wherever they lie: tokenizer, number of tokens, and up to 2^20 of them."""
         size, blocks = len(self.tokens), 256

@@ -1,4 +1,4 @@
-"""Starting work: `local.py` trains on this machine, with one process or several; `sweep.py` compares variants.
+"""Starting work on this machine: `local.py` trains, with one process or several.
 
 `devices.py` says what the machine has, `console.py` keeps third parties' noise off the user's console, `worker.py` is
 what each process runs, `processes.py` starts, watches and ends them, `parent.py` keeps any from outliving its parent.

@@ -1,13 +1,19 @@
 """A tiny causal model whose losses a plain loop can compute, and real tiny GPTs."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.perplexity import evaluate
+from megatron.evaluation.protocols import plan_of
 from megatron.model.build import build_model
 from megatron.model.options import ModelOptions, PositionOptions
+from megatron.reports.records import Record
 
 TRAIN_LENGTH = 8
 VOCABULARY = 19
@@ -46,7 +52,7 @@ def loaded(
         data=SimpleNamespace(eod_mask_loss=eod_mask_loss),
         training=SimpleNamespace(seed=7),
     )
-    rebuilt = config.position if window is None else config.position.model_copy(update={"attention_window": window})
+    rebuilt = config.position if window is None else config.position.replace(attention_window=window)
     return SimpleNamespace(model=model.eval(), config=config, position=rebuilt)
 
 
@@ -59,3 +65,8 @@ def tiny_gpt(**position: object) -> nn.Module:
 @pytest.fixture
 def running_mean() -> RunningMean:
     return RunningMean().eval()
+
+
+def scored(loaded: SimpleNamespace, stream: np.ndarray, options: EvaluationOptions, **more: Any) -> list[Record]:
+    """Records of a model by the plan that options ask for."""
+    return evaluate(loaded, stream, plan_of(options, [TRAIN_LENGTH], len(stream)), **more)  # type: ignore[arg-type]

@@ -11,13 +11,15 @@ from torch import nn
 
 from megatron.data.datasets import Vocabulary
 from megatron.errors import RunError, UserError
-from megatron.evaluation.perplexity import evaluate, summarize, window_losses
+from megatron.evaluation.options import EvaluationOptions as Options
+from megatron.evaluation.perplexity import summarize, window_losses
 from megatron.evaluation.protocols import default_targets
 
-from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
+from .conftest import VOCABULARY, RunningMean, loaded, scored, tiny_gpt
 
 BYTES = Vocabulary(VOCABULARY, "bytes", eod=3)
 ROUNDING = apart(*sums_of_gpt(16, layers=2)) * math.log(VOCABULARY)
+TWENTY = Options(lengths=[8], targets=8, windows=20)
 STREAM = np.random.default_rng(0).integers(0, VOCABULARY, 203).astype(np.uint16)
 
 
@@ -49,7 +51,7 @@ def by_hand(model: nn.Module, ends: list[int], length: int, targets: int) -> lis
     ids=["running mean", "kerple_log", "rotary", "cdape on alibi"],
 )  # fmt: skip
 def test_last_equals_a_plain_loop(model: nn.Module) -> None:
-    records = evaluate(loaded(model), STREAM, [27, 5, 9], "last", targets=5, windows=3)
+    records = scored(loaded(model), STREAM, Options(lengths=[27, 5, 9], targets=5, windows=3))
     # Ends are spread from the first that the longest window allows, 27, to the last token, 202.
     ends = [27, 27 + 175 // 2, 202]
     assert [record.length for record in records] == [5, 9, 27]
@@ -76,7 +78,7 @@ def test_last_equals_a_plain_loop(model: nn.Module) -> None:
 
 
 def test_nonoverlapping_equals_a_plain_loop(running_mean: RunningMean) -> None:
-    records = evaluate(loaded(running_mean), STREAM, [4, 8, 24], "nonoverlapping")
+    records = scored(loaded(running_mean), STREAM, Options(lengths=[4, 8, 24], protocol="nonoverlapping"))
     for record in records:
         # 203 tokens hold 8 spans of 24 with a successor for the last token.
         losses = [
@@ -93,7 +95,7 @@ def test_nonoverlapping_equals_a_plain_loop(running_mean: RunningMean) -> None:
 def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(running_mean: RunningMean) -> None:
     for parameter in running_mean.parameters():
         parameter.data.zero_()
-    (record,) = evaluate(loaded(running_mean), STREAM, [16], "last", targets=8)
+    (record,) = scored(loaded(running_mean), STREAM, Options(lengths=[16], targets=8))
     assert record.value == pytest.approx(VOCABULARY)
     assert record.stderr == pytest.approx(0, abs=ROUNDING)
 
@@ -136,8 +138,8 @@ def test_other_errors_are_not_taken_for_memory(running_mean: RunningMean) -> Non
 
 def test_tokens_after_a_document_end_are_left_out_if_training_left_them_out(running_mean: RunningMean) -> None:
     eod = BYTES.eod
-    (masked,) = evaluate(loaded(running_mean, eod_mask_loss=True), STREAM, [8], "last", 8, 20, vocabulary=BYTES)
-    (whole,) = evaluate(loaded(running_mean), STREAM, [8], "last", 8, 20, vocabulary=BYTES)
+    (masked,) = scored(loaded(running_mean, eod_mask_loss=True), STREAM, TWENTY, vocabulary=BYTES)
+    (whole,) = scored(loaded(running_mean), STREAM, TWENTY, vocabulary=BYTES)
     ends = [8 + i * 194 // 19 for i in range(20)]
     losses = np.array(by_hand(running_mean, ends, 8, 8))
     before = np.array([[STREAM[at - 1] for at in range(end - 7, end + 1)] for end in ends])
@@ -150,17 +152,17 @@ def test_tokens_after_a_document_end_are_left_out_if_training_left_them_out(runn
 
 def test_bits_per_byte_counts_bytes_not_document_ends(running_mean: RunningMean) -> None:
     eod = BYTES.eod
-    (record,) = evaluate(loaded(running_mean), STREAM, [8], "last", 8, 20, vocabulary=BYTES)
+    (record,) = scored(loaded(running_mean), STREAM, TWENTY, vocabulary=BYTES)
     ends = [8 + i * 194 // 19 for i in range(20)]
-    scored = np.array([[STREAM[at] for at in range(end - 7, end + 1)] for end in ends])
-    assert record.bits_per_byte == pytest.approx(record.nll * 160 / math.log(2) / (scored != eod).sum())
+    labels = np.array([[STREAM[at] for at in range(end - 7, end + 1)] for end in ends])
+    assert record.bits_per_byte == pytest.approx(record.nll * 160 / math.log(2) / (labels != eod).sum())
     other = Vocabulary(VOCABULARY, "HFTokenizer-0123", eod)
-    assert evaluate(loaded(running_mean), STREAM, [8], "last", 8, 20, vocabulary=other)[0].bits_per_byte is None
+    assert scored(loaded(running_mean), STREAM, TWENTY, vocabulary=other)[0].bits_per_byte is None
 
 
 def test_the_same_model_gives_the_same_numbers_twice() -> None:
     model = loaded(tiny_gpt(pos_emb="t5"))
-    first, second = (evaluate(model, STREAM, [8, 32]) for _ in range(2))
+    first, second = (scored(model, STREAM, Options(lengths=[8, 32])) for _ in range(2))
     changing = {"date", "seconds"}
     assert [r.model_dump(exclude=changing) for r in first] == [r.model_dump(exclude=changing) for r in second]
 
@@ -172,14 +174,14 @@ def test_chunked_attention_gives_the_same_perplexity() -> None:
         from megatron.model.backends.chunked import Chunked
 
         layer.self_attention.core_attention.backend = Chunked(5)
-    expected, found = (evaluate(loaded(model), STREAM, [8, 64], windows=4) for model in (eager, chunked))
+    expected, found = (scored(loaded(model), STREAM, Options(lengths=[8, 64], windows=4)) for model in (eager, chunked))
     assert [r.nll for r in found] == pytest.approx([r.nll for r in expected], abs=ROUNDING)
 
 
 def test_progress_ends_at_the_whole(running_mean: RunningMean) -> None:
     calls: list[tuple[int, float, float]] = []
     report = lambda *call: calls.append(call)  # noqa: E731
-    evaluate(loaded(running_mean), STREAM, [8, 16, 32], windows=5, progress=report, batch_tokens=32)
+    scored(loaded(running_mean), STREAM, Options(lengths=[8, 16, 32], windows=5), progress=report, batch_tokens=32)
     done = [call[1] for call in calls]
     assert done == sorted(done)
     assert done[-1] == pytest.approx(calls[-1][2])
@@ -191,7 +193,7 @@ def test_progress_ends_at_the_whole(running_mean: RunningMean) -> None:
 def test_what_a_record_says() -> None:
     model = tiny_gpt(pos_emb="kerple_log", score_processor="cdape", score_processor_options={"kernel_size": 5})
     position = {"score_processor": "cdape", "score_processor_options": {"kernel_size": 5}, "pos_emb": "kerple_log"}
-    (record,) = evaluate(loaded(model, **position), STREAM, [16])
+    (record,) = scored(loaded(model, **position), STREAM, Options(lengths=[16]))
     assert record.method == record.position == "cdape(kernel_size=5)+kerple_log"
     assert (record.train_length, record.length, record.seed) == (8, 16, 7)
     assert record.parameters == sum(p.numel() for p in model.parameters())
@@ -201,23 +203,23 @@ def test_what_a_record_says() -> None:
 def test_a_loss_that_is_not_finite_is_an_error(running_mean: RunningMean) -> None:
     running_mean.output.bias.data[0] = math.nan
     with pytest.raises(RunError, match="rotary: the loss at length 8 is nan"):
-        evaluate(loaded(running_mean), STREAM, [8])
+        scored(loaded(running_mean), STREAM, Options(lengths=[8]))
 
 
 def test_a_model_whose_positions_end_is_scored_up_to_there_on_the_targets_of_the_others() -> None:
     learned = loaded(tiny_gpt(pos_emb="learned"), pos_emb="learned")
-    (found,) = evaluate(learned, STREAM, [8, 16, 64], windows=5)
-    others = evaluate(loaded(tiny_gpt(pos_emb="rotary")), STREAM, [8, 16, 64], windows=5)
+    (found,) = scored(learned, STREAM, Options(lengths=[8, 16, 64], windows=5))
+    others = scored(loaded(tiny_gpt(pos_emb="rotary")), STREAM, Options(lengths=[8, 16, 64], windows=5))
     assert (found.length, found.max_length) == (8, 8)
     assert {found.target_digest} == {other.target_digest for other in others}
-    assert evaluate(learned, STREAM, [8], windows=5)[0].target_digest != found.target_digest
+    assert scored(learned, STREAM, Options(lengths=[8], windows=5))[0].target_digest != found.target_digest
     assert found.change is None
     with pytest.raises(UserError, match="its positions end at 8, length 16 is past them"):
-        evaluate(learned, STREAM, [16, 32])
+        scored(learned, STREAM, Options(lengths=[16, 32]))
 
 
 def test_one_block_has_no_interval(running_mean: RunningMean) -> None:
-    short, long = evaluate(loaded(running_mean), STREAM, [8, 16], windows=1)
+    short, long = scored(loaded(running_mean), STREAM, Options(lengths=[8, 16], windows=1))
     assert (short.interval, long.interval, long.verdict, long.change_low) == (None, None, None, None)
     assert long.change == pytest.approx(long.value / short.value)
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,17 @@ from megatron.config.load import load
 from megatron.data.corpus import prepare
 from megatron.data.datasets import token_stream
 from megatron.errors import RunError, UserError
-from megatron.evaluation.perplexity import evaluate
-from megatron.evaluation.request import parse_lengths
-from megatron.evaluation.run import evaluate_runs, find_device, machine, software
+from megatron.evaluation.lengths import read_lengths, wanted_lengths
+from megatron.evaluation.options import EvaluationOptions as Options
+from megatron.evaluation.placement import find_device
+from megatron.evaluation.provenance import machine, software
+from megatron.evaluation.request import read_options
+from megatron.evaluation.run import evaluate_runs
 from megatron.model.build import build_model
 from megatron.reports import plots, records
+from megatron.reports.records import Record
+
+from .conftest import scored
 
 ROUNDING = apart(*sums_of_gpt(16, layers=1))
 SHAPE = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
@@ -36,6 +43,19 @@ def picture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     monkeypatch.setattr(plots, "png", lambda found: (asked.append(len(found)), b"\x89PNG")[1])
     return asked
+
+
+def evaluated(
+    runs: Sequence[str | Path],
+    lengths: Sequence[int] | str | None = None,
+    *,
+    output: str | None = None,
+    console: Console | None = None,
+    **options: object,
+) -> list[Record]:
+    """`evaluate_runs` with lengths in tokens or as the command line has them, and the other options by name."""
+    chosen = {} if lengths is None else read_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
+    return evaluate_runs(runs, read_options({**options, **chosen}), output=output, console=console)
 
 
 @pytest.fixture
@@ -73,9 +93,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     make_run("runs/a", "pos_emb=rotary")
     make_run("runs/b", "pos_emb=alibi", "score_processor=cdape")
     out = io.StringIO()
-    found = evaluate_runs(
-        ["runs/a", "runs/b"], "1x,32", windows=6, output="results", console=Console(file=out, width=150)
-    )
+    found = evaluated(["runs/a", "runs/b"], "1x,32", windows=6, output="results", console=Console(file=out, width=150))
     assert [(r.method, r.length) for r in found] == [
         ("rotary", 8), ("rotary", 32), ("cdape+alibi", 8), ("cdape+alibi", 32),
     ]  # fmt: skip
@@ -85,7 +103,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
         assert (r.tokenizer, r.backend, r.machine, r.software) == ("bytes", "auto", machine(), software())
     # The same as scoring the loaded model directly.
     loaded = load_model("runs/b")
-    direct = evaluate(loaded, token_stream(loaded.config.data, "test"), [8, 32], windows=6)
+    direct = scored(loaded, token_stream(loaded.config.data, "test"), Options(lengths=[8, 32], windows=6))
     assert [r.value for r in found[2:]] == [r.value for r in direct]
 
     assert records.read("results/results.json") == found
@@ -103,12 +121,12 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
 def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place: Path) -> None:
     run = make_run("runs/a", "pos_emb=t5")
     out = io.StringIO()
-    evaluate_runs([run], [8, 16], console=Console(file=out, width=200))
+    evaluated([run], [8, 16], console=Console(file=out, width=200))
     assert len(records.read(run / "results.json")) == 2
     assert out.getvalue().startswith(f"results will be written to {run}\n")
     before = (run / "results.json").read_text()
     out = io.StringIO()
-    evaluate_runs([run / "checkpoints" / "step_0000005"], [8], console=Console(file=out))
+    evaluated([run / "checkpoints" / "step_0000005"], [8], console=Console(file=out))
     assert (run / "results.json").read_text() == before
     assert out.getvalue().startswith("results will not be written: give --output FOLDER to keep them\n")
 
@@ -117,13 +135,13 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run("runs/a", "pos_emb=t5")
-    first = evaluate_runs([run], [8, 16])
-    spans = evaluate_runs([run], [8], "nonoverlapping")
-    train = evaluate_runs([run], [8], data="corpus/train_text_document")
-    window = evaluate_runs([run], [8], window=4)
+    first = evaluated([run], [8, 16])
+    spans = evaluated([run], [8], protocol="nonoverlapping")
+    train = evaluated([run], [8], data="corpus/train_text_document")
+    window = evaluated([run], [8], window=4)
     assert records.read(run / "results.json") == [*first, *spans, *train, *window]
     out = io.StringIO()
-    again = evaluate_runs([run], [8, 32], console=Console(file=out, width=200))
+    again = evaluated([run], [8, 32], console=Console(file=out, width=200))
     assert out.getvalue().startswith(
         f"results will be written to {run}; the 5 there stay, unless this measures the same again\n"
     )
@@ -134,7 +152,7 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
     assert "nonoverlapping" not in out.getvalue()
     # From elsewhere the run and its text are called otherwise, and are the same.
     monkeypatch.chdir(place.parent)
-    moved = evaluate_runs([place / run], [8, 32])
+    moved = evaluated([place / run], [8, 32])
     assert [r.value for r in moved] == [r.value for r in again]
     assert records.read(place / run / "results.json") == [*spans, *train, *window, *moved]
 
@@ -142,14 +160,14 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
 def test_a_folder_gathers_runs(place: Path) -> None:
     make_run("runs/a", "pos_emb=rotary")
     make_run("runs/b", "pos_emb=alibi")
-    (a,) = evaluate_runs(["runs/a"], [8], output="out")
-    (b,) = evaluate_runs(["runs/b"], [8], output="out")
+    (a,) = evaluated(["runs/a"], [8], output="out")
+    (b,) = evaluated(["runs/b"], [8], output="out")
     assert records.read("out/results.json") == [a, b]
-    (again,) = evaluate_runs(["./runs/a"], [8], output="out")
+    (again,) = evaluated(["./runs/a"], [8], output="out")
     assert records.read("out/results.json") == [b, again]
     Path("out/results.json").write_text("[")
     with pytest.raises(UserError, match=r"out/results.json: not JSON"):  # what is not understood is not replaced
-        evaluate_runs(["runs/a"], [8], output="out")
+        evaluated(["runs/a"], [8], output="out")
 
 
 def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,17 +175,17 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
     text = "The quick brown fox jumps over the lazy dog.\n" * 9
     Path("fox.txt").write_text(text)
     Path("fox.jsonl").write_text("\n".join(json.dumps({"text": text[i::2]}) for i in range(2)))
-    (found,) = evaluate_runs([run], [8], data="fox.txt")
+    (found,) = evaluated([run], [8], data="fox.txt")
     assert (found.dataset, found.tokenizer) == ("fox.txt", "bytes")
     stream = np.array([*text.encode(), 256])
-    (direct,) = evaluate(load_model(run), stream, [8])
+    (direct,) = scored(load_model(run), stream, Options(lengths=[8]))
     assert found.value == direct.value
-    (lines,) = evaluate_runs([run], [8], data="fox.jsonl")
+    (lines,) = evaluated([run], [8], data="fox.jsonl")
     stream = np.array([*text[::2].encode(), 256, *text[1::2].encode(), 256])
-    assert lines.value == evaluate(load_model(run), stream, [8])[0].value
+    assert lines.value == scored(load_model(run), stream, Options(lengths=[8]))[0].value
     # Bytes need no file, so the corpus of the training may be gone.
     Path("corpus").rename("gone")
-    assert evaluate_runs([run], [8], data="fox.txt")[0].value == found.value
+    assert evaluated([run], [8], data="fox.txt")[0].value == found.value
     foreign = make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
     for data, message in (
         ("fox.md", r"fox.md: its suffix is none of \.txt, \.jsonl"),
@@ -177,9 +195,9 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
         if not data.startswith("nothing"):
             Path(data).write_text("")
         with pytest.raises(UserError, match=message):
-            evaluate_runs([run], [8], data=data)
+            evaluated([run], [8], data=data)
     with pytest.raises(UserError, match=r"fox.txt: is to be tokenized as runs/foreign was trained: train_data_paths"):
-        evaluate_runs([foreign], [8], data="fox.txt")
+        evaluated([foreign], [8], data="fox.txt")
 
 
 def test_a_file_of_text_is_tokenized_by_the_tokenizer_of_the_corpus(place: Path) -> None:
@@ -187,13 +205,13 @@ def test_a_file_of_text_is_tokenized_by_the_tokenizer_of_the_corpus(place: Path)
     data = [entry.replace("corpus/", "bpe/") for entry in DATA]
     run = make_run("runs/bpe", data=data, tokenizer=bpe.tokenizer, size=bpe.vocab_size)
     Path("more.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(100, 140)))
-    (found,) = evaluate_runs([run], [8], data="more.txt")
+    (found,) = evaluated([run], [8], data="more.txt")
     prepare(["more.txt"], "again", tokenizer="HFTokenizer", vocab_file="bpe/tokenizer.json", split=None)
-    (expected,) = evaluate_runs([run], [8], data="again")
+    (expected,) = evaluated([run], [8], data="again")
     assert (found.tokenizer, found.value) == (bpe.tokenizer, expected.value)
     assert found.text_digest == expected.text_digest
     with pytest.raises(UserError, match="was trained with tokenizer bytes, runs/bpe with HFTokenizer-"):
-        evaluate_runs([run, make_run("runs/bytes")], [8], data="more.txt")
+        evaluated([run, make_run("runs/bytes")], [8], data="more.txt")
 
 
 @pytest.mark.parametrize("save", ["runs/a", "/absolute"])
@@ -205,38 +223,38 @@ def test_data_are_found_from_any_directory_and_after_the_tree_was_moved(
     Path("text.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(100)))
     prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
     run = make_run(save if save == "runs/a" else str(work / "runs" / "a"), directory=str(work))
-    (found,) = evaluate_runs([run], [8])
+    (found,) = evaluated([run], [8])
     assert found.dataset == "corpus/test_text_document"
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
-    (other,) = evaluate_runs([work / "runs" / "a"], [8])
+    (other,) = evaluated([work / "runs" / "a"], [8])
     assert (other.dataset, other.value) == (str(work / "corpus" / "test_text_document"), found.value)
     # Another corpus of that name in the working directory is not the run's.
     Path("text.txt").write_text("something else\n" * 200)
     prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
-    (other,) = evaluate_runs([work / "runs" / "a"], [8])
+    (other,) = evaluated([work / "runs" / "a"], [8])
     assert other.value == found.value
     moved = work.rename(tmp_path / "moved")
-    (other,) = evaluate_runs([moved / "runs" / "a"], [8])
+    (other,) = evaluated([moved / "runs" / "a"], [8])
     assert (other.dataset, other.value) == (str(moved / "corpus" / "test_text_document"), found.value)
 
 
 def test_a_run_that_does_not_know_where_it_was_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("runs/a")
-    (found,) = evaluate_runs([run], [8])
+    (found,) = evaluated([run], [8])
     monkeypatch.chdir(place.parent)
-    assert evaluate_runs([place / run], [8])[0].value == found.value
+    assert evaluated([place / run], [8])[0].value == found.value
     monkeypatch.chdir(place / "runs")
-    assert evaluate_runs(["a"], [8])[0].value == found.value
+    assert evaluated(["a"], [8])[0].value == found.value
 
 
 def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None:
     for seed in (1, 2):
         make_run(f"runs/{seed}", "pos_emb=rotary", f"seed={seed}")
     make_run("runs/wide", "pos_emb=rotary", "intermediate_size=8")
-    found = evaluate_runs(["runs/1", "runs/2"], [8])
+    found = evaluated(["runs/1", "runs/2"], [8])
     assert [(r.method, r.seed) for r in found] == [("rotary", 1), ("rotary", 2)]
-    found = evaluate_runs(["runs/1", "runs/wide"], [8])
+    found = evaluated(["runs/1", "runs/wide"], [8])
     assert [r.method for r in found] == ["rotary [runs/1]", "rotary [runs/wide]"]
 
 
@@ -244,7 +262,7 @@ def test_a_run_whose_positions_end_is_scored_up_to_there_and_said(place: Path) -
     make_run("runs/a", "pos_emb=rotary")
     make_run("runs/learned", "pos_emb=learned", "max_position_embeddings=20")
     out = io.StringIO()
-    found = evaluate_runs(["runs/a", "runs/learned"], [8, 16, 32], output="out", console=Console(file=out, width=200))
+    found = evaluated(["runs/a", "runs/learned"], [8, 16, 32], output="out", console=Console(file=out, width=200))
     assert [(r.method, r.length) for r in found[3:]] == [("learned", 8), ("learned", 16)]
     assert len({r.target_digest for r in found}) == 1
     said = out.getvalue()
@@ -260,41 +278,41 @@ def test_a_run_whose_positions_end_is_scored_up_to_there_and_said(place: Path) -
 def test_a_window_at_evaluation_alone(place: Path) -> None:
     make_run("runs/whole", "pos_emb=kerple_log")
     make_run("runs/windowed", "pos_emb=kerple_log", "attention_window=4", "seed=1234")
-    (whole,) = evaluate_runs(["runs/whole"], [32])
-    (asked,) = evaluate_runs(["runs/whole"], [32], window=4)
-    (own,) = evaluate_runs(["runs/windowed"], [32])
-    (same,) = evaluate_runs(["runs/windowed"], [32], window=4)
+    (whole,) = evaluated(["runs/whole"], [32])
+    (asked,) = evaluated(["runs/whole"], [32], window=4)
+    (own,) = evaluated(["runs/windowed"], [32])
+    (same,) = evaluated(["runs/windowed"], [32], window=4)
     # The same seed, the same weights: only what is seen differs.
     assert asked.value == own.value == same.value
     assert asked.value != whole.value
     assert asked.method == asked.position == "kerple_log(window=4 at evaluation)"
     assert own.method == same.method == "kerple_log(window=4)"
     # Through one layer a window of 4 sees the last 4 tokens, whatever comes before.
-    (longer,) = evaluate_runs(["runs/windowed"], [32, 64], targets=8, windows=5)[1:]
+    (longer,) = evaluated(["runs/windowed"], [32, 64], targets=8, windows=5)[1:]
     assert longer.change == pytest.approx(1, rel=2 * ROUNDING * longer.nll)
 
 
 def test_which_text_is_scored(place: Path) -> None:
     make_run("runs/valid", data=DATA[:2])
-    (found,) = evaluate_runs(["runs/valid"], [8])
+    (found,) = evaluated(["runs/valid"], [8])
     assert found.dataset == "corpus/valid_text_document"
-    (other,) = evaluate_runs(["runs/valid"], [8], data="corpus/train_text_document")
+    (other,) = evaluated(["runs/valid"], [8], data="corpus/train_text_document")
     assert other.dataset == "corpus/train_text_document"
     assert other.target_digest != found.target_digest
-    (folder,) = evaluate_runs(["runs/valid"], [8], data="corpus")
+    (folder,) = evaluated(["runs/valid"], [8], data="corpus")
     assert folder.dataset == "corpus/test_text_document"
 
     prepare(["text.txt"], "whole", split=None)
     shares = ["data_path=whole/text_document", "split=1,0,0"]
     make_run("runs/train_only", data=shares)
     with pytest.raises(UserError, match=r"runs/train_only: its configuration names no test or valid data; .*--data"):
-        evaluate_runs(["runs/train_only"], [8])
+        evaluated(["runs/train_only"], [8])
     (lines := Path("lines")).mkdir()
     for i in range(40):
         (lines / f"{i}.txt").write_text(f"{i} and some more text in document {i}\n")
     prepare(["lines"], "many", split=None)
     make_run("runs/shares", data=["data_path=many/text_document", "split=8,1,1"])
-    (found,) = evaluate_runs(["runs/shares"], [8])
+    (found,) = evaluated(["runs/shares"], [8])
     assert found.dataset == "many/text_document (test of 8,1,1)"
 
 
@@ -302,7 +320,7 @@ def test_equal_text_under_two_names_is_the_same_text(place: Path) -> None:
     make_run("runs/a")
     prepare(["text.txt"], "copy", split=(0.4, 0.3, 0.3))
     make_run("runs/b", data=[text.replace("corpus", "copy") for text in DATA])
-    found = evaluate_runs(["runs/a", "runs/b"], [8])
+    found = evaluated(["runs/a", "runs/b"], [8])
     assert len({r.target_digest for r in found}) == 1
 
 
@@ -325,18 +343,18 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
         (["runs/a", "./runs/a"], {}, "the same checkpoint is given twice: runs/a, ./runs/a"),
         (["runs/a", "runs/learned"], {"lengths": [16]}, "runs/learned: pos_emb learned ends at 8 positions (max_posi"),
         (["runs/drawn"], {"lengths": [32]}, "runs/drawn: pos_emb rotary ends at 16 positions (randomized_positions)"),
-        (["runs/a"], {"lengths": [8], "window": 0}, "window = 0: at least 1 is needed"),
+        (["runs/a"], {"lengths": [8], "window": 0}, "command line: window is 0; it must be at least 1"),
         (["runs/a", "runs/valid"], {"lengths": [8]}, "name one text for all with --data"),
         (["runs/a", "runs/long"], {}, "trained at different ones (8, 16)"),
         (["runs/a", "runs/long"], {"lengths": "2x"}, "2x is ambiguous"),
         (["runs/foreign"], {"lengths": [8]}, "made by tokenizer bytes, but runs/foreign was trained with HFTokenizer"),
         (["runs/a"], {"lengths": [8, 1 << 20]}, "too few for the largest length: 1,048,576"),
-        (["runs/a"], {"lengths": []}, "lengths: none given"),
+        (["runs/a"], {"lengths": []}, "lengths is []; it must be a list of at least 1"),
         (["runs/a"], {"lengths": [4], "targets": 8}, "4 is shorter than the 8 targets"),
-        (["runs/a"], {"lengths": [8], "protocol": "sliding"}, "choose one of last, nonoverlapping"),
+        (["runs/a"], {"lengths": [8], "protocol": "sliding"}, "protocol is sliding; choose from last, nonoverlapping"),
         (["runs/a"], {"lengths": [8], "backend": "fast"}, "backend = 'fast': choose one of auto, eager"),
         (["runs/a", "runs/cdape"], {"lengths": [8], "backend": "sdpa"}, "attention_backend 'sdpa'"),
-        (["runs/a"], {"lengths": [8], "precision": "fp8"}, "choose one of auto, fp32, bf16, fp16"),
+        (["runs/a"], {"lengths": [8], "precision": "fp8"}, "precision is fp8; choose from auto, fp32, bf16"),
         (["runs/a"], {"lengths": [8], "precision": "fp16", "device": "cpu"}, "needs a GPU"),
         (["runs/a"], {"lengths": [8], "data": "nowhere"}, "nowhere"),
         (
@@ -346,7 +364,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
         ),
     ):
         with pytest.raises(UserError) as caught:
-            evaluate_runs(runs, **options)
+            evaluated(runs, **options)
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -357,14 +375,14 @@ def test_a_failure_keeps_the_runs_before_it(place: Path) -> None:
     weights = broken / "checkpoints" / "step_0000005" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(RunError):
-        evaluate_runs(["runs/a", "runs/b"], [8], output="results")
+        evaluated(["runs/a", "runs/b"], [8], output="results")
     assert [r.method for r in records.read("results/results.json")] == ["rotary"]
 
 
 def test_bfloat16_weights_are_asked_for_by_name(place: Path) -> None:
     run = make_run("runs/a", "pos_emb=kerple_log")
-    (exact,) = evaluate_runs([run], [16])
-    (rounded,) = evaluate_runs([run], [16], precision="bf16")
+    (exact,) = evaluated([run], [16])
+    (rounded,) = evaluated([run], [16], precision="bf16")
     assert (exact.dtype, rounded.dtype) == ("float32", "bfloat16")
     assert rounded.value != exact.value
     # Logits below one, after some two dozen operations whose results are rounded by up to 2⁻⁹: √24 · 2⁻⁹ = 1%, twice.
@@ -373,15 +391,15 @@ def test_bfloat16_weights_are_asked_for_by_name(place: Path) -> None:
 
 def test_chunked_backend_by_name(place: Path) -> None:
     run = make_run("runs/a", "pos_emb=kerple_log", "attention_chunk_rows=5")
-    (auto,) = evaluate_runs([run], [40])
-    (chunked,) = evaluate_runs([run], [40], backend="chunked")
+    (auto,) = evaluated([run], [40])
+    (chunked,) = evaluated([run], [40], backend="chunked")
     assert chunked.backend == "chunked"
     assert chunked.value == pytest.approx(auto.value, rel=ROUNDING * auto.nll)
 
 
 def test_records_are_plain_json(place: Path) -> None:
     run = make_run("runs/a")
-    evaluate_runs([run], [8])
+    evaluated([run], [8])
     (item,) = json.loads((run / "results.json").read_text())
     assert {"method", "train_length", "length", "protocol", "perplexity", "tokens", "seed"} <= set(item)
     assert item["bits_per_byte"] == pytest.approx(np.log2(item["perplexity"]), rel=0.05)
@@ -389,16 +407,23 @@ def test_records_are_plain_json(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "lengths"),
-    [("128,256", [128, 256]), ("2x, 1x,1.5x", [8, 12, 16]), ("4×", [32]), ("1_024,8,8", [8, 1024]), (None, None)],
+    [
+        ("128,256", [128, 256]),
+        ("2x, 1x,1.5x,20", [8, 12, 16, 20]),
+        ("4×", [32]),
+        ("1_024,8,8", [8, 1024]),
+        (None, None),
+    ],
 )
-def test_parse_lengths(text: str | None, lengths: list[int] | None) -> None:
-    assert parse_lengths(text, [8, 8]) == (lengths or [8, 16, 32, 64, 128, 256])
+def test_lengths_in_tokens_and_in_training_lengths(text: str | None, lengths: list[int] | None) -> None:
+    asked = Options(**({} if text is None else read_lengths(text)))
+    assert wanted_lengths(asked, [8, 8]) == tuple(lengths or [8, 16, 32, 64, 128, 256])
 
 
 @pytest.mark.parametrize("text", ["", "8,", "x", "-8", "0", "0.3x", "1e99999x", "8.0", "nanx", "infx", "9" * 30])
 def test_lengths_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="is not a length"):
-        parse_lengths(text, [8])
+        wanted_lengths(Options(**read_lengths(text)), [8])
 
 
 def test_devices() -> None:
@@ -412,7 +437,7 @@ def test_devices() -> None:
 def test_a_directory_that_is_no_text_is_damage(place: Path) -> None:
     run = make_run("runs/a", directory=5)  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"progress.json: not the progress of a checkpoint \(its directory is not text"):
-        evaluate_runs([run], [8])
+        evaluated([run], [8])
 
 
 def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
@@ -420,4 +445,4 @@ def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
     checkpoint = run / "checkpoints" / "step_0000005"
     replace(Progress.read(checkpoint), vocabulary=None).write(checkpoint)
     with pytest.raises(Exception, match="says nothing of the vocabulary"):
-        evaluate_runs([run], [8])
+        evaluated([run], [8])

@@ -19,6 +19,7 @@ import torch
 from rounding import apart, sums_of_gpt
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
+from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.run import evaluate_runs
 from megatron.training.loop import train
 
@@ -30,6 +31,8 @@ FIRST, LATER = apart(*sums_of_gpt(32, layers=2)), 5e-3
 
 PATHS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 """Variables by which the libraries choose another path through the same processor."""
+
+SCORING = EvaluationOptions(lengths=[16, 64], windows=4, targets=8, device="cpu")
 
 Numbers = dict[str, list[float]]
 
@@ -67,7 +70,7 @@ def method(**keys: Any) -> Callable[[Path, Path], Numbers]:
     def numbers(corpus: Path, folder: Path) -> Numbers:
         found = trained(corpus, folder / "run", eval_interval=2, **keys)
         valid = [record["loss"] for _, record in sorted(records(folder / "run", "valid").items())]
-        scored = evaluate_runs([folder / "run"], [16, 64], windows=4, targets=8, device="cpu")
+        scored = evaluate_runs([folder / "run"], SCORING)
         return found | {"valid": valid, "perplexities": [record.value for record in scored]}
 
     return numbers

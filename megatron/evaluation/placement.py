@@ -1,0 +1,66 @@
+"""Where and in which type models are scored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from megatron.errors import UserError
+from megatron.model.options import ModelOptions
+
+if TYPE_CHECKING:
+    import torch
+
+# torch is imported where it is used: a mistake in what was asked for is told at once.
+
+BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backend"].annotation)
+
+
+def check_device(name: str) -> tuple[str, int]:
+    """The kind and number of a device called auto, cpu, cuda or cuda:1. Raises UserError if it is none of these."""
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()) or (kind == "auto" and index):
+        raise UserError(f"device = {name!r}: choose one of auto, cpu, cuda")
+    return kind, int(index or 0)
+
+
+def find_device(name: str) -> torch.device:
+    """The device called auto, cpu, cuda or cuda:1. Raises UserError if it is not there."""
+    import torch
+
+    kind, index = check_device(name)
+    if kind == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise UserError(f"device = {name!r}: not there; CUDA devices on this machine: {torch.cuda.device_count()}")
+    return torch.device(name)
+
+
+def check_precision(precision: str, device: str) -> None:
+    """Raises UserError if the kind of device cannot compute in that precision; auto may be anything."""
+    if precision == "fp16" and device == "cpu":
+        raise UserError("precision = 'fp16': needs a GPU; on CPU choose fp32 or bf16")
+
+
+def compute_type(precision: str, trained: str | None, device: torch.device) -> torch.dtype:
+    """The type that a model is scored in.
+
+    Args:
+        precision: fp32, bf16, fp16, or auto: fp32 on a CPU, what the run was trained in on a GPU.
+        trained: the precision of the training, if it is known.
+        device: where it is scored.
+
+    Raises:
+        UserError: the device cannot compute in it.
+    """
+    import torch
+
+    if precision == "auto":
+        precision = (trained or "fp32") if device.type == "cuda" else "fp32"
+    check_precision(precision, device.type)
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def check_backend(name: str | None) -> None:
+    """Raises UserError if there is no such attention backend; None is the run's own."""
+    if name is not None and name not in BACKENDS:
+        raise UserError(f"backend = {name!r}: choose one of {', '.join(BACKENDS)}")

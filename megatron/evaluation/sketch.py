@@ -1,0 +1,62 @@
+"""What scoring a model will be, known from its configuration: its plan, its cost, and where its positions end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.config.schema import Config
+from megatron.errors import UserError
+from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.placement import check_backend
+from megatron.evaluation.protocols import Plan, plan_of
+from megatron.evaluation.texts import text_of
+
+if TYPE_CHECKING:
+    from megatron.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A configuration's model without weights, and what it will be asked."""
+
+    model: GPT  # on the meta device: shapes alone
+    plan: Plan
+    flops: float  # of scoring the whole plan
+    note: str | None
+    """One line if the model's positions end before the largest length."""
+
+
+def sketch(name: str, config: Config, plan: Plan, options: EvaluationOptions) -> Sketch:
+    """Build the model without weights. Raises UserError if it cannot be scored at any of the plan's lengths."""
+    from megatron.evaluation.perplexity import forward_flops
+    from megatron.model.build import build_model
+
+    check_backend(options.backend)
+    position = config.position
+    if options.window is not None:
+        position = position.replace(attention_window=options.window)
+    model = build_model(config.model, position, 1, device="meta", backend=options.backend)
+    note = _ending(name, config, model, plan.lengths)  # refuses what has no length to score
+    return Sketch(model, plan, sum(forward_flops(model, plan).values()), note)
+
+
+def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:
+    """The sketch of a model that is still to be trained. Raises what scoring it would."""
+    text = text_of(name, config, options.data)
+    return sketch(name, config, plan_of(options, [config.model.seq_length], len(text.tokens)), options)
+
+
+def _ending(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
+    """What is said of a model whose positions end before the largest length. Raises UserError if all are past them."""
+    if model.max_length is None or max(lengths) <= model.max_length:
+        return None
+    key = "randomized_positions" if config.position.randomized_positions is not None else "max_position_embeddings"
+    end = f"pos_emb {config.position.pos_emb} ends at {model.max_length:,} positions ({key})"
+    known = [length for length in lengths if length <= model.max_length]
+    if not known:
+        raise UserError(
+            f"{name}: {end}, length {min(lengths):,} is past it; use lengths up to {model.max_length:,} or leave it out"
+        )
+    return f"{end}; scored at lengths up to {max(known):,}"

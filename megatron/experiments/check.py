@@ -1,0 +1,91 @@
+"""What can be wrong in the `sweep:` mapping, one line per problem."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron.config.problems import describe
+from megatron.config.schema import Path_
+from megatron.errors import UserError
+from megatron.evaluation.options import EvaluationOptions
+from megatron.experiments.options import CorpusOptions, SweepOptions
+from megatron.options import Section
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+"""Names of variants: they are folder names too."""
+
+MINE = {"save": "output", "load": "output", "seed": "seeds"}
+"""Keys of ordinary configurations that a sweep sets itself, and the key of the sweep that decides them."""
+
+
+class _Keys(Section):
+    sweep: SweepOptions
+
+
+class _File(Section):
+    file: _Keys
+
+
+def check(values: dict[str, Any], where: Callable[[Path_], str]) -> SweepOptions:
+    """Validate the `sweep:` mapping.
+
+    Args:
+        values: the mapping.
+        where: `file:line` of a path of keys that begins with `sweep`.
+
+    Raises:
+        UserError: one line per problem: place, key, value and what is valid.
+    """
+    problems = list(_unknown(values, where))
+    if not problems:
+        try:
+            options = _File.model_validate({"file": {"sweep": values}}).file.sweep
+        except ValidationError as error:
+            problems += describe(error, where, known={})
+        else:
+            problems += _inconsistent(options, where)
+    if problems:
+        raise UserError("\n".join(problems))
+    return options
+
+
+def refuse_mine(names: Sequence[str], where: Callable[[str], str]) -> None:
+    """Refuse ordinary keys that a sweep sets itself; `where` says who set one. Raises UserError."""
+    for name in names:
+        if (instead := MINE.get(name.replace("-", "_"))) is not None:
+            raise UserError(f"{where(name)}: {name} is set by the sweep: use sweep.{instead}")
+
+
+def _unknown(values: dict[str, Any], where: Callable[[Path_], str]) -> Iterator[str]:
+    sections: tuple[tuple[Path_, type[Section]], ...] = (
+        (("sweep",), SweepOptions),
+        (("sweep", "corpus"), CorpusOptions),
+        (("sweep", "evaluate"), EvaluationOptions),
+    )
+    for path, section in sections:
+        inside = values if len(path) == 1 else values.get(path[-1])
+        for name in inside if isinstance(inside, dict) else ():
+            if name not in section.model_fields:
+                full, hint = (*path, name), _hint(name, list(section.model_fields))
+                yield f"{where(full)}: unknown key {'.'.join(full)!r}{hint}"
+
+
+def _inconsistent(options: SweepOptions, where: Callable[[Path_], str]) -> Iterator[str]:
+    for name, keys in options.variants.items():
+        if not NAME.fullmatch(name):
+            place = where(("sweep", "variants", name))
+            yield f"{place}: variant {name!r} names a folder too: use letters, digits and _.+- only"
+        for key_name in keys:
+            if (instead := MINE.get(key_name.replace("-", "_"))) is not None:
+                inside = where(("sweep", "variants", name, key_name))
+                yield f"{inside}: {key_name} is set by the sweep: use sweep.{instead}"
+    if len(set(options.seeds)) < len(options.seeds):
+        yield f"{where(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(known)}"

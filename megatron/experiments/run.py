@@ -1,0 +1,223 @@
+"""`./deepy.py sweep FILE`: prepare a corpus, train every variant with every seed, evaluate all alike, report.
+
+    OUTPUT/results.json, .csv, .md, .png, report.html              rewritten after every run that was evaluated
+    OUTPUT/log.txt                                                 what libraries had to say
+    OUTPUT/VARIANT/seed_1234.yml                                   the run's whole configuration: `train` takes it too
+    OUTPUT/VARIANT/seed_1234.txt                                   what its training printed
+    OUTPUT/VARIANT/seed_1234/                                      the run: checkpoints, metrics, its own results
+
+A sweep that is stopped, by a person or an error, is carried on by the same command: finished runs are taken as they
+are, an interrupted one resumes at its last checkpoint. A run folder whose configuration is not the one asked for is
+never overwritten and never reused; the sweep refuses to start.
+
+How long it takes is estimated from the FLOPs of every training and evaluation, which are known before the first, and
+the speed of those that have run or are running.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron.errors import FarfieldError, RunError, UserError
+from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
+from megatron.experiments import receipts, supervision
+from megatron.experiments.estimate import Work, work
+from megatron.experiments.options import CorpusOptions
+from megatron.experiments.spec import Member, Sweep, read
+from megatron.files import check_folder
+from megatron.launch.console import explained, run_console
+from megatron.launch.local import terminable
+from megatron.reports import tables
+from megatron.reports.records import Record
+from megatron.training.records import METRICS
+from megatron.training.signals import acknowledged
+
+# What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
+
+STOPPING = "stopping; a training under way saves after its step first (again to end at once)"
+CARRIES_ON = "the same command carries on from here"
+
+
+def run(
+    files: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    search: Sequence[str | Path] | None = None,
+) -> list[Record]:
+    """Run a sweep to its end, from wherever an earlier attempt left it.
+
+    Args:
+        files, overrides, search: as for `megatron.experiments.spec.read`.
+        console: where progress and table go. If None, the terminal; what libraries print then goes to OUTPUT/log.txt.
+
+    Returns:
+        The records of all runs.
+
+    Raises:
+        UserError: the files, a run folder that holds another run, or what training or evaluation refuse.
+        RunError: a training or an evaluation failed; what is finished stays and is used next time.
+    """
+    sweep = read(files, overrides, search)
+    check_folder("sweep.output", sweep.output)
+    try:
+        sweep.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"sweep.output: {sweep.output} cannot be made: {error.strerror}") from error
+    with terminable(), _console(console, sweep.output / "log.txt") as shown:
+        say = _lines(shown)
+        for note in sweep.notes:
+            shown.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+        try:
+            with acknowledged(say, STOPPING):
+                return _run(sweep, shown, say)
+        except (KeyboardInterrupt, SystemExit):
+            say(f"stopped; {CARRIES_ON}")
+            raise
+
+
+def _run(sweep: Sweep, console: Console, say: Callable[[str], None]) -> list[Record]:
+    begun = time.monotonic()
+    finished = {member: receipts.finished_steps(member) for member in sweep.members}  # refuses foreign folders first
+    if sweep.options.corpus is not None:
+        _prepare(sweep.options.corpus, console)
+    todo = work(sweep, finished, say)
+    found: list[Record] = []
+    jobs = [job for each in todo.values() for job in (each.training, each.evaluation)]
+    with Meter(console, jobs, forecast=lambda left: meter.say(_forecast(todo, left))) as meter:
+        meter.say(_outlook(todo))
+        for number, (member, each) in enumerate(todo.items(), start=1):
+            worked = each.any
+            found += _member(member, each, sweep, found, meter)
+            _write(sweep, found)
+            if worked and number < len(todo) and (left := seconds_left(meter.jobs)) is not None:
+                meter.say(f"{number} of {len(todo)} runs done, about {duration(left)} left")
+    tables.show(console, found)
+    files = ", ".join(str(sweep.output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
+    say(f"{files} ({duration(time.monotonic() - begun)})")
+    return found
+
+
+def _prepare(corpus: CorpusOptions, console: Console) -> None:
+    from megatron.data.corpus import prepare
+
+    job = Job(f"corpus {corpus.folder}", "prepare", 1.0)
+    with Meter(console, [job]) as meter:
+        meter.begin(job)
+        made = prepare(
+            corpus.sources, corpus.folder, tokenizer=corpus.tokenizer, vocab_file=corpus.vocab_file,
+            merge_file=corpus.merge_file, vocab_size=corpus.vocab_size, split=corpus.split, seed=corpus.seed,
+            workers=corpus.workers, progress=lambda stage, done, total: meter.update(done / max(total, 1), stage),
+        )  # fmt: skip
+    for note in made.notes:
+        meter.say(note)
+    sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in made.splits.items())
+    meter.say(f"corpus {made.folder} {'is there' if made.reused else 'prepared'}: {sizes}")
+
+
+def _outlook(todo: dict[Member, Work]) -> str:
+    """How much there is to do, before any speed is known."""
+    runs = sum(each.any for each in todo.values())
+    if not runs:
+        return f"all {len(todo)} runs are done"
+    training = sum(each.training.work for each in todo.values())
+    evaluation = sum(each.evaluation.work for each in todo.values())
+    return (
+        f"{runs} of {len(todo)} runs to do: {flop(training)} of training and {flop(evaluation)} of evaluation; "
+        "how long that takes follows with the first steps"
+    )
+
+
+def _forecast(todo: dict[Member, Work], left: float) -> str:
+    runs = sum(each.any for each in todo.values())
+    return f"about {duration(left)} for {runs} of {len(todo)} runs, at the speed of the first steps"
+
+
+def _member(member: Member, todo: Work, sweep: Sweep, found: Sequence[Record], meter: Meter) -> list[Record]:
+    """Train and evaluate one member. What fails is told with its name, and what is kept of the others."""
+    try:
+        _train(member, todo, meter)
+        return _evaluate(member, todo.evaluation, meter)
+    except FarfieldError as error:
+        kept = f" ({len(found)} results are kept in {sweep.output})" if found else ""
+        message = f"{member.name}: {error}{kept}; {CARRIES_ON}"
+        raise (UserError if isinstance(error, UserError) else RunError)(message) from error
+
+
+def _train(member: Member, todo: Work, meter: Meter) -> None:
+    """Train a member to its end, or find it trained."""
+    done, steps, job = todo.done, member.config.training.train_iters, todo.training
+    if done >= steps and not receipts.lacks_test(member):
+        meter.skip(job)
+        meter.say(f"{member.name}: trained already, {done} steps in {member.folder}")
+        return
+    if done:
+        what = f"resumes after step {done} of {steps}" if done < steps else "is trained; its test is made up for"
+        meter.say(f"{member.name}: {what}")
+    # With `load` naming its own folder a run resumes.
+    config = member.config.replace(load=str(member.folder)) if done else member.config
+    config.save(member.beside(".yml"))
+
+    def watch(step: int | None) -> None:
+        share = 0.0 if step is None else max(0, step - done) / max(1, steps - done)
+        meter.update(share * job.work, f"step {done if step is None else step} of {steps}")
+
+    meter.begin(job, f"step {done} of {steps}")
+    supervision.train(member.beside(".yml"), member.beside(".txt"), member.folder / METRICS, watch)
+    if receipts.finished_steps(member) < steps:
+        raise RunError(f"training ended early without an error; its output is in {member.beside('.txt')}")
+    meter.finish()
+
+
+def _evaluate(member: Member, job: Job, meter: Meter) -> list[Record]:
+    """Evaluate a trained member, or find it evaluated in the same way."""
+    from megatron.evaluation.run import evaluate_runs
+
+    known = receipts.evaluated(member)
+    if known is not None:
+        meter.skip(job)
+        meter.say(f"{member.name}: evaluated already")
+        return known
+    meter.begin(job, "loading")
+    found = evaluate_runs(
+        [member.folder],
+        member.evaluation,
+        output=member.folder,
+        names=[member.variant],
+        progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
+    )
+    meter.finish()
+    receipts.write_receipt(member, found)
+    return found
+
+
+def _write(sweep: Sweep, found: Sequence[Record]) -> None:
+    """Rewrite the results and the report of what is measured so far."""
+    from megatron.reports import report
+    from megatron.reports.folder import write_results
+
+    output = sweep.output
+    write_results(output, found)
+    measured = {(record.method, record.seed) for record in found}
+    texts = dict(sweep.texts)
+    for member in sweep.members:
+        if (member.variant, member.seed) in measured:
+            texts[str(member.beside(".yml"))] = member.text
+    missing = len(sweep.members) - len(measured)
+    title = f"Length extrapolation: {output.name}" + (f" ({missing} runs to come)" if missing else "")
+    report.write(output / "report.html", found, title=title, configurations=texts)
+
+
+def _lines(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _console(given: Console | None, log: Path) -> Iterator[Console]:
+    if given is not None:
+        yield given
+        return
+    with run_console(log) as console, explained(log):
+        yield console

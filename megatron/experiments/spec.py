@@ -1,0 +1,184 @@
+"""Reading a sweep file: ordinary keys that all variants share, and one `sweep:` mapping.
+
+    num_layers: 4                     ordinary keys, shared by all variants
+    …
+    sweep:
+      output: runs/quickstart
+      corpus: {sources: [python], folder: data/python}
+      seeds: [1234]
+      variants:
+        rotary: {pos_emb: rotary}     ordinary keys again, on top of the shared ones
+        t5: {pos_emb: t5}
+      evaluate: {multiples: [1, 2, 4, 8, 16, 32], protocol: last}
+
+torch is not imported: a mistake in the file is told at once.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.config.load import find, merge, split_override
+from megatron.config.schema import Config, Path_
+from megatron.config.settings import COMMAND_LINE, show
+from megatron.config.yaml_files import Document, read_yaml
+from megatron.errors import UserError
+from megatron.evaluation.options import EvaluationOptions
+from megatron.experiments.check import check, refuse_mine
+from megatron.experiments.options import SweepOptions
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
+class Member:
+    """One run of the sweep."""
+
+    variant: str
+    seed: int
+    config: Config
+    folder: Path
+    evaluation: EvaluationOptions
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @cached_property
+    def text(self) -> str:
+        """The configuration as YAML."""
+        return self.config.text()
+
+    def beside(self, ending: str) -> Path:
+        """A file beside the run's folder, with its name."""
+        return self.folder.with_name(self.folder.name + ending)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, read and checked."""
+
+    options: SweepOptions
+    members: tuple[Member, ...]
+    notes: tuple[str, ...]
+    texts: dict[str, str]  # the files it was read from, for the report
+
+    @property
+    def output(self) -> Path:
+        return Path(self.options.output)
+
+
+def read(
+    files: Sequence[str | Path], overrides: Sequence[str] = (), search: Sequence[str | Path] | None = None
+) -> Sweep:
+    """Read and check a sweep without running anything.
+
+    Args:
+        files: configuration files, merged left to right, at least one with a `sweep:` mapping; of these too the later
+            wins, key by key (`sweep.variants` as a whole).
+        overrides: `key=value` for all variants, or `sweep.key=value`.
+        search: folders to look file names up in, as for `megatron.config.load.load`.
+
+    Raises:
+        UserError: a file that cannot be read, or something wrong in it, with its line.
+    """
+    documents = [read_yaml(find(name, search)) for name in files]
+    given, setters, notes = _sweep_keys(documents)
+    own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
+    common = [text for text in overrides if text not in own]
+    settings = json.loads(json.dumps(given))
+    for text in own:
+        _override(settings, text)
+    refuse_mine([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
+    options = check(settings, _finder(setters, own))
+    shared = [_part(each, ()) for each in documents]
+    for document in shared:
+        refuse_mine(list(document.values), lambda name, document=document: document.where((name,)))  # type: ignore[misc]
+
+    members = []
+    for variant in options.variants:
+        found, replaced = _members(variant, options, shared, setters["variants"], common)
+        members += found
+        notes += replaced
+    lengths = {member.config.model.seq_length for member in members}
+    if len(lengths) > 1:
+        raise UserError(f"seq_length: all variants of a sweep need the same training length, not {sorted(lengths)}")
+    texts = {each.source: Path(each.source).read_text(encoding="utf-8") for each in documents}
+    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
+
+
+def _members(
+    variant: str, options: SweepOptions, shared: Sequence[Document], setter: Document, common: Sequence[str]
+) -> tuple[list[Member], list[str]]:
+    """A variant's members, one for each seed, and what merging its keys replaced."""
+    own = _part(setter, ("sweep", "variants", variant), options.variants[variant])
+    loaded = merge([*shared, own], common)
+    # That a variant replaces a shared key is what it is for.
+    meant = tuple(f"({own.source}:{line})" for line in own.lines.values())
+    evaluation = options.evaluate
+    if "device" not in evaluation.model_fields_set:
+        evaluation = evaluation.replace(device=loaded.config.launch.device)
+    members = []
+    for seed in options.seeds:
+        folder = Path(options.output) / variant / f"seed_{seed}"
+        config = loaded.config.replace(seed=seed, save=str(folder))
+        members.append(Member(variant, seed, config, folder, evaluation))
+    return members, [note for note in loaded.notes if not note.endswith(meant)]
+
+
+def _sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, Document], list[str]]:
+    """The keys of `sweep:` after merging, the file that set each (and `sweep` itself), and what replaced what."""
+    values: dict[str, Any] = {}
+    setters: dict[str, Document] = {}
+    notes = []
+    for document in documents:
+        if "sweep" not in document.values:
+            continue
+        given = document.values["sweep"]
+        if not isinstance(given, dict):
+            raise UserError(f"{document.where(('sweep',))}: sweep is {show(given)}; it must be a mapping of keys")
+        for name in given.keys() & values.keys():
+            if values[name] != given[name]:
+                old, new = setters[name].where(("sweep", name)), document.where(("sweep", name))
+                notes.append(f"sweep.{name} ({old}) replaced ({new})")
+        values |= given
+        setters |= dict.fromkeys([*given, "sweep"], document)
+    if not setters:
+        names = ", ".join(document.source for document in documents)
+        raise UserError(f"{names}: there is no sweep: mapping; a sweep needs one")
+    return values, setters, sorted(notes)
+
+
+def _finder(setters: dict[str, Document], overrides: Sequence[str]) -> Callable[[Path_], str]:
+    """Who set a key of `sweep:`: the command line, or `file:line`."""
+    ordered = [tuple(split_override(text)[0].split(".")) for text in overrides]
+
+    def where(path: Path_) -> str:
+        document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
+        given = any(path[: len(each)] == each for each in ordered)  # the command line set it, or what it is in
+        opened = path not in document.lines and any(each[: len(path)] == path for each in ordered)
+        return COMMAND_LINE if given or opened else document.where(path)
+
+    return where
+
+
+def _part(document: Document, path: Path_, values: dict[str, Any] | None = None) -> Document:
+    """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
+    if not path:
+        kept = {name: value for name, value in document.values.items() if name != "sweep"}
+        return replace(document, values=kept, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
+    lines = {p[len(path) :]: n for p, n in document.lines.items() if p[: len(path)] == path and len(p) > len(path)}
+    return Document(document.source, values or {}, lines)
+
+
+def _override(settings: dict[str, Any], text: str) -> None:
+    """Put `sweep.a.b=value` into the mapping."""
+    name, value = split_override(text)
+    *outer, last = name.split(".")[1:]
+    inside = settings
+    for part in outer:
+        if not isinstance(inside.setdefault(part, {}), dict):
+            raise UserError(f"command line: {name}: sweep.{part} is {show(inside[part])}, not a mapping")
+        inside = inside[part]
+    inside[last] = value

@@ -1,0 +1,192 @@
+"""A sweep from beginning to end, once with the real programs; and, with stand-ins, everything that can go wrong."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import RunError, UserError
+from megatron.experiments import run as sweeps
+from megatron.experiments import supervision
+from megatron.reports.records import write as write_records
+
+from .conftest import BASE, Initialiser, Trainer, run, write
+
+
+def test_a_sweep_from_text_to_report(place: Path) -> None:
+    """One run with the real programs: prepared, trained in a process of its own, scored, drawn."""
+    write(BASE.replace("train_iters: 6", "train_iters: 60").replace("    rotary: {pos_emb: rotary}\n", ""))
+    found, said = run()
+    assert [(r.method, r.length, r.seed) for r in found] == [("mine", 16, 1234), ("mine", 64, 1234)]
+    assert found[0].position == "cdape(width=4)+alibi"
+    # A model that has learned nothing has 257, the vocabulary; this text uses 25 different bytes.
+    assert all(1 < r.value < 60 for r in found)
+    assert all((r.tokens, r.windows, r.step, r.train_tokens) == (48, 3, 60, 60 * 4 * 16) for r in found)
+    stored = json.loads(Path("out/results.json").read_text())
+    assert [item["perplexity"] for item in stored] == [r.value for r in found]
+    files = ("results.csv", "results.md", "results.png", "mine/seed_1234.yml", "mine/seed_1234/metrics.jsonl")
+    assert all((place / "out" / name).stat().st_size > 0 for name in files)
+    report = Path("out/report.html").read_text()
+    assert "cdape(width=4)+alibi" in report
+    assert "sweep.yml" in report
+    assert said.count("Perplexity per token, trained at 16 tokens") == 1
+    assert "left)" in said
+
+    again, said = run()
+    assert again == found
+    assert "trained already" in said
+    assert "evaluated already" in said
+
+
+def test_all_variants_are_scored_on_the_same_targets_up_to_where_their_positions_end(initialiser: Initialiser) -> None:
+    write(BASE.replace("rotary: {pos_emb: rotary}", "learned: {pos_emb: learned}"))
+    with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned ends at 16 .*, length 32 is past it"):
+        run("sweep.evaluate.multiples=[2, 4]", "sweep.seeds=[3, 4]")
+    found, said = run("sweep.seeds=[3, 4]")
+    assert [(r.method, r.seed, r.length, r.max_length) for r in found] == [
+        *(("learned", seed, 16, 16) for seed in (3, 4)),
+        *(("mine", seed, length, None) for seed in (3, 4) for length in (16, 64)),
+    ]
+    assert len({r.target_digest for r in found}) == 1
+    end = "learned: pos_emb learned ends at 16 positions (max_position_embeddings); scored at lengths up to 16\n"
+    assert said.count(end) == 1
+    assert "max 16" in Path("out/results.md").read_text()
+    assert "max 16" in Path("out/report.html").read_text()
+
+
+def test_every_variant_meets_every_seed(trainer: Trainer) -> None:
+    found, _ = run("sweep.seeds=[3, 4]")
+    members = [("rotary", 3), ("rotary", 4), ("mine", 3), ("mine", 4)]
+    assert [(r.method, r.seed) for r in found if r.length == 16] == members
+    assert [line for line in trainer.asked if not line.startswith("evaluate")] == [
+        "rotary 3 None", "rotary 4 None", "alibi 3 None", "alibi 4 None",
+    ]  # fmt: skip
+
+
+def test_a_failure_keeps_what_is_finished_and_the_same_command_carries_on(trainer: Trainer) -> None:
+    trainer.fails_at = "alibi"
+    with pytest.raises(RunError) as caught:
+        run()
+    assert str(caught.value) == (
+        "mine, seed 1234: the loss is NaN (2 results are kept in out); the same command carries on from here"
+    )
+    kept = json.loads(Path("out/results.json").read_text())
+    assert [item["method"] for item in kept] == ["rotary", "rotary"]
+    assert "1 runs to come" in Path("out/report.html").read_text()
+
+    trainer.fails_at = None
+    trainer.calls()
+    found, said = run()
+    assert "mine, seed 1234: resumes after step 3 of 6" in said
+    assert trainer.calls() == ["alibi 1234 out/mine/seed_1234", "evaluate out/mine/seed_1234"]
+    assert len(found) == 4
+
+
+def test_a_training_that_ends_early_without_an_error_is_told(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "train", lambda *_: None)
+    with pytest.raises(RunError, match=r"ended early without an error; its output is in out/rotary/seed_1234.txt"):
+        run()
+
+
+def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sweeps, "_lines", lambda console: said.append)
+    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        monkeypatch.setattr(supervision, "train", lambda *_, number=number: signal.raise_signal(number))
+        with pytest.raises(ending):
+            run()
+        assert said == [
+            "stopping; a training under way saves after its step first (again to end at once)",
+            "stopped; the same command carries on from here",
+        ]
+        said.clear()
+
+
+def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
+    run()
+    trainer.calls()
+    run("sweep.evaluate.multiples=[1, 2]")
+    assert trainer.calls() == ["evaluate out/rotary/seed_1234", "evaluate out/mine/seed_1234"]
+    results = Path("out/rotary/seed_1234/results.json")
+    there = json.loads(results.read_text())
+    # Somebody evaluated that run by another protocol: what the sweep measured is still there, and found.
+    results.write_text(json.dumps([{**there[0], "protocol": "nonoverlapping"}, *there]))
+    found, _ = run("sweep.evaluate.multiples=[1, 2]")
+    assert trainer.calls() == []
+    assert {r.protocol for r in found} == {"last"}
+    results.write_text(json.dumps(there[1:]))  # in the sweep's own way, but at other lengths
+    run("sweep.evaluate.multiples=[1, 2]")
+    assert trainer.calls() == ["evaluate out/rotary/seed_1234"]
+
+
+def test_another_configuration_is_not_taken_for_the_same_run(trainer: Trainer) -> None:
+    run()
+    before = json.loads(Path("out/results.json").read_text())
+    with pytest.raises(UserError, match=r"out/rotary/seed_1234: holds a run .*weight_decay 0.1 there, 0.2 here"):
+        run("weight_decay=0.2")
+    assert json.loads(Path("out/results.json").read_text()) == before
+    run("log_interval=1", "attention_backend=chunked")  # how loud and how fast is no difference
+
+
+def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer) -> None:
+    """It was killed between its last checkpoint and the end of its test."""
+    tests = "eval_interval=3"
+    run(tests)
+    assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate", "alibi", "evaluate"]
+    Path("out/rotary/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6}\n')
+    Path("out/mine/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6\n')
+    _, said = run(tests)
+    assert trainer.calls()[0] == "alibi 1234 out/mine/seed_1234"
+    assert "mine, seed 1234: is trained; its test is made up for" in said
+
+
+def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
+    run()
+    trainer.calls()
+    checkpoints = Path("out/mine/seed_1234/checkpoints")
+    shutil.copytree(checkpoints / "step_0000006", checkpoints / "step_0000003")
+    (checkpoints / "step_0000003" / "progress.json").write_text('{"step": 3}')
+    (checkpoints / "step_0000006" / "model.safetensors").unlink()
+    _, said = run()
+    assert "mine, seed 1234: resumes after step 3 of 6" in said
+    assert trainer.calls() == ["alibi 1234 out/mine/seed_1234", "evaluate out/mine/seed_1234"]
+
+
+def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(configuration: Path, printed: Path, metrics: Path, watch: object) -> None:
+        def slowly(step: int | None) -> None:
+            time.sleep(0.001)
+            watch(step)
+
+        Trainer.train(trainer, configuration, printed, metrics, slowly)
+
+    trainer.steps = (1, 2, 3)
+    monkeypatch.setattr(supervision, "train", watched)
+    _, said = run("sweep.seeds=[3, 4]")
+    lines = said.splitlines()
+    # Known before the first training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, four times.
+    (todo,) = [line for line in lines if " to do: " in line]
+    assert todo.startswith("4 of 4 runs to do: ")
+    assert "FLOP of training and " in todo
+    (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
+    assert "for 4 of 4 runs" in forecast
+    first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 4 runs done"))
+    assert lines.index(todo) < lines.index(forecast) < first_done
+    done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
+    assert done == ["1 of 4", "2 of 4", "3 of 4"]
+    assert any(line.startswith("3/4 train mine, seed 3: step 0 of 6") for line in lines)
+    _, said = run("sweep.seeds=[3, 4, 5]")
+    assert "2 of 6 runs to do: " in said
+    _, said = run("sweep.seeds=[3, 4, 5]")
+    assert "all 6 runs are done" in said
+
+
+def test_results_are_those_of_the_receipt_whatever_else_the_folder_holds(trainer: Trainer) -> None:
+    found, _ = run()
+    rows = [record for record in found if record.method == "rotary"]
+    write_records("out/rotary/seed_1234/results.json", [*rows, rows[0].replace(protocol="other")])
+    again, _ = run()
+    assert again == found
