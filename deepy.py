@@ -151,22 +151,27 @@ def train(
     All keys: ./deepy.py keys, or docs/configuration.md.
     """
     from megatron.launch import local
+    from megatron.parallel.devices import Machine
+    from megatron.training.preflight import preflight
 
     loaded = _load(arguments, conf_dir)
+    try:
+        settled = preflight(loaded.config, Machine.here(), dry=dry_run)
+    except UserError:
+        if dry_run:
+            print(loaded.config.text(), end="")
+        raise
     if dry_run:
-        resolved = _resolved_or_reason(loaded)
-        config = loaded.config if isinstance(resolved, UserError) else resolved.config
+        config = settled.config
         print(config.text(), end="")
-        if isinstance(resolved, UserError):
-            raise resolved
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # third parties', about packages that are not needed
             from megatron.model.build import check_position
         check_position(config.model, config.position)
-        _note(resolved.notes)
+        _note(settled.notes)
         return 0
-    _note(local.resolve(loaded.config).notes)
-    return local.train(loaded.config)
+    _note(settled.notes)
+    return local.train(settled)
 
 
 @command
@@ -390,15 +395,6 @@ def _load(arguments: list[str], conf_dir: Path | None) -> Loaded:
     loaded = load(files, overrides, search=[conf_dir] if conf_dir else None)
     _note(loaded.notes)
     return loaded
-
-
-def _resolved_or_reason(loaded: Loaded) -> Any:
-    from megatron.launch import local
-
-    try:
-        return local.resolve(loaded.config)
-    except UserError as error:
-        return error
 
 
 def _note(notes: tuple[str, ...]) -> None:

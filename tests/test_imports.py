@@ -23,7 +23,7 @@ OPTIONS = (
     "megatron.experiments.options",
 )
 NUMERIC = ("torch", "numpy", "megatron.core", "megatron.uncompiled")
-DOORS = {"megatron/data/megatron_core.py", "megatron/model/megatron_core.py"}
+DOORS = {f"megatron/{part}/megatron_core.py" for part in ("data", "model", "parallel")}
 
 # part → prefixes of modules it may import besides the standard library and itself
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -32,9 +32,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/uncompiled.py": ("torch",),
     "megatron/position": ("torch",),
     "kernels": ("torch", "triton"),
-    "megatron/config": ("pydantic", "ruamel", *OURS, *OPTIONS),
-    "megatron/data": (*NUMERIC, "tokenizers", "sentencepiece", "zstandard", "pydantic", *OURS),
-    "megatron/model": (*NUMERIC, "einops", "pydantic", "megatron.position", "kernels", *OURS),
+    "megatron/parallel": (*NUMERIC, *OURS),
+    "megatron/config": ("pydantic", "ruamel", "megatron.parallel.mesh", *OURS, *OPTIONS),
+    "megatron/data": (*NUMERIC, "tokenizers", "sentencepiece", "zstandard", "pydantic", "megatron.parallel", *OURS),
+    "megatron/model": (*NUMERIC, "einops", "pydantic", "megatron.parallel", "megatron.position", "kernels", *OURS),
     "megatron/checkpoint": (
         *NUMERIC,
         "safetensors",
@@ -42,6 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "megatron.config",
         "megatron.model",
+        "megatron.parallel",
         *OURS,
     ),
     "megatron/training": (
@@ -55,6 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
+        "megatron.parallel",
         "megatron.checkpoint",
         *OURS,
     ),
@@ -69,6 +72,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
+        "megatron.parallel",
         "megatron.position",
         "megatron.checkpoint",
         *OURS,
@@ -76,6 +80,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 ALLOWED["megatron/experiments"] = (
     *("rich", "pydantic", "megatron.config", "megatron.data", "megatron.model", "megatron.checkpoint"),
+    "megatron.parallel",
     *("megatron.training", "megatron.evaluation", "megatron.reports", "megatron.launch", "megatron.files", *OURS),
 )
 PARTS = list(ALLOWED)
@@ -107,7 +112,7 @@ def _within(name: str, prefixes: tuple[str, ...]) -> bool:
 def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
     own = part.removesuffix(".py").replace("/", ".")
     for path in _files(part):
-        allowed = ("pydantic", "megatron.options", *OPTIONS) if path.name == "options.py" else (*ALLOWED[part], own)
+        allowed = ("pydantic", *OURS, *OPTIONS) if path.name == "options.py" else (*ALLOWED[part], own)
         for name in _imports(path):
             fine = name.split(".")[0] in STANDARD or _within(name, allowed)
             assert fine, f"{path.relative_to(ROOT)} imports {name}"
@@ -118,11 +123,39 @@ def test_every_part_has_a_rule() -> None:
     assert folders - {"launch"} == {Path(part).name for part in PARTS if not part.endswith(".py")} - {"kernels"}
 
 
-def test_megatron_core_is_imported_through_two_doors() -> None:
+def test_megatron_core_is_imported_through_its_doors() -> None:
     """They import it without PyTorch's compiler, and whichever is first decides for the process."""
     files = [path for part in ("megatron", "kernels") for path in (ROOT / part).rglob("*.py")]
     users = {path for path in files if any(_within(name, ("megatron.core",)) for name in _imports(path))}
     assert {path.relative_to(ROOT).as_posix() for path in users} == DOORS
+
+
+def _asks_who_it_is(path: Path) -> list[str]:
+    """The names by which a file asks torch.distributed, megatron-core's groups or the launcher's environment."""
+    asked = {name for name in _imports(path) if _within(name, ("torch.distributed", "megatron.core.parallel_state"))}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module in ("torch", "megatron.core"):
+            asked |= {alias.name for alias in node.names} & {"distributed", "parallel_state", "mpu"}
+        elif isinstance(node, ast.Attribute) and node.attr in ("distributed", "parallel_state"):
+            asked.add(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and node.value in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            asked.add(node.value)
+    return sorted(asked)
+
+
+def test_only_one_part_asks_which_process_this_is() -> None:
+    """Whoever else wants to know is handed `Processes`, or a `Mesh`, which say along which dimension they speak."""
+    files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "deepy.py"]
+    asking = {path for path in files if _asks_who_it_is(path)}
+    assert {path.relative_to(ROOT).parent.as_posix() for path in asking} == {"megatron/parallel"}
+    assert ROOT / "megatron/parallel/processes.py" in asking
+    assert _asks_who_it_is(Path(__file__).with_name("support") / "tensor_parallel_rank.py") == ["torch.distributed"]
+
+
+def test_the_mesh_is_arithmetic_alone() -> None:
+    """So that a layout can be refused before torch is imported."""
+    code = "import sys, megatron.parallel.mesh, megatron.parallel.place, megatron.parallel.devices; "
+    assert subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT).returncode == 0
 
 
 def test_functions_stay_as_they_are_without_the_compiler() -> None:

@@ -39,6 +39,7 @@ from kernels.runtime import interpreted  # noqa: E402
 from megatron.model.attention import Reading  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.options import ModelOptions, PositionOptions  # noqa: E402
+from megatron.parallel.processes import alone  # noqa: E402
 from megatron.position.shape import Span  # noqa: E402
 from megatron.training.hardware import peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402
@@ -103,7 +104,7 @@ def farfield(problem: Problem, method: str) -> Candidate:
         seq_length=problem.length, make_vocab_size_divisible_by=128,
     )  # fmt: skip
     gpt = build_model(
-        options, PositionOptions(**METHODS[method]), 128 if problem.layer else VOCABULARY, seed=1,
+        options, PositionOptions(**METHODS[method]), 128 if problem.layer else VOCABULARY, processes=alone(), seed=1,
         device=problem.device, dtype=DTYPES[problem.dtype],
         backend="triton" if (problem.cuda or interpreted()) and method != "rotary" else "auto",
     )  # fmt: skip

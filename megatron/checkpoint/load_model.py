@@ -18,6 +18,7 @@ from megatron.errors import RunError, UserError
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.model.options import PositionOptions
+from megatron.parallel.processes import alone
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def load_model(
         position = position.replace(attention_window=window)
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):
-        model = build_model(config.model, position, progress.vocabulary["size"], backend=backend)
+        size = progress.vocabulary["size"]
+        model = build_model(config.model, position, size, processes=alone(), backend=backend)
     read_weights(model, checkpoint / folder.WEIGHTS)
     model = model.to(device=device).eval()
     for parameter in model.parameters():

@@ -9,6 +9,7 @@ import torch
 
 from megatron.checkpoint import tensor_files
 from megatron.errors import RunError
+from megatron.parallel import seeds
 
 
 def capture() -> dict[str, Any]:
@@ -27,10 +28,8 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        from megatron.model.megatron_core import get_cuda_rng_tracker
-
         states["cuda"] = torch.cuda.get_rng_state()
-        states["tracker"] = dict(get_cuda_rng_tracker().get_states())
+        states["tracker"] = seeds.gpu_states()
     return states
 
 
@@ -42,10 +41,8 @@ def restore(states: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
-        from megatron.model.megatron_core import get_cuda_rng_tracker
-
         torch.cuda.set_rng_state(states["cuda"])
-        get_cuda_rng_tracker().set_states(states["tracker"])
+        seeds.restore_gpu_states(states["tracker"])
 
 
 def path_of(checkpoint: Path, rank: int) -> Path:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import folder, manifest, random_states
-from megatron.checkpoint.peers import Peers
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.save import DEEPSPEED
 from megatron.checkpoint.weights import read_weights
@@ -19,6 +18,7 @@ from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.model.identity import settled
 from megatron.model.parameters import dispensable, shared_names
+from megatron.parallel.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,13 @@ class Start:
     abandoned: tuple[Path, ...] = ()
     """Later checkpoints in the run's folder, damaged or gone back behind: `give_up` moves them out of the way."""
 
+    @property
+    def resumes(self) -> bool:
+        """Does the run go on with every state of the checkpoint?"""
+        return self.checkpoint is not None and not self.weights_only
 
-def find_start(config: Config, processes: Peers) -> Start:
+
+def find_start(config: Config, processes: Processes) -> Start:
     """Decide what a run starts from, by `load`, `save`, `finetune` and `rollback`, and check that it fits.
 
     All ranks must call this: each verifies a share of the checkpoint's files.
@@ -94,7 +99,7 @@ def _same(one: str | Path, other: str | Path | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def _whole(load: str, processes: Peers, *, weights_only: bool) -> tuple[Path, tuple[str, ...]]:
+def _whole(load: str, processes: Processes, *, weights_only: bool) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint that `load` names or, of a run, the newest whose files are as they were written; what to say."""
     try:
         newest = folder.resolve(load)
@@ -217,7 +222,7 @@ def load_weights(start: Start, config: Config, model: Any) -> None:
     )
 
 
-def check_engine(start: Start, config: Config, *, world: int, precision: str) -> None:
+def check_engine(start: Start, config: Config, world: int) -> None:
     """Refuse what DeepSpeed's files cannot be loaded into, before anything is built.
 
     ZeRO 1–3 store one part of the optimizer states per process, so the number of processes must stay; without ZeRO it
@@ -227,9 +232,10 @@ def check_engine(start: Start, config: Config, *, world: int, precision: str) ->
     Raises:
         UserError: naming the key and both values.
     """
-    assert start.checkpoint is not None
+    if start.checkpoint is None or not start.resumes:
+        return
     progress, before, now = start.progress, _config_of(start.checkpoint).training, config.training
-    stage = now.zero_optimization.stage
+    stage, precision = now.zero_optimization.stage, now.compute_type
     same_parts = {progress.zero_stage, stage} == {1, 2} and precision != "bf16"
     was, steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
     other_optimizer = stage == 1 and precision == "bf16" and (was > 1) != (steps > 1)
@@ -246,7 +252,7 @@ def check_engine(start: Start, config: Config, *, world: int, precision: str) ->
             )
 
 
-def restore(start: Start, engine: Any, processes: Peers) -> None:
+def restore(start: Start, engine: Any, processes: Processes) -> None:
     """Put the states of a checkpoint back into a fresh DeepSpeed engine; random states come last (`restore_random`).
 
     All ranks must call this. Raises RunError if the files are missing or damaged: a run never goes on from less.
@@ -281,7 +287,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'its files do not fit this run').splitlines()[0]}"
 
 
-def restore_random(start: Start, processes: Peers) -> tuple[str, ...]:
+def restore_random(start: Start, processes: Processes) -> tuple[str, ...]:
     """Put this rank's random states back: the last thing before the first step. Returns lines worth telling."""
     assert start.checkpoint is not None
     before, error = start.progress.world, None

@@ -22,17 +22,17 @@ import torch
 from megatron.checkpoint import folder, manifest, random_states
 from megatron.checkpoint.disk import reason
 from megatron.checkpoint.manifest import Entry
-from megatron.checkpoint.peers import Peers
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.weights import full_weights, write_weights
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError
+from megatron.parallel.processes import Processes
 
 DEEPSPEED = "deepspeed"
 
 
 def save_checkpoint(
-    run: str | Path, engine: Any, config: Config, progress: Progress, *, processes: Peers, keep: int | None
+    run: str | Path, engine: Any, config: Config, progress: Progress, *, processes: Processes, keep: int | None
 ) -> Path:
     """Write the checkpoint of `progress.step` into a run's folder and delete those beyond the newest `keep`.
 

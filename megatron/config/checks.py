@@ -6,7 +6,12 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from megatron.config import names
+from megatron.config.ranks import known_world, mesh_sizes, with_batch
 from megatron.config.schema import Config
+from megatron.data.options import conflicts as data_conflicts
+from megatron.data.options import split_shares
+from megatron.errors import UserError
+from megatron.model.options import conflicts as model_conflicts
 
 Problem = tuple[str, str]
 
@@ -17,21 +22,8 @@ def check(config: Config) -> Iterator[Problem]:
         yield from rule(config)
 
 
-def _shape(config: Config) -> Iterator[Problem]:
-    model = config.model
-    heads, width = model.num_attention_heads, model.hidden_size
-    if width % heads:
-        yield "num_attention_heads", f"hidden_size {width} is not divisible by num_attention_heads {heads}"
-    if heads % config.launch.model_parallel_size:
-        size = config.launch.model_parallel_size
-        yield "model_parallel_size", f"num_attention_heads {heads} is not divisible by model_parallel_size {size}"
-    if model.gpt_j_tied and not model.gpt_j_residual:
-        yield "gpt_j_tied", "gpt_j_tied: true needs gpt_j_residual: true"
-    if model.checkpoint_num_layers > model.num_layers:
-        yield (
-            "checkpoint_num_layers",
-            f"checkpoint_num_layers {model.checkpoint_num_layers} is more than num_layers {model.num_layers}",
-        )
+def _model(config: Config) -> Iterator[Problem]:
+    yield from model_conflicts(config.model, config.position, config.launch.model_parallel_size)
 
 
 def _method(
@@ -64,15 +56,7 @@ def _position(config: Config) -> Iterator[Problem]:
     yield from _method("pos_emb", position.pos_emb, encodings, position.pos_emb_options, known)
     known = names.processor_options(position.score_processor) if position.score_processor in processors else None
     yield from _method("score_processor", position.score_processor, processors, position.score_processor_options, known)
-    size = position.score_processor_options.get("kernel_size")
-    if isinstance(size, int) and (size < 1 or size % 2 == 0):
-        yield (
-            "score_processor_options.kernel_size",
-            f"score_processor_options.kernel_size is {size}; it must be odd: 1, 3, 5, 7 …",
-        )
-    table, limit = model.max_position_embeddings, position.randomized_positions
-    if limit is not None and limit < model.seq_length:
-        yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {model.seq_length}"
+    table = model.max_position_embeddings
     if position.pos_emb == "learned" and table is not None and table < model.seq_length:
         yield (
             "max_position_embeddings",
@@ -88,6 +72,11 @@ def _batch(config: Config) -> Iterator[Problem]:
             "train_batch_size",
             f"train_batch_size {batch} is not divisible by train_micro_batch_size_per_gpu {micro}",
         )
+    elif (world := known_world(config)) is not None:
+        try:
+            with_batch(config, mesh_sizes(config, world).data)
+        except UserError as error:
+            yield "train_batch_size", str(error)
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
@@ -99,57 +88,11 @@ def _schedule(config: Config) -> Iterator[Problem]:
         yield "optimizer.params.betas", f"optimizer.params.betas are {params.betas}; each must be in [0, 1)"
 
 
-def _precision(config: Config) -> Iterator[Problem]:
-    if config.training.precision == "fp16" and config.launch.device == "cpu":
-        yield "precision", "fp16 needs a GPU and device is cpu; choose precision fp32 or bf16"
-
-
 def _data(config: Config) -> Iterator[Problem]:
-    data = config.data
-    paths = {
-        "train": (data.train_data_paths, data.train_data_weights),
-        "valid": (data.valid_data_paths, data.valid_data_weights),
-        "test": (data.test_data_paths, data.test_data_weights),
-    }
-    for split, (files, weights) in paths.items():
-        if data.data_path is not None and files:
-            yield f"{split}_data_paths", f"{split}_data_paths and data_path exclude each other; give one of them"
-        for path in sorted({path for path in files if files.count(path) > 1}):
-            yield f"{split}_data_paths", f"{split}_data_paths names {path} more than once; give it a greater weight"
-        if weights and len(weights) != len(files):
-            yield (
-                f"{split}_data_weights",
-                f"{split}_data_weights has {len(weights)} values for {len(files)} paths in {split}_data_paths",
-            )
-        if any(weight <= 0 for weight in weights):
-            yield (
-                f"{split}_data_weights",
-                f"{split}_data_weights are {weights}; each must be greater than 0; leave a dataset out instead",
-            )
-    yield from _split(data.split)
-    needs = {
-        "HFTokenizer": ("vocab_file",),
-        "SPMTokenizer": ("vocab_file",),
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    }
-    for name in needs.get(data.tokenizer_type or "", ()):
-        if getattr(data, name) is None:
-            yield "tokenizer_type", f"tokenizer_type {data.tokenizer_type} needs {name}"
-    if data.tokenizer_type is None and data.vocab_file is not None:
-        yield "vocab_file", "vocab_file is given without tokenizer_type; choose HFTokenizer or SPMTokenizer"
-
-
-def _split(text: str) -> Iterator[Problem]:
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    good = 1 <= len(shares) <= 3 and all(0 <= share < float("inf") for share in shares) and sum(shares) > 0
-    if not good or shares[0] == 0:
-        yield (
-            "split",
-            f"split is {text!r}; it must be up to three shares, train, valid and test, such as 969,30,1",
-        )
+    problems = list(data_conflicts(config.data))
+    yield from problems
+    if not any(key == "split" for key, _ in problems) and split_shares(config.data.split)[0] == 0:
+        yield "split", f"split is {config.data.split!r}, which leaves nothing to train on; use one such as 969,30,1"
 
 
 def _run(config: Config) -> Iterator[Problem]:
@@ -158,11 +101,10 @@ def _run(config: Config) -> Iterator[Problem]:
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _shape,
+    _model,
     _position,
     _batch,
     _schedule,
-    _precision,
     _data,
     _run,
 )

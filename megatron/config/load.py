@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from megatron.config import names, neox
 from megatron.config.checks import check
 from megatron.config.problems import describe
-from megatron.config.ranks import known_ranks, with_batch
 from megatron.config.schema import SECTIONS, Config, Path_, owners
 from megatron.config.settings import Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
@@ -155,12 +154,7 @@ def _build(settings: Settings) -> Config:
         settings.problems.append(f"{where}: {message}" if where else message)
     if settings.problems:
         raise UserError("\n".join(settings.problems))
-    ranks = known_ranks(config)
-    try:
-        return with_batch(config, ranks) if ranks else config
-    except UserError as error:
-        where = settings.where(("train_batch_size",))
-        raise UserError(f"{where}: {error}" if where else str(error)) from None
+    return config
 
 
 def _sections(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -1,27 +1,40 @@
-"""Batch arithmetic: train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks.
+"""What follows from the number of processes: the mesh, and the three batch sizes.
 
-The number of ranks is known for certain only when processes are about to start, so `load` settles the batch when the
-configuration says how many there are, and `megatron.launch` does so otherwise.
+    train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × data-parallel ranks
+
+The number of processes is known for certain only when they are about to start: `megatron.training.preflight` settles
+the batch then, once. Where the configuration alone decides it, `load` refuses sizes that do not fit, with their line.
 """
 
 from __future__ import annotations
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.training.options import LARGEST_BATCH
+from megatron.parallel.mesh import Sizes
+from megatron.training.options import BATCH, LARGEST_BATCH, MICRO, STEPS
 
-MICRO, STEPS, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
-
-def known_ranks(config: Config) -> int | None:
+def known_world(config: Config) -> int | None:
     """The number of processes, if the configuration alone decides it."""
     if config.launch.num_gpus is not None:
         return config.launch.num_gpus
     return 1 if config.launch.device == "cpu" else None
 
 
+def mesh_sizes(config: Config, world: int) -> Sizes:
+    """How so many processes divide the work.
+
+    Raises:
+        UserError: the sizes of the configuration do not divide them.
+    """
+    launch = config.launch
+    return Sizes.of(world, tensor=launch.model_parallel_size, pipeline=max(1, launch.pipe_parallel_size))
+
+
 def with_batch(config: Config, ranks: int) -> Config:
     """The configuration with all three batch sizes consistent; of two that are given the third follows.
+
+    ranks: those that read different sequences (`mesh_sizes(…).data`).
 
     Raises:
         UserError: if no third fits, or the batch is too large, naming all numbers.

@@ -24,7 +24,7 @@ from megatron.errors import RunError
 from megatron.launch.options import LaunchOptions
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.options import Role, Section
-from megatron.training.options import LoggingOptions, OptimizerOptions, TrainingOptions
+from megatron.training.options import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
 
 Path_ = tuple[str, ...]
 
@@ -79,9 +79,15 @@ class Config(BaseModel):
         return self.of_role("architecture", "context", "initialization", "data", "numerics", "schedule")
 
     def text(self) -> str:
-        """The configuration as YAML with a heading for each section."""
+        """The configuration as YAML with a heading for each section.
+
+        Batch sizes that nobody gave and nothing settled yet are left out: a default would contradict the others.
+        """
         parts = []
         for name, values in self.model_dump().items():
+            if name == "training":
+                open_ = set(BATCH_SIZES) - self.training.model_fields_set
+                values = {key: value for key, value in values.items() if key not in open_}
             title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
             parts.append(f"# {name}: {title}\n{dump(values)}")
         return "\n".join(parts)

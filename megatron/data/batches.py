@@ -1,11 +1,12 @@
 """Batches in an order that depends on nothing but the global sample index.
 
-Micro-step g of rank r reads the samples
+With D data-parallel ranks, micro-step g of the one with index r reads the samples
 
-    start + (g · world + r) · micro_batch   …   start + (g · world + r + 1) · micro_batch − 1
+    start + (g · D + r) · micro_batch   …   start + (g · D + r + 1) · micro_batch − 1
 
-so an optimizer step of `a` micro-steps reads `a · world · micro_batch` consecutive samples: the same ones for any
-number of ranks with the same global batch, and for a run that was stopped after `start` samples and resumed.
+so an optimizer step of `a` micro-steps reads `a · D · micro_batch` consecutive samples: the same ones for any D with
+the same global batch, and for a run that was stopped after `start` samples and resumed. Ranks that differ in another
+dimension of the mesh read the same.
 """
 
 from collections.abc import Iterator
@@ -14,38 +15,37 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.errors import RunError, UserError
+from megatron.parallel.mesh import Axis
 
 Batch = dict[str, torch.Tensor]
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """Sample indices of the micro-batches of one rank. A last round that not all ranks can fill is left out."""
+    """Sample indices of one data index's micro-batches. A last round that cannot be filled for all is left out."""
 
-    def __init__(self, samples: int, *, micro_batch: int, rank: int, world: int, start: int) -> None:
-        if micro_batch < 1 or start < 0 or not 0 <= rank < world:
-            raise ValueError(f"micro_batch {micro_batch}, start {start}, rank {rank} of {world}")
-        self.micro_batch, self.rank, self.world, self.start = micro_batch, rank, world, start
-        self.rounds = max(0, samples - start) // (micro_batch * world)
+    def __init__(self, samples: int, *, micro_batch: int, data: Axis, start: int) -> None:
+        if micro_batch < 1 or start < 0:
+            raise ValueError(f"micro_batch {micro_batch}, start {start}")
+        self.micro_batch, self.data, self.start = micro_batch, data, start
+        self.rounds = max(0, samples - start) // (micro_batch * data.size)
 
     def __len__(self) -> int:
         return self.rounds
 
     def __iter__(self) -> Iterator[list[int]]:
         for g in range(self.rounds):
-            first = self.start + (g * self.world + self.rank) * self.micro_batch
+            first = self.start + (g * self.data.size + self.data.index) * self.micro_batch
             yield list(range(first, first + self.micro_batch))
 
 
-def batches(
-    dataset: Dataset, *, micro_batch: int, rank: int, world: int, start: int = 0, num_workers: int = 0
-) -> Iterator[Batch]:
-    """The micro-batches of one rank from global sample `start` to the end of the dataset.
+def batches(dataset: Dataset, *, micro_batch: int, data: Axis, start: int = 0, num_workers: int = 0) -> Iterator[Batch]:
+    """The micro-batches of one data-parallel rank from global sample `start` to the end of the dataset.
 
     Yields dictionaries of stacked samples: `tokens` and `labels` int64 [B, T], `loss_mask` float32 [B, T], B =
     micro_batch; in pinned memory where there is a GPU. `num_workers` processes read ahead; they change no batch.
     Drawing batches leaves torch's random state as it was.
     """
-    order = GlobalOrder(len(dataset), micro_batch=micro_batch, rank=rank, world=world, start=start)  # type: ignore[arg-type]
+    order = GlobalOrder(len(dataset), micro_batch=micro_batch, data=data, start=start)  # type: ignore[arg-type]
     loader = DataLoader(
         dataset,
         batch_sampler=order,

@@ -8,7 +8,6 @@ shorter than one sequence (megatron-core would silently repeat it) each end in o
 megatron-core is imported only where samples are built, so that evaluation and `vocabulary` start quickly.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +16,15 @@ import numpy as np
 
 from megatron.data.description import CHECKED_WHOLE
 from megatron.data.indexed import Indexed, open_indexed
-from megatron.data.options import DataOptions
-from megatron.data.paths import SPLITS, Split, all_prefixes, check_dataset, description_of, split_prefixes
+from megatron.data.options import SPLITS, DataOptions, Split, split_shares
+from megatron.data.paths import all_prefixes, check_dataset, description_of, split_prefixes
 from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
 from megatron.errors import UserError
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+    from megatron.parallel.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,6 @@ def vocabulary(data: DataOptions) -> Vocabulary:
     if data.tokenizer_type is None:
         if not found:
             raise UserError("tokenizer_type: the data have no corpus.json beside them; say which tokenizer made them")
-        for key in ("vocab_file", "merge_file"):
-            if getattr(data, key) is not None:
-                raise UserError(f"{key}: {getattr(data, key)} is given without tokenizer_type")
         return expected
     named_only = data.vocab_file is None and data.merge_file is None
     if found and named_only and data.tokenizer_type == expected.name.split("-")[0]:
@@ -109,6 +107,7 @@ def build_datasets(
     test_samples: int,
     seed: int,
     cache: str | Path | None,
+    processes: "Processes",
     extend_train_to: int | None = None,
 ) -> Datasets:
     """Samples of `seq_length` tokens for each split that has data and is asked for some.
@@ -117,8 +116,8 @@ def build_datasets(
     `train_samples` it began with and the new count as `extend_train_to`: the old samples stay in their order and
     new ones follow (`megatron.data.samples`).
 
-    cache: folder for the sample indices, shared by all processes of the run; None keeps them in memory. With
-    torch.distributed initialised, rank 0 builds and the others wait; all ranks must call this.
+    cache: folder for the sample indices, shared by all processes of the run, of which the first builds them while the
+    others wait: all must call this. None keeps them in memory.
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
@@ -144,6 +143,7 @@ def build_datasets(
             total=totals[split],
             seed=seed,
             cache=None if cache is None else Path(cache),
+            processes=processes,
             vocabulary=known,
             eod_mask_loss=data.eod_mask_loss,
             notes=notes,
@@ -176,13 +176,7 @@ def sequence_range(shares: str, split: Split, sequences: int) -> tuple[int, int]
 
     The same rounding as megatron-core's, so a run reads the documents that Megatron-LM would give it.
     """
-    try:
-        numbers = [float(share) for share in re.split(r"[,/]", shares)] if shares.strip() else []
-        if not 1 <= len(numbers) <= 3 or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
-            raise ValueError
-    except ValueError:
-        raise UserError(f"split: {shares!r} is not three shares (train, valid, test) such as '969,30,1'") from None
-    numbers += [0.0] * (3 - len(numbers))
+    numbers = split_shares(shares)
     edges = np.cumsum([0.0, *(np.array(numbers) / np.sum(numbers))])
     i = SPLITS.index(split)
     if numbers[i] == 0:
@@ -194,13 +188,6 @@ def _parts(data: DataOptions, split: Split) -> list[Part]:
     """What a split takes of each of its datasets; empty if the configuration has no data for it."""
     named = split_prefixes(data, split)
     weights: list[float] = getattr(data, f"{split}_data_weights")
-    if weights:
-        key = f"{split}_data_weights"
-        if data.data_path is not None or len(weights) != len(named):
-            count = 0 if data.data_path is not None else len(named)
-            raise UserError(f"{key}: {len(weights)} weights for {count} datasets of {split}_data_paths")
-        if not all(np.isfinite(weight) and weight > 0 for weight in weights):
-            raise UserError(f"{key}: {weights}: every weight must be greater than 0; leave a dataset out instead")
     parts = []
     for i, (key, prefix) in enumerate(named):
         dataset = open_indexed(prefix)

@@ -1,8 +1,15 @@
 """Keys that decide what text is read, in which order, and how it was turned into tokens."""
 
-from typing import Literal
+import re
+from collections.abc import Iterator
+from math import isfinite
+from typing import Literal, get_args
 
+from megatron.errors import UserError
 from megatron.options import Section, key
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
@@ -29,3 +36,44 @@ class DataOptions(Section):
     merge_file: str | None = key(None, "merges.txt of GPT2BPETokenizer", role="data")
     eod_mask_loss: bool = key(False, "do not score the token that follows the end of a document", role="data")
     num_workers: int = key(0, "processes that load batches", ge=0, le=1024, role="machine")
+
+
+def split_shares(text: str) -> list[float]:
+    """The shares of train, valid and test that `split` gives them, such as 969,30,1; those left out are 0.
+
+    Raises UserError if it gives none.
+    """
+    try:
+        shares = [float(part) for part in re.split(r"[,/]", text)]
+    except ValueError:
+        shares = []
+    if not (1 <= len(shares) <= 3 and all(0 <= share < float("inf") for share in shares) and sum(shares) > 0):
+        raise UserError(f"split is {text!r}; it must be up to three shares, train, valid and test, such as 969,30,1")
+    return shares + [0.0] * (3 - len(shares))
+
+
+def conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
+    """Values that make no sense or contradict each other: the key to blame, and one sentence with the values."""
+    for split in SPLITS:
+        files, weights = getattr(data, f"{split}_data_paths"), getattr(data, f"{split}_data_weights")
+        if data.data_path is not None and files:
+            yield f"{split}_data_paths", f"{split}_data_paths and data_path exclude each other; give one of them"
+        for path in sorted({path for path in files if files.count(path) > 1}):
+            yield f"{split}_data_paths", f"{split}_data_paths names {path} more than once; give it a greater weight"
+        if weights and len(weights) != len(files):
+            yield (
+                f"{split}_data_weights",
+                f"{split}_data_weights has {len(weights)} values for {len(files)} paths in {split}_data_paths",
+            )
+        if not all(isfinite(weight) and weight > 0 for weight in weights):
+            yield (
+                f"{split}_data_weights",
+                f"{split}_data_weights are {weights}; each must be greater than 0; leave a dataset out instead",
+            )
+    try:
+        split_shares(data.split)
+    except UserError as error:
+        yield "split", str(error)
+    for name in ("vocab_file", "merge_file"):
+        if data.tokenizer_type is None and getattr(data, name) is not None:
+            yield name, f"{name} is given without tokenizer_type; choose HFTokenizer, SPMTokenizer or GPT2BPETokenizer"

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.data.description import CORPUS_FILE, Description, check_files, read_description
-from megatron.data.options import DataOptions
+from megatron.data.options import SPLITS, DataOptions, Split, conflicts
 from megatron.errors import UserError
 
-Split = Literal["train", "valid", "test"]
-SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 WHOLE: Literal["all"] = "all"  # the one split of a corpus that is not divided
 
 
@@ -25,15 +23,14 @@ def basename(split: str) -> str:
 def split_prefixes(data: DataOptions, split: Split) -> list[tuple[str, Path]]:
     """The datasets of a split as (configuration key, prefix). Empty if the configuration names none.
 
-    A prefix may be written with `.bin` or `.idx`. UserError if `data_path` stands beside the lists of datasets, if a
-    dataset's files are missing, or if a folder is named instead of a dataset in it.
+    A prefix may be written with `.bin` or `.idx`. UserError if the options contradict each other, if a dataset's files
+    are missing, or if a folder is named instead of a dataset in it.
     """
+    for _, problem in conflicts(data):
+        raise UserError(problem)
     key = f"{split}_data_paths"
     named: list[str] = getattr(data, key)
     if data.data_path is not None:
-        listed = [f"{name}_data_paths" for name in SPLITS if getattr(data, f"{name}_data_paths")]
-        if listed:
-            raise UserError(f"data_path: cannot stand beside {', '.join(listed)}; use one or the other")
         return [("data_path", _prefix("data_path", data.data_path))]
     return [(key, _prefix(key, name)) for name in named]
 

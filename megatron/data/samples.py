@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron.data.datasets import check_content
 from megatron.data.folders import whole_folder
 from megatron.data.indexed import Indexed
 from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
 from megatron.data.megatron_core import Split as CoreSplit
-from megatron.data.paths import Split
+from megatron.data.options import Split
 from megatron.data.sample_index import UNREADABLE, IndexedSamples, damage, read_index, write_index
 from megatron.errors import FarfieldError, RunError
+from megatron.parallel.processes import Processes
 
 if TYPE_CHECKING:
     from megatron.data.datasets import Part, Vocabulary
@@ -104,6 +104,7 @@ def build_samples(
     total: int,
     seed: int,
     cache: Path | None,
+    processes: Processes,
     vocabulary: "Vocabulary",
     eod_mask_loss: bool,
     notes: list[str],
@@ -117,7 +118,7 @@ def build_samples(
     for part, weight in zip(parts, weights, strict=True):
         # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
         share = (lambda n: n) if len(parts) == 1 else (lambda n, weight=weight: int(weight * n) + 2)
-        build = _LinkBuilder(part, split, seq_length, cache, vocabulary, eod_mask_loss, notes)
+        build = _LinkBuilder(part, split, seq_length, cache, processes, vocabulary, eod_mask_loss, notes)
         links = [build(share(ordered), seed)]
         while (length := sum(len(link) for link in links)) < share(total):
             mixed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
@@ -138,12 +139,13 @@ class _LinkBuilder:
         split: Split,
         seq_length: int,
         cache: Path | None,
+        processes: Processes,
         vocabulary: "Vocabulary",
         eod_mask_loss: bool,
         notes: list[str],
     ) -> None:
         self.part, self.split, self.seq_length, self.cache = part, CoreSplit[split], seq_length, cache
-        self.eod_mask_loss, self.notes = eod_mask_loss, notes
+        self.processes, self.eod_mask_loss, self.notes = processes, eod_mask_loss, notes
         self.tokenizer = _TokenizerFacts(vocabulary.size, vocabulary.eod, {})
         self.prefix = str(part.dataset.prefix.resolve())  # however it is written, the index is the same
         self.dataset = IndexedDataset(self.prefix)
@@ -164,17 +166,15 @@ class _LinkBuilder:
         )
 
     def __call__(self, samples: int, seed: int) -> GPTDataset:
-        """At least `samples` samples. The index comes from the cache, or is built there by rank 0."""
+        """At least `samples` samples. The index comes from the cache, or is built there by the first process."""
         if self.cache is None:
             check_content(self.part.dataset)
             with tempfile.TemporaryDirectory(prefix="farfield-samples-") as passing:
                 return GPTDataset(*self._arguments(samples, seed, Path(passing)))  # mapped files outlive their names
         folder = self.cache / self._key(samples, seed)
-        problem = [self._fill(folder, samples, seed) if _rank() == 0 else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise RunError(problem[0])
+        problem = self._fill(folder, samples, seed) if self.processes.first else None
+        if (problem := self.processes.agree(problem)) is not None:
+            raise RunError(problem)
         try:
             return IndexedSamples(read_index(folder), *self._arguments(samples, seed, None))
         except UNREADABLE as error:  # by a rank that the first one's repair does not reach
@@ -218,7 +218,3 @@ class _LinkBuilder:
 def _stat(dataset: Indexed) -> list[int]:
     stats = [Path(f"{dataset.prefix}{ending}").stat() for ending in (".idx", ".bin")]
     return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns)]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

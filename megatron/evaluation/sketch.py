@@ -32,12 +32,13 @@ def sketch(name: str, config: Config, plan: Plan, options: EvaluationOptions) ->
     """Build the model without weights. Raises UserError if it cannot be scored at any of the plan's lengths."""
     from megatron.evaluation.perplexity import forward_flops
     from megatron.model.build import build_model
+    from megatron.parallel.processes import alone
 
     check_backend(options.backend)
     position = config.position
     if options.window is not None:
         position = position.replace(attention_window=options.window)
-    model = build_model(config.model, position, 1, device="meta", backend=options.backend)
+    model = build_model(config.model, position, 1, processes=alone(), device="meta", backend=options.backend)
     note = _ending(name, config, model, plan.lengths)  # refuses what has no length to score
     return Sketch(model, plan, sum(forward_flops(model, plan).values()), note)
 

@@ -10,7 +10,8 @@ from megatron.errors import UserError
 from megatron.evaluation.progress import Job
 from megatron.experiments import receipts
 from megatron.experiments.spec import Member, Sweep
-from megatron.launch import local
+from megatron.parallel.devices import Machine
+from megatron.training.preflight import preflight
 
 if TYPE_CHECKING:
     from megatron.evaluation.sketch import Sketch
@@ -70,7 +71,8 @@ def _scoring(member: Member) -> Sketch:
 
 def _work(member: Member, place: str, done: int, scoring: Sketch) -> Work:
     # The batch is settled for this machine exactly as the training itself will settle it.
-    training, sequence = local.resolve(member.config).config.training, member.config.model.seq_length
+    settled, sequence = preflight(member.config, Machine.here()).config, member.config.model.seq_length
+    training = settled.training
     assert training.train_batch_size is not None
     tokens = training.train_batch_size * sequence * training.train_iters
     left = max(0.0, 1 - done / training.train_iters)

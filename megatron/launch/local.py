@@ -1,7 +1,8 @@
 """Train on this machine.
 
 One rank runs in this process; several are started as processes (`num_gpus`, on a CPU too), which meet over NCCL on GPUs
-and gloo on CPUs. What can be known to fail is refused here, before torch is imported.
+and gloo on CPUs. What can be known to fail was refused before (`megatron.training.preflight`), and torch is imported
+only by a process that trains.
 """
 
 from __future__ import annotations
@@ -13,92 +14,46 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from megatron.checkpoint.lock import LOCK
-from megatron.config.ranks import with_batch
 from megatron.config.schema import Config
 from megatron.data.paths import SPLITS, split_prefixes
 from megatron.errors import RunError, UserError
 from megatron.files import check_folder
-from megatron.launch import devices, worker
+from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.parent import end_with_parent
-from megatron.launch.processes import free_port, rendezvous, run_processes
+from megatron.launch.processes import ADDRESS, free_port, run_processes
+from megatron.parallel.place import Place
+from megatron.training.preflight import Settled
 from megatron.training.signals import heard
 
 LOG_FILE = "log.txt"
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A configuration settled for this machine."""
-
-    config: Config
-    ranks: int
-    notes: tuple[str, ...]
-
-
-def train(config: Config) -> int:
-    """Train as the configuration says, with one process or several.
+def train(settled: Settled) -> int:
+    """Train as a configuration says that was settled for this machine, with one process or several.
 
     Returns:
         0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
 
     Raises:
-        UserError: the machine or the data do not fit the configuration; nothing is left behind.
+        UserError: the data do not fit the configuration; nothing is left behind.
         RunError: something failed while running.
     """
     end_with_parent()
-    resolved = resolve(config)
-    config, ranks = resolved.config, resolved.ranks
+    config, world = settled.config, settled.world
+    assert world is not None, "a dry run is not for training"
     for split in SPLITS:
         split_prefixes(config.data, split)  # missing files are told before torch is imported
     port = config.launch.master_port or free_port()
     with _log(config) as log:
-        if ranks > 1:
-            return run_processes(config, log, ranks, port)
-        with terminable(), _environment(rendezvous(0, 1, port)):
+        if world > 1:
+            return run_processes(config, log, world, port)
+        with terminable(), _environment(Place().variables(ADDRESS, port)):
             return worker.run(config, log, 0)
-
-
-def resolve(config: Config) -> Resolved:
-    """Settle device, backend, processes and batch for this machine.
-
-    Raises:
-        UserError: a device that is not there, a precision it cannot do, a batch that does not divide, no data.
-    """
-    launch, data = config.launch, config.data
-    gpus = devices.count_gpus() if launch.device != "cpu" else 0
-    if launch.device == "cuda" and gpus == 0:
-        raise UserError("device is cuda, but there is no CUDA device here (or torch was built without CUDA)")
-    device = "cuda" if gpus else "cpu"
-    ranks = launch.num_gpus or gpus or 1
-    if gpus and ranks > gpus:
-        have = "1 GPU is" if gpus == 1 else f"{gpus} GPUs are"
-        raise UserError(f"num_gpus is {ranks}, but {have} here; use at most that many, or device: cpu")
-    most = devices.most_processes_on_cpu()
-    if device == "cpu" and ranks > most:
-        cores = devices.count_cores()
-        have = "1 CPU core is" if cores == 1 else f"{cores} CPU cores are"
-        raise UserError(
-            f"num_gpus is {ranks}, but {have} here and there is no GPU to use; use at most {most}, "
-            f"{devices.PROCESSES_PER_CORE} per core"
-        )
-    if config.training.precision == "fp16" and device == "cpu":
-        raise UserError("precision is fp16, which needs a GPU, and there is none here; use precision=bf16 or fp32")
-    if data.data_path is None and not data.train_data_paths:
-        raise UserError("no data to train on: give train_data_paths or data_path; `./deepy.py prepare` makes a corpus")
-    notes = []
-    backend = "gloo" if device == "cpu" or launch.distributed_backend == "gloo" else "nccl"
-    if launch.distributed_backend not in ("auto", backend):  # GPT-NeoX's files say nccl everywhere
-        notes.append(f"distributed_backend {launch.distributed_backend} needs GPUs; {backend} is used on this machine")
-    if config.checkpoint.save is None:
-        notes.append("save is not set: this run will leave no checkpoints, metrics or log behind")
-    config = config.replace(device=device, num_gpus=ranks, distributed_backend=backend)
-    return Resolved(with_batch(config, ranks), ranks, tuple(notes))
 
 
 @contextmanager

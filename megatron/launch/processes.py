@@ -23,9 +23,10 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.launch.console import UnexpectedError
-from megatron.launch.devices import count_cores
 from megatron.launch.parent import bound
 from megatron.launch.worker import CONFIG_FILE, error_file
+from megatron.parallel.devices import count_cores
+from megatron.parallel.place import Place
 from megatron.training.signals import SIGNALS, heard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,18 +42,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind((ADDRESS, 0))
         return listener.getsockname()[1]
-
-
-def rendezvous(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment in which a rank finds the others, as torch.distributed and DeepSpeed read it."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": ADDRESS,
-        "MASTER_PORT": str(port),
-    }
 
 
 def threads_per_process(ranks: int) -> int:
@@ -128,7 +117,7 @@ class _Signals:
 
 
 def _start(command: Sequence[str], job: Path, log: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **rendezvous(rank, ranks, port), **bound()}
+    environment = {**os.environ, **Place(rank, ranks, rank).variables(ADDRESS, port), **bound()}
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(ranks)))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)

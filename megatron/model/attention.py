@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.model import parallel
 from megatron.model.backends.backend import Backend, Rows
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
+from megatron.model.tensor_parallel import gather_heads, heads_of
+from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.shape import Span
@@ -49,9 +50,10 @@ class PositionedAttention(MegatronModule):
         config: megatron-core's.
         position: of this layer.
         layer: its number, from 0.
+        processes: those that share it.
     """
 
-    def __init__(self, config: TransformerConfig, position: LayerPosition, layer: int) -> None:
+    def __init__(self, config: TransformerConfig, position: LayerPosition, layer: int, processes: Processes) -> None:
         super().__init__(config=config)
         # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.
         self._shared: tuple[Encoding, ...] = (position.encoding,) if position.shared else ()
@@ -60,7 +62,8 @@ class PositionedAttention(MegatronModule):
         self.window = position.window
         self.backend = position.backend
         self.layer = layer
-        self.heads = parallel.heads_of_this_rank(config.num_attention_heads)
+        self.processes = processes
+        self.heads = heads_of(processes.mesh.tensor, config.num_attention_heads)
 
     @property
     def encoding(self) -> Encoding:
@@ -83,7 +86,7 @@ class PositionedAttention(MegatronModule):
             k, v = reading.cache.extend(self.layer, k, v)
             seen = Span(0, reading.query.stop, reading.query.drawn)
         if self.processor is not None:
-            q, k = parallel.gather_heads(q), parallel.gather_heads(k)
+            q, k = (gather_heads(x, self.processes) for x in (q, k))
         output = self.backend(
             Rows(
                 q=q,

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from megatron.errors import UserError
-from megatron.model import parallel, runtime
 from megatron.model.attention import LayerPosition, PositionedAttention
 from megatron.model.backends.choose import choose_backend
 from megatron.model.gpt import GPT
@@ -18,8 +17,10 @@ from megatron.model.megatron_core import (
     TransformerBlockSubmodules,
     get_gpt_layer_local_spec,
 )
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.model.options import ModelOptions, PositionOptions, conflicts
 from megatron.model.transformer_config import transformer_config
+from megatron.parallel.collectives import sum_gradients
+from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
@@ -80,7 +81,7 @@ def _methods(
 ) -> tuple[Encoding, Processor | None]:
     """The encoding and the processor of one layer."""
     encoding = shared if shared is not None else _encoding(position, shape)
-    _check_randomized(model, position, encoding)
+    _check_randomized(position, encoding)
     if shared is None and type(encoding).overrides("embed"):
         raise UserError(
             f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer"
@@ -88,14 +89,12 @@ def _methods(
     return encoding, _processor(position, shape, encoding)
 
 
-def _check_randomized(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
+def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
     limit = position.randomized_positions
     if limit is None:
         return
     if not encoding.takes_positions:
         raise UserError(f"randomized_positions: {limit}, but pos_emb {position.pos_emb} takes no positions")
-    if limit < model.seq_length:
-        raise UserError(f"randomized_positions: {limit} is less than seq_length {model.seq_length}")
     if encoding.max_length is not None and limit > encoding.max_length:
         raise UserError(
             f"randomized_positions: {limit}, but {position.pos_emb} positions end at {encoding.max_length} "
@@ -103,28 +102,15 @@ def _check_randomized(model: ModelOptions, position: PositionOptions, encoding: 
         )
 
 
-def _check_parallel(model: ModelOptions) -> None:
-    size = parallel.ranks()
-    width = model.intermediate_size or 4 * model.hidden_size
-    for key, value in (("num_attention_heads", model.num_attention_heads), ("intermediate_size", width)):
-        if value % size:
-            raise UserError(f"model_parallel_size {size} does not divide {key} {value}")
-    if size > 1 and model.attention_dropout:
-        raise UserError(
-            f"attention_dropout {model.attention_dropout}: with model_parallel_size {size} every rank would drop the "
-            "same entries of its heads; set it to 0"
-        )
-
-
-def _share_gradients(encoding: Encoding | None, processor: Processor | None) -> None:
+def _share_gradients(encoding: Encoding | None, processor: Processor | None, processes: Processes) -> None:
     """Parameters used for this rank's heads only get their whole gradient; those added to the embeddings have it."""
     if encoding is not None and not type(encoding).overrides("embed"):
-        parallel.sum_gradients(encoding)
+        sum_gradients(encoding, processes)
     if processor is not None:
-        parallel.sum_gradients(processor)
+        sum_gradients(processor, processes)
 
 
-def _layer_spec(model: ModelOptions, position: LayerPosition, layer: int) -> ModuleSpec:
+def _layer_spec(model: ModelOptions, position: LayerPosition, layer: int, processes: Processes) -> ModuleSpec:
     """megatron-core's GPT layer with our layer class and our attention in it."""
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
     spec.module = Layer
@@ -133,7 +119,7 @@ def _layer_spec(model: ModelOptions, position: LayerPosition, layer: int) -> Mod
         spec.submodules.pre_mlp_layernorm = IdentityOp
 
     def core_attention(*, config: Any, **_: object) -> PositionedAttention:
-        return PositionedAttention(config, position, layer)
+        return PositionedAttention(config, position, layer, processes)
 
     spec.submodules.self_attention.submodules.core_attention = core_attention
     return spec
@@ -144,16 +130,18 @@ def build_model(
     position: PositionOptions,
     vocab_size: int,
     *,
+    processes: Processes,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
     backend: str | None = None,
 ) -> GPT:
-    """Build the GPT with fresh weights.
+    """Build the GPT with fresh weights. Nothing outside it changes, but for torch's random state.
 
     Args:
         model, position: the configuration's sections.
         vocab_size: the tokenizer's vocabulary; it is padded to a multiple of make_vocab_size_divisible_by.
+        processes: those that share the model; `alone()` if this one holds it whole.
         device: where the model goes; `meta` builds shapes without memory.
         dtype: type of the weights.
         seed: seeds initialisation (and torch); None leaves the random state alone.
@@ -162,18 +150,23 @@ def build_model(
     Raises:
         UserError: a name, option or combination that cannot be built, naming the key and the choices.
     """
-    if model.hidden_size % model.num_attention_heads:
-        raise UserError(
-            f"num_attention_heads {model.num_attention_heads} does not divide hidden_size {model.hidden_size}"
-        )
-    runtime.initialize(torch.initial_seed() if seed is None else seed)
-    _check_parallel(model)
+    for _, problem in conflicts(model, position, processes.mesh.tensor.size):
+        raise UserError(problem)
+    if seed is not None:
+        torch.manual_seed(seed)
     with torch.device("meta" if str(device) == "meta" else "cpu"):
-        gpt = _build(model, position, vocab_size, dtype, backend or model.attention_backend)
+        gpt = _build(model, position, vocab_size, processes, dtype, backend or model.attention_backend)
     return gpt.to(device=device, dtype=dtype)
 
 
-def _build(model: ModelOptions, position: PositionOptions, vocab_size: int, dtype: torch.dtype, backend: str) -> GPT:
+def _build(
+    model: ModelOptions,
+    position: PositionOptions,
+    vocab_size: int,
+    processes: Processes,
+    dtype: torch.dtype,
+    backend: str,
+) -> GPT:
     shape = position_shape(model)
     shared = None if position.pos_emb_per_layer else _encoding(position, shape)
     methods = [_methods(model, position, shape, shared) for _ in range(model.num_layers)]
@@ -181,17 +174,20 @@ def _build(model: ModelOptions, position: PositionOptions, vocab_size: int, dtyp
     layers = []
     for layer, (encoding, processor) in enumerate(methods):
         parts = LayerPosition(encoding, shared is not None, processor, position.attention_window, chosen)
-        layers.append(_layer_spec(model, parts, layer))
-        _share_gradients(encoding if shared is None else None, processor)
-    _share_gradients(shared, None)
+        layers.append(_layer_spec(model, parts, layer, processes))
+        _share_gradients(encoding if shared is None else None, processor, processes)
+    _share_gradients(shared, None, processes)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
     return GPT(
-        config=transformer_config(model, dtype),
+        config=transformer_config(model, dtype, processes.mesh.sizes),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
-        vocab_size=padded_vocabulary(vocab_size, math.lcm(model.make_vocab_size_divisible_by, parallel.ranks())),
+        vocab_size=padded_vocabulary(
+            vocab_size, math.lcm(model.make_vocab_size_divisible_by, processes.mesh.tensor.size)
+        ),
         max_sequence_length=shape.max_length,
         position_embedding_type="none",
         share_embeddings_and_output_weights=not model.no_weight_tying,
+        processes=processes,
         position=shared,
         randomized=position.randomized_positions,
         checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,

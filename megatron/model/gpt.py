@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.errors import UserError
-from megatron.model import parallel
 from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
+from megatron.model.tensor_parallel import gather_vocabulary
+from megatron.parallel.parameters import whole_size
+from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.randomized import draw_positions
 from megatron.position.shape import DrawnPositions, Span
@@ -26,6 +28,7 @@ class GPT(GPTModel):
     """A causal language model. Build it with `megatron.model.build.build_model`.
 
     Args:
+        processes: those that share the model.
         position: the encoding shared by all layers, or None if every layer has its own.
         randomized: positions that a sequence's own are drawn from; None for the places themselves.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
@@ -35,12 +38,14 @@ class GPT(GPTModel):
     def __init__(
         self,
         *args: Any,
+        processes: Processes,
         position: Encoding | None,
         randomized: int | None = None,
         checkpoint_layers: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.processes = processes
         self.position = position
         self.randomized = randomized
         self.checkpoint_layers = checkpoint_layers
@@ -122,8 +127,8 @@ class GPT(GPTModel):
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=tied)  # [T, B, V]
         if labels is None:
-            return parallel.gather_vocabulary(logits).transpose(0, 1)
-        if parallel.ranks() > 1:
+            return gather_vocabulary(logits, self.processes).transpose(0, 1)
+        if self.processes.mesh.tensor.size > 1:
             return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).t()
         losses = F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten(), reduction="none")
         return losses.view(labels.shape[::-1]).t()
@@ -146,7 +151,7 @@ class GPT(GPTModel):
 
     def num_parameters(self) -> int:
         """Trainable parameters, position parameters and the padding of the vocabulary included."""
-        return sum(parallel.whole_size(p) for p in self.parameters())
+        return sum(whole_size(p, self.processes.mesh) for p in self.parameters())
 
     def flops_per_token(self, length: int) -> float:
         """Forward and backward FLOPs per token at a sequence length, counting the scores that are seen only.
@@ -155,7 +160,7 @@ class GPT(GPTModel):
         score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the encoding's contextual terms and the score processor
         say of themselves.
         """
-        forward = 2.0 * sum(parallel.whole_size(p) for p in self._matrices())
+        forward = 2.0 * sum(whole_size(p, self.processes.mesh) for p in self._matrices())
         for layer in self.decoder.layers:
             attention: PositionedAttention = layer.self_attention.core_attention
             seen = min(attention.window or length, length)

@@ -3,15 +3,10 @@
 from megatron.uncompiled import uncompiled
 
 with uncompiled():
-    from megatron.core import parallel_state
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import (
-        get_cuda_rng_tracker,
-        model_parallel_cuda_manual_seed,
-        vocab_parallel_cross_entropy,
-    )
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,9 +23,6 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
-    "get_cuda_rng_tracker",
     "get_gpt_layer_local_spec",
-    "model_parallel_cuda_manual_seed",
-    "parallel_state",
     "vocab_parallel_cross_entropy",
 ]

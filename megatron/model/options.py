@@ -1,5 +1,6 @@
 """Keys that decide what the model is: its shape, its initialisation, its positions, its attention backend."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from megatron.options import Section, key
@@ -109,3 +110,32 @@ class PositionOptions(Section):
     score_processor_options: dict[str, Any] = key(
         dict, "options of that processor, see `./deepy.py positions`", role="architecture"
     )
+
+
+def conflicts(model: ModelOptions, position: PositionOptions, tensor: int = 1) -> Iterator[tuple[str, str]]:
+    """Values that contradict each other: the key to blame, and one sentence with the values.
+
+    tensor: ranks that share each layer (model_parallel_size).
+    """
+    heads, width, length = model.num_attention_heads, model.hidden_size, model.seq_length
+    if width % heads:
+        yield "num_attention_heads", f"hidden_size {width} is not divisible by num_attention_heads {heads}"
+    if model.gpt_j_tied and not model.gpt_j_residual:
+        yield "gpt_j_tied", "gpt_j_tied: true needs gpt_j_residual: true"
+    if model.checkpoint_num_layers > model.num_layers:
+        yield (
+            "checkpoint_num_layers",
+            f"checkpoint_num_layers {model.checkpoint_num_layers} is more than num_layers {model.num_layers}",
+        )
+    if position.randomized_positions is not None and position.randomized_positions < length:
+        limit = position.randomized_positions
+        yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {length}"
+    for name, value in (("num_attention_heads", heads), ("intermediate_size", model.intermediate_size or 4 * width)):
+        if value % tensor:
+            yield "model_parallel_size", f"{name} {value} is not divisible by model_parallel_size {tensor}"
+    if tensor > 1 and model.attention_dropout:
+        yield (
+            "attention_dropout",
+            f"attention_dropout {model.attention_dropout}: with model_parallel_size {tensor} every rank would drop the "
+            "same entries of its heads; set it to 0",
+        )

@@ -3,16 +3,16 @@
 import torch
 from torch.nn import functional as F
 
-from megatron.model import parallel
 from megatron.model.initialization import init_method
 from megatron.model.megatron_core import TransformerConfig
 from megatron.model.options import ModelOptions
+from megatron.parallel.mesh import Sizes
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "swiglu": F.silu}
 GATED = ("geglu", "swiglu")
 
 
-def transformer_config(model: ModelOptions, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: Sizes) -> TransformerConfig:
     """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
 
     def init(name):  # type: ignore[no-untyped-def]
@@ -33,7 +33,7 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype) -> TransformerCo
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=parallel.ranks(),
+        tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
         # Fusions that need CUDA or change the numbers between devices stay off.
         masked_softmax_fusion=False,

@@ -6,8 +6,8 @@ clips, and steps. `Engine` adds what differs between its optimizers, so that the
 * a step whose gradients are not finite changes no weight, in every precision (DeepSpeed's float32 optimizer without
   ZeRO has no such check, so its clipping is done here);
 * the gradient norm of every step, without the loss scale;
-* the loss is divided by the tokens of the whole step, over ranks and micro-steps, so that any split of the same global
-  batch gives the same gradient, also where a mask leaves different numbers of tokens.
+* the loss is divided by the tokens of the whole step, over data × context ranks and micro-steps, so that any split of
+  the same global batch gives the same gradient, also where a mask leaves different numbers of tokens.
 """
 
 import math
@@ -18,17 +18,10 @@ from torch import Tensor, nn
 
 from megatron.config.schema import Config
 from megatron.model.parameters import parameter_groups
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.processes import Processes
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
-from megatron.training.processes import Processes
 from megatron.uncompiled import uncompiled
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def precision(config: Config) -> str:
-    """fp32, bf16 or fp16: the type that the model computes in."""
-    training = config.training
-    return training.precision or ("bf16" if training.bf16.enabled else "fp16" if training.fp16.enabled else "fp32")
 
 
 class Engine:
@@ -36,17 +29,17 @@ class Engine:
 
     def __init__(self, config: Config, model: nn.Module, processes: Processes) -> None:
         with uncompiled():
-            import deepspeed  # after `processes.start` has chosen the accelerator
+            import deepspeed  # after `join` has chosen the accelerator
 
             # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.
             import deepspeed.runtime.zero.muon.muon_optimizer
 
         # Without this, DeepSpeed compiles a shared-memory collective at its first start: 30 s, and it needs a compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.precision = precision(config)
+        self.precision = config.training.compute_type
         self.stage = config.training.zero_optimization.stage
         self.clip = config.optimizer.gradient_clipping
-        self.processes = processes
+        self.mesh = processes.mesh
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
         self.bare = self.precision == "fp32" and self.stage == 0
         self.groups = parameter_groups(model, config.optimizer.weight_decay)
@@ -56,11 +49,11 @@ class Engine:
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.base,
-            config=deepspeed_config(config, processes, parameters, clip=0.0 if self.bare else self.clip),
+            config=deepspeed_config(config, self.mesh, parameters, clip=0.0 if self.bare else self.clip),
             dist_init_required=False,
         )
         self.base.forget_steps()
-        if self.stage == 0 and processes.world == 1:
+        if self.stage == 0 and self.mesh.batch.size == 1:
             self.deepspeed.enable_backward_allreduce = (
                 False  # else it copies all gradients to reduce them over one rank
             )
@@ -88,10 +81,10 @@ class Engine:
 
         Args:
             loss: sum of the counted tokens' losses of this micro-batch, a scalar.
-            tokens: counted tokens of the whole step, over all ranks and micro-steps.
+            tokens: counted tokens of the whole step, over all ranks that divide the batch and all micro-steps.
         """
-        # DeepSpeed takes the mean over ranks and, unless told not to, divides by the number of micro-steps.
-        self.deepspeed.backward(loss * (self.processes.world / tokens), scale_wrt_gas=False)
+        # DeepSpeed takes the mean over these ranks and, unless told not to, divides by the number of micro-steps.
+        self.deepspeed.backward(loss * (self.mesh.batch.size / tokens), scale_wrt_gas=False)
 
     def step(self, lr: float) -> None:
         """End a micro-step; at the last one of a step, clip and step with learning rate `lr`."""
@@ -137,12 +130,12 @@ class Engine:
         self.deepspeed.destroy()
 
 
-def deepspeed_config(config: Config, processes: Processes, parameters: int, clip: float) -> dict[str, Any]:
+def deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -> dict[str, Any]:
     """DeepSpeed's configuration of a run.
 
     Args:
         config: the run's.
-        processes: gives the number of ranks.
+        mesh: says among how many ranks a batch is divided.
         parameters: of the model; no bucket needs to be larger.
         clip: largest gradient norm; 0 turns DeepSpeed's clipping off.
     """
@@ -152,7 +145,7 @@ def deepspeed_config(config: Config, processes: Processes, parameters: int, clip
         zero[name] = max(1, min(zero[name], parameters))  # buckets are allocated whole
     micro, steps = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
     result: dict[str, Any] = {
-        "train_batch_size": micro * steps * processes.world,
+        "train_batch_size": micro * steps * mesh.batch.size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": clip,
@@ -164,7 +157,7 @@ def deepspeed_config(config: Config, processes: Processes, parameters: int, clip
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},
     }
-    kind = precision(config)
+    kind = training.compute_type
     if kind == "bf16":
         result["bf16"] = {"enabled": True}
         if steps > 1 and zero["stage"] > 0:

@@ -27,7 +27,6 @@ from megatron.config.schema import Config
 from megatron.errors import RunError
 from megatron.training import outline
 from megatron.training.console import ConsoleReporter
-from megatron.training.engine import precision
 from megatron.training.hardware import peak_memory
 from megatron.training.metrics import EvaluationRecord, Interval, TrainRecord, perplexity
 from megatron.training.records import recorded
@@ -105,15 +104,16 @@ class Loop:
             run.console.say(f"{what}: step {self.step} of {train_iters} is reached; {left}")
         run.engine.model.train()
         begun = run.start.progress
-        # One rank carries what an earlier session left of the interval: shares are added over ranks.
-        self.interval.clear(begun.interval_loss if run.processes.first else 0.0, begun.interval_steps)
+        # One rank carries what an earlier session left of the interval: shares are added over the batch's ranks.
+        carried = begun.interval_loss if run.processes.mesh.batch.index == 0 else 0.0
+        self.interval.clear(carried, begun.interval_steps)
         number, test = None, None
         with StopRequest(run.console.say) as stop:
             self._introduce()
             stopped = self._steps(stop)
             self._save()
             if stopped:
-                number = round(run.processes.largest(stop.signal or 0))  # it may have reached another process only
+                number = round(run.processes.max(stop.signal or 0))  # it may have reached another process only
                 saved = "nothing is saved"
                 if self.checkpoint is not None:
                     saved = f"saved {self.checkpoint}; go on with: {outline.carry_on(run.config)}"
@@ -167,7 +167,7 @@ class Loop:
             return True
         micro = [next(run.batches) for _ in range(micro_steps)]
         here = sum(int(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro)
-        tokens, stops = run.processes.total(here, int(stop.signal is not None))
+        tokens, stops = run.processes.sum(run.processes.mesh.once(here), int(stop.signal is not None))
         if stops:
             return True
         tokens = max(tokens, 1)  # a mask may leave nothing of a batch
@@ -189,6 +189,11 @@ class Loop:
         run.console.step(self.step)
         return False
 
+    def _over_batch(self, share: float) -> float:
+        """The sum of what the ranks that divide the batch have. All must call it."""
+        processes = self.run.processes
+        return processes.sum(processes.mesh.once(share))[0]
+
     def _watch(self, share: Tensor) -> None:
         """Stop when too many steps in a row were bad. `share` is this rank's part of the step's loss.
 
@@ -198,7 +203,7 @@ class Loop:
         if not engine.skipped:
             self.bad_steps = 0
             return
-        loss = self.run.processes.mean(float(share))[0] * self.run.processes.world
+        loss = self._over_batch(float(share))
         fp16 = self.run.config.training.fp16
         scalable = engine.precision == "fp16" and fp16.loss_scale == 0 and engine.loss_scale > fp16.min_loss_scale
         if scalable and math.isfinite(loss):
@@ -215,12 +220,11 @@ class Loop:
     def _report(self) -> None:
         run, interval = self.run, self.interval
         share, norm, seconds = interval.read()
-        world = run.processes.world
-        loss = None if share is None else run.processes.mean(share)[0] * world
+        loss = None if share is None else self._over_batch(share)
         self.loss = loss if loss is not None else self.loss
-        memory = run.processes.largest(peak_memory(run.processes.device))
+        memory = run.processes.max(peak_memory(run.processes.device))
         speed = interval.tokens / seconds
-        tflops = speed * run.flops_per_token / world / 1e12
+        tflops = speed * run.flops_per_token / run.processes.world / 1e12
         record = TrainRecord(
             step=self.step,
             loss=loss,
@@ -296,12 +300,12 @@ class Loop:
             train_samples=run.train_samples,
             consumed_samples=self.samples,
             consumed_tokens=self.tokens,
-            interval_loss=run.processes.mean(self.interval.loss_sum())[0] * run.processes.world,
+            interval_loss=self._over_batch(self.interval.loss_sum()),
             interval_steps=self.interval.counted,
             vocabulary={"size": run.vocabulary.size, "name": run.vocabulary.name},
             world=run.processes.world,
             zero_stage=training.zero_optimization.stage,
-            precision=precision(run.config),
+            precision=training.compute_type,
             directory=os.getcwd(),
         )
         self.checkpoint = save_checkpoint(

@@ -4,6 +4,12 @@ from typing import Literal
 
 from megatron.options import MOST_STEPS, Section, key
 
+Precision = Literal["fp32", "bf16", "fp16"]
+
+MICRO, STEPS, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+BATCH_SIZES = (MICRO, STEPS, BATCH)
+"""Of any two of them the third follows, once the number of processes is known."""
+
 LARGEST_BATCH = 10**6
 """Sequences per optimizer step: beyond every published batch, so that a mistyped one is told at once."""
 
@@ -79,6 +85,11 @@ class Bf16Options(Section):
 class TrainingOptions(Section):
     """Batches, steps, precision, seeds."""
 
+    @property
+    def compute_type(self) -> Precision:
+        """The type that the model computes in."""
+        return self.precision or ("bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32")
+
     train_iters: int = key(..., "optimizer steps", ge=1, le=MOST_STEPS, role="schedule")
     train_micro_batch_size_per_gpu: int = key(
         4, "sequences per rank and micro-step", ge=1, le=LARGEST_BATCH, role="machine"
@@ -92,9 +103,7 @@ class TrainingOptions(Section):
         role="schedule",
     )
     zero_optimization: ZeroOptions = key(ZeroOptions, "DeepSpeed ZeRO")
-    precision: Literal["fp32", "bf16", "fp16"] | None = key(
-        None, "short for fp16/bf16 `enabled`; bfloat16 is accepted", role="numerics"
-    )
+    precision: Precision | None = key(None, "short for fp16/bf16 `enabled`; bfloat16 is accepted", role="numerics")
     fp16: Fp16Options = key(Fp16Options, "float16 training")
     bf16: Bf16Options = key(Bf16Options, "bfloat16 training")
     seed: int = key(1234, "seeds initialisation, dropout and data order", ge=0, le=LARGEST_SEED, role="numerics")

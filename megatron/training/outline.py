@@ -7,7 +7,6 @@ import torch
 
 from megatron.config.schema import Config
 from megatron.training.console import about
-from megatron.training.engine import precision
 from megatron.training.hardware import matmul_speed
 from megatron.training.setup import Run
 
@@ -30,7 +29,7 @@ def seconds_ahead(run: Run, step: int) -> float:
     training, model = run.config.training, run.config.model
     speed = matmul_speed(
         run.processes.device,
-        precision(run.config),
+        training.compute_type,
         rows=training.train_micro_batch_size_per_gpu * model.seq_length,
         inner=model.hidden_size,
         columns=model.intermediate_size or 4 * model.hidden_size,
@@ -56,7 +55,7 @@ def first_line(run: Run, step: int, seconds: float) -> str:
     tokens = count(training.train_iters * batch * length)
     done = f"from step {step:,}, " if step else ""
     return (
-        f"{count(run.parameters)} parameters on {place} in {precision(config)}; {training.train_iters:,} steps of "
+        f"{count(run.parameters)} parameters on {place} in {training.compute_type}; {training.train_iters:,} steps of "
         f"{batch:,} × {length:,} tokens{layout} are {tokens} tokens; {done}{about(seconds)}"
     )
 

@@ -1,34 +1,38 @@
-"""Everything a run needs before its first step, built in the one order that works.
+"""A run from its configuration to its first step, in four phases.
 
-Checks that need no torch come first, then what fails cheaply (data, vocabulary), then the model and the engine.
+    preflight   what can be refused, and settled, from the configuration and the machine alone (preflight.py)
+    session     the folder's lock, the other processes, seeds and determinism (session.py)
+    assemble    data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
+    restore     every state of the checkpoint to start from, if there is one; from then on the folder is this run's
+
+What there is to start from is decided between the second and the third: all processes verify its files together, and
+it must fit the configuration before anything is built.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron.checkpoint import resume
 from megatron.checkpoint.folder import CONFIG, prune
-from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.resume import Start
-from megatron.config.ranks import with_batch
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, batches
 from megatron.data.datasets import Datasets, Vocabulary, build_datasets, vocabulary
-from megatron.errors import UserError
-from megatron.model import runtime
 from megatron.model.build import build_model, check_position
-from megatron.training import processes as places
+from megatron.parallel import seeds
+from megatron.parallel.devices import Machine
+from megatron.parallel.place import Place
+from megatron.parallel.processes import Processes
+from megatron.training import session as sessions
 from megatron.training.console import ConsoleReporter
-from megatron.training.engine import Engine, precision
+from megatron.training.engine import Engine
 from megatron.training.hardware import peak_tflops
-from megatron.training.processes import Processes
+from megatron.training.preflight import preflight
 from megatron.training.records import METRICS
 from megatron.training.reporters import Reporter, build_reporters
 from megatron.training.schedule import Schedule, build_schedule, rate_jump
+from megatron.training.session import Session
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Run:
     """A run that is ready to take its next step."""
 
     config: Config
-    processes: Processes
+    session: Session
     start: Start
     vocabulary: Vocabulary
     datasets: Datasets
@@ -51,16 +55,18 @@ class Run:
     parameters: int
     peak: float | None
     """The device's peak TFLOP/s, if it is known."""
-    lock: RunLock | None
-    """Keeps other runs out of the folder; the first process has it, if anything is saved."""
+
+    @property
+    def processes(self) -> Processes:
+        """This process among all of the run."""
+        return self.session.processes
 
     def close(self) -> None:
         """Close files, release the engine and the folder."""
         for reporter in (self.console, *self.reporters):
             reporter.close()
         self.engine.close()
-        if self.lock is not None:
-            self.lock.release()
+        self.session.close()
 
 
 def prepare(config: Config, console: ConsoleReporter) -> Run:
@@ -70,99 +76,100 @@ def prepare(config: Config, console: ConsoleReporter) -> Run:
         UserError: the configuration, the data and what is there to start from do not fit together.
         RunError: a file is damaged or cannot be written, or the processes do not find each other.
     """
-    # Before anything is read or started: what is there must not change any more.
-    saves = config.checkpoint.save is not None and os.environ.get("RANK", "0") == "0"
-    lock = RunLock(config.checkpoint.save) if saves else None  # type: ignore[arg-type]
+    place = Place.told() or Place()
+    config = preflight(config, Machine.here(), world=place.world).config
+    session = sessions.begin(config, place)
     try:
-        return _prepare(config, console, lock)
+        start = resume.find_start(config, session.processes)
+        run = assemble(config, session, start, console)
+        restore(run)
     except BaseException:
-        if lock is not None:
-            lock.release()
+        session.close()
         raise
+    return run
 
 
-def _prepare(config: Config, console: ConsoleReporter, lock: RunLock | None) -> Run:
-    processes = places.start(config)
-    start = resume.find_start(config, processes)
-    config = with_batch(config, processes.world)
-    _determinism(config)
-    if precision(config) == "fp16" and processes.device.type == "cpu":
-        raise UserError("precision: fp16 needs a GPU; use bf16 or fp32")
-    if start.checkpoint is not None and not start.weights_only:
-        resume.check_engine(start, config, world=processes.world, precision=precision(config))
+def assemble(config: Config, session: Session, start: Start, console: ConsoleReporter) -> Run:
+    """Data, model and engine of a run that starts from `start`, its states still fresh. All processes must call this.
+
+    Raises:
+        UserError: the data, the model and what it starts from do not fit together.
+        RunError: a file is damaged or cannot be written.
+    """
+    training, processes = config.training, session.processes
+    resume.check_engine(start, config, processes.world)
     known = vocabulary(config.data)
     resume.check_vocabulary(start, known.size, known.name)
-    runtime.initialize(config.training.seed)
     check_position(config.model, config.position)  # before the data leave anything behind
-    datasets, train_samples = _datasets(config, start)
+    datasets, train_samples = _datasets(config, start, processes)
 
-    reporter = console if processes.first else ConsoleReporter(None, config.training.train_iters)
+    reporter = console if processes.first else ConsoleReporter(None, training.train_iters)
     for note in (*start.notes, *datasets.notes, *_rate_jump(config, start)):
         reporter.say(note)
-    if datasets.valid is None and config.training.eval_interval and config.training.eval_iters:
+    if datasets.valid is None and training.eval_interval and training.eval_iters:
         reporter.say("no validation: the configuration names no validation data")
 
-    model = build_model(config.model, config.position, known.size, seed=config.training.seed)
+    seed = seeds.seed_of(training.seed, "initialization", processes.mesh)
+    model = build_model(config.model, config.position, known.size, processes=processes, seed=seed)
     if start.weights_only:
         resume.load_weights(start, config, model)
     # Counted before ZeRO divides the parameters among processes.
     flops_per_token, parameters = model.flops_per_token(config.model.seq_length), model.num_parameters()
-    runtime.initialize(config.training.seed + processes.rank)  # dropout differs between ranks
-    engine = Engine(config, model, processes)
-    if start.checkpoint is not None and not start.weights_only:
-        resume.restore(start, engine.deepspeed, processes)
-        engine.restore_options()
-        for note in resume.restore_random(start, processes):
-            reporter.say(note)
-    training, folder = config.training, config.checkpoint.save
-    if processes.first and folder is not None:
-        # From here on the run is this one: nothing can be refused any more.
-        prune(folder, None)
-        for note in resume.give_up(start, Path(folder) / METRICS):
-            reporter.say(note)
-        if start.progress.step < training.train_iters:
-            # Started again from this file, it goes on; it does not go back once more.
-            config.replace(rollback=False).save(Path(folder) / CONFIG)
+    seeds.seed_torch(seeds.seed_of(training.seed, "dropout", processes.mesh))
     return Run(
         config=config,
-        processes=processes,
+        session=session,
         start=start,
         vocabulary=known,
         datasets=datasets,
         train_samples=train_samples,
-        engine=engine,
+        engine=Engine(config, model, processes),
         schedule=build_schedule(config.optimizer, training.train_iters),
         batches=iter(
             batches(
                 datasets.train,  # type: ignore[arg-type]
                 micro_batch=training.train_micro_batch_size_per_gpu,
-                rank=processes.rank,
-                world=processes.world,
+                data=processes.mesh.data,
                 start=start.progress.consumed_samples,
                 num_workers=config.data.num_workers,
             )
         ),
         console=reporter,
-        reporters=build_reporters(config, start.progress.step) if processes.first else [],
+        reporters=[],
         flops_per_token=flops_per_token,
         parameters=parameters,
-        peak=peak_tflops(processes.device, precision(config), config.logging.peak_tflops),
-        lock=lock,
+        peak=peak_tflops(processes.device, training.compute_type, config.logging.peak_tflops),
     )
 
 
-def _determinism(config: Config) -> None:
-    deterministic = config.training.deterministic
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = deterministic
+def restore(run: Run) -> None:
+    """Put the states of the checkpoint back, if there is one, and take the folder over. All processes must call this.
+
+    Raises:
+        RunError: files are missing or damaged, or the disk refuses.
+    """
+    config, start, processes = run.config, run.start, run.processes
+    if start.resumes:
+        resume.restore(start, run.engine.deepspeed, processes)
+        run.engine.restore_options()
+        for note in resume.restore_random(start, processes):
+            run.console.say(note)
+    if not processes.first:
+        return
+    if (folder := config.checkpoint.save) is not None:
+        # From here on the run is this one: nothing can be refused any more.
+        prune(folder, None)
+        for note in resume.give_up(start, Path(folder) / METRICS):
+            run.console.say(note)
+        if start.progress.step < config.training.train_iters:
+            # Started again from this file, it goes on; it does not go back once more.
+            config.replace(rollback=False).save(Path(folder) / CONFIG)
+    run.reporters = build_reporters(config, start.progress.step)
 
 
 def _rate_jump(config: Config, start: Start) -> list[str]:
     """A line if the run goes on with another learning rate than the one it had come to."""
-    if start.checkpoint is None or start.weights_only:
+    if start.checkpoint is None or not start.resumes:
         return []
     before = Config.read(start.checkpoint / CONFIG)
     old, new = (build_schedule(each.optimizer, each.training.train_iters) for each in (before, config))
@@ -170,7 +177,7 @@ def _rate_jump(config: Config, start: Start) -> list[str]:
     return [] if note is None else [note]
 
 
-def _datasets(config: Config, start: Start) -> tuple[Datasets, int]:
+def _datasets(config: Config, start: Start, processes: Processes) -> tuple[Datasets, int]:
     """The datasets, and the number of samples that the order of the training data is built for."""
     training, batch = config.training, config.training.train_batch_size
     assert batch is not None
@@ -190,7 +197,6 @@ def _datasets(config: Config, start: Start) -> tuple[Datasets, int]:
         test_samples=held_out,
         seed=training.seed,
         cache=cache,
+        processes=processes,
     )
-    if datasets.train is None:
-        raise UserError("train_data_paths: no training data are named (or data_path's split gives them no share)")
     return datasets, first

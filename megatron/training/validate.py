@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from megatron.checkpoint import random_states
 from megatron.config.schema import Config
 from megatron.data.batches import batches
+from megatron.parallel.processes import Processes
 from megatron.training.engine import Engine
 from megatron.training.metrics import EvaluationRecord, perplexity
-from megatron.training.processes import Processes
 
 
 @torch.no_grad()
@@ -41,9 +41,7 @@ def validate(
     engine.model.eval()
     losses = torch.zeros((), dtype=torch.float64, device=processes.device)
     counted = torch.zeros((), dtype=torch.float64, device=processes.device)
-    order = batches(
-        dataset, micro_batch=training.train_micro_batch_size_per_gpu, rank=processes.rank, world=processes.world
-    )
+    order = batches(dataset, micro_batch=training.train_micro_batch_size_per_gpu, data=processes.mesh.data)
     total = training.eval_iters * training.gradient_accumulation_steps
     progress(split, 0, total)
     for done, batch in enumerate(islice(order, total), start=1):
@@ -55,13 +53,14 @@ def validate(
         progress(split, done, total)
     engine.model.train()
     random_states.restore(states)
-    share_of_loss, share_of_tokens = processes.mean(float(losses), float(counted))
-    loss = share_of_loss / max(share_of_tokens, 1.0 / processes.world)
+    once = processes.mesh.once
+    all_losses, all_counted = processes.sum(once(float(losses)), once(float(counted)))
+    loss = all_losses / max(all_counted, 1.0)
     return EvaluationRecord(
         step=step,
         split=split,
         loss=loss,
         perplexity=perplexity(loss),
-        tokens=round(share_of_tokens * processes.world),
+        tokens=round(all_counted),
         seconds=time.perf_counter() - begun,
     )

@@ -3,14 +3,13 @@
 from typing import Any
 
 import pytest
-import torch
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint.resume import find_start
 from megatron.config.schema import Config, Key, keys
 from megatron.errors import UserError
+from megatron.parallel.processes import Processes
 from megatron.training.loop import train
-from megatron.training.processes import Processes
 
 BY_ROLE = {
     "architecture": "refused",
@@ -29,7 +28,7 @@ KNOWN = {
     "score_processor": "cdape",
     "score_processor_options": {"width": 4},
 }
-ALONE = Processes(0, 1, torch.device("cpu"), None)
+ALONE = Processes()
 COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compared with what
 
 

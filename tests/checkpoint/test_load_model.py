@@ -13,6 +13,8 @@ from megatron.checkpoint.load_model import load_model
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
 from megatron.errors import RunError
+from megatron.parallel.mesh import Axis
+from megatron.parallel.processes import alone
 from megatron.training.loop import train
 
 
@@ -44,10 +46,17 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
     assert loaded.checkpoint == run
 
     held_out = build_datasets(
-        config.data, seq_length=16, train_samples=0, valid_samples=8, test_samples=0, seed=1234, cache=None
+        config.data,
+        seq_length=16,
+        train_samples=0,
+        valid_samples=8,
+        test_samples=0,
+        seed=1234,
+        cache=None,
+        processes=alone(),
     ).valid
     total, count = 0.0, 0
-    for batch, _ in zip(batches(held_out, micro_batch=4, rank=0, world=1), range(2), strict=False):
+    for batch, _ in zip(batches(held_out, micro_batch=4, data=Axis()), range(2), strict=False):
         with torch.no_grad():
             loss = loaded.model(batch["tokens"], labels=batch["labels"])
         total, count = total + float(loss.double().sum()), count + loss.numel()

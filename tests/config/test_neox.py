@@ -11,8 +11,10 @@ from megatron.config import names, neox
 from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
 from megatron.errors import UserError
+from megatron.parallel.devices import Machine
 from megatron.position import registry
 from megatron.position.shape import Shape
+from megatron.training.preflight import preflight
 
 _spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))
 stock = importlib.util.module_from_spec(_spec)
@@ -72,6 +74,15 @@ def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
             rule = neox.RULES.get(name)
             harmless = isinstance(rule, neox.Refused)  # a value that asks for nothing
             assert (name,) in keys() or harmless or name in notes, name
+
+
+@pytest.mark.parametrize("files", [("NEOX_125M", "NEOX_LOCAL_SETUP"), ("KERPLE_TRAIN", "KERPLE_LOCAL_SETUP"), ()])
+def test_stock_files_resolve_for_a_cluster_where_no_gpu_is(read, files):
+    """They train in float16 on however many GPUs there are."""
+    values = [getattr(stock, name) for name in files] or [stock.DAPE["125M_kerple_c"]]
+    settled = preflight(read(*values, {"precision": "fp16", "data_path": "x"}).config, Machine(0, 2), dry=True)
+    assert (settled.config.launch.device, settled.config.launch.num_gpus) == ("cuda", None)
+    assert sum("not checked" in note for note in settled.notes) == 1
 
 
 def test_bfloat16_overlay(read):

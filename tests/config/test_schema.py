@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron.config.load import load
+from megatron.config.ranks import with_batch
 from megatron.config.schema import SECTIONS, Config, keys, owners
 from megatron.errors import RunError
 from megatron.options import Role, Section
@@ -46,10 +47,13 @@ def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
     config.save(path)
     assert Config.read(path) == config
     assert load([path]).notes == ()
-    assert config.training.gradient_accumulation_steps == 4
+    settled = with_batch(config, 2)
+    settled.save(path)
+    assert Config.read(path) == settled
+    assert settled.training.gradient_accumulation_steps == 4
     assert [p.name for p in path.parent.iterdir()] == ["config.yml"]  # no temporary file stays
     Config.read(path).save(path)  # and again over the old one
-    assert Config.read(path) == config
+    assert Config.read(path) == settled
 
 
 def test_saving_to_a_place_that_cannot_be_written(tmp_path: Path):

@@ -18,6 +18,11 @@ from megatron.data.corpus import prepare
 from megatron.data.datasets import build_datasets, sequence_range, token_stream, vocabulary
 from megatron.data.options import DataOptions
 from megatron.errors import RunError, UserError
+from megatron.parallel.mesh import Sizes
+from megatron.parallel.place import Place
+from megatron.parallel.processes import Processes, join
+
+ALONE = Processes()
 
 
 def numbered(lengths, first=0):
@@ -40,7 +45,7 @@ def words(tmp_path):
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str(path)}
 
 
-def build(data, *, seq_length=8, train=0, valid=0, test=0, seed=3, cache=None, extend=None):
+def build(data, *, seq_length=8, train=0, valid=0, test=0, seed=3, cache=None, extend=None, processes=ALONE):
     return build_datasets(
         data,
         seq_length=seq_length,
@@ -50,6 +55,7 @@ def build(data, *, seq_length=8, train=0, valid=0, test=0, seed=3, cache=None, e
         seed=seed,
         cache=cache,
         extend_train_to=extend,
+        processes=processes,
     )
 
 
@@ -204,9 +210,9 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
         ({"data_path": prefix, **words}, "tokenizer_type: HFTokenizer-.* does not fit the data: .* was made by bytes"),
         ({"data_path": learned, "tokenizer_type": "bytes"}, "tokenizer_type: bytes does not fit the data"),
         ({"data_path": learned, **words}, "does not fit the data"),
-        ({"data_path": prefix, "vocab_file": "x"}, "vocab_file: x is given without tokenizer_type"),
+        ({"data_path": prefix, "vocab_file": "x"}, "vocab_file is given without tokenizer_type"),
         ({}, "data_path: no data are named"),
-        ({"data_path": prefix, "test_data_paths": [prefix]}, "data_path: cannot stand beside test_data_paths"),
+        ({"data_path": prefix, "test_data_paths": [prefix]}, "test_data_paths and data_path exclude each other"),
         ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
         ({"data_path": str(folder / "bytes")}, r"is a folder; name a dataset in it: .*bytes/text_document"),
     ]:
@@ -230,13 +236,13 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
         ({"train_data_paths": [empty]}, "train_data_paths: .*empty has no tokens"),
         ({"train_data_paths": [str(tmp_path / "half")]}, r"train_data_paths: .*half\.idx is missing"),
         (
-            {"train_data_paths": [good, good], "train_data_weights": [1.0]},
-            "1 weights for 2 datasets of train_data_paths",
+            {"train_data_paths": [good, short], "train_data_weights": [1.0]},
+            "train_data_weights has 1 values for 2 paths in train_data_paths",
         ),
-        ({"train_data_paths": [good], "train_data_weights": [0.0]}, "every weight must be greater than 0"),
-        ({"data_path": good, "train_data_weights": [1.0]}, "1 weights for 0 datasets of train_data_paths"),
-        ({"data_path": good, "split": "1,-1"}, "split: '1,-1' is not three shares"),
-        ({"data_path": good, "split": "a"}, "split: 'a' is not three shares"),
+        ({"train_data_paths": [good], "train_data_weights": [0.0]}, "each must be greater than 0"),
+        ({"data_path": good, "train_data_weights": [1.0]}, "train_data_weights has 1 values for 0 paths"),
+        ({"data_path": good, "split": "1,-1"}, "split is '1,-1'; it must be up to three shares"),
+        ({"data_path": good, "split": "a"}, "split is 'a'; it must be up to three shares"),
         ({"data_path": good, "split": "0.001,1,1"}, r"the train split of .*good has no tokens \(30 documents in all\)"),
     ]:
         with pytest.raises(UserError, match=message) as error:
@@ -368,10 +374,11 @@ def test_a_damaged_index_is_built_anew_and_nothing_in_it_is_run(dataset, words, 
 
 def _two_processes(rank: int, folder: str, options: dict) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    processes = join(Place(rank, 2), Sizes(data=2), device="cpu", backend="gloo")
     problems, notes = [], []
     for cache in (f"{folder}/cache", f"{folder}/trapped", f"{folder}/file"):
         try:
-            built = build(DataOptions(**options), train=30, valid=5, extend=100, cache=cache)
+            built = build(DataOptions(**options), train=30, valid=5, extend=100, cache=cache, processes=processes)
             found = json.dumps([rows(built.train), rows(built.valid)])
             Path(f"{folder}/rows-{Path(cache).name}{rank}").write_text(found)
             notes += built.notes

@@ -13,6 +13,7 @@ from megatron.data.description import CORPUS_FILE, read_description
 from megatron.data.options import DataOptions
 from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import FarfieldError, RunError, UserError
+from megatron.parallel.processes import Processes
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,14 @@ def data(folder):
 
 def train_on(folder, cache=None):
     return build_datasets(
-        data(folder), seq_length=8, train_samples=20, valid_samples=0, test_samples=0, seed=1, cache=cache
+        data(folder),
+        seq_length=8,
+        train_samples=20,
+        valid_samples=0,
+        test_samples=0,
+        seed=1,
+        cache=cache,
+        processes=Processes(),
     ).train
 
 

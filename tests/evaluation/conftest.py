@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import build_model
 from torch import Tensor, nn
 
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.perplexity import evaluate
 from megatron.evaluation.protocols import plan_of
-from megatron.model.build import build_model
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.reports.records import Record
 

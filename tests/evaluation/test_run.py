@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models import build_model
 from rich.console import Console
 from rounding import apart, sums_of_gpt
 
@@ -26,7 +27,6 @@ from megatron.evaluation.placement import find_device
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.request import read_options
 from megatron.evaluation.run import evaluate_runs
-from megatron.model.build import build_model
 from megatron.reports import plots, records
 from megatron.reports.records import Record
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import build_model
 from rich.console import Console
 
 from megatron.checkpoint.progress import Progress
@@ -18,7 +19,6 @@ from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
-from megatron.model.build import build_model
 from megatron.reports import plots
 from megatron.reports.records import Record
 from megatron.reports.records import write as write_records

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import build_model
 from position_methods import MAPPED, build, random_qkv
 from rounding import assert_rounding_alone
 
@@ -17,7 +18,6 @@ from megatron.model.backends.backend import Backend, Rows
 from megatron.model.backends.choose import RowBlocks, choose_backend
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.triton import Route, Triton, plan
-from megatron.model.build import build_model
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from models import build_model
 from rounding import assert_alike, sums_of_gpt
 from torch.nn import functional as F
 
 from megatron.errors import UserError
-from megatron.model.build import build_model, padded_vocabulary
+from megatron.model.build import padded_vocabulary
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.model.parameters import parameter_groups
 from tools.plain_gpt import PlainGPT
@@ -261,7 +262,7 @@ def test_norms_and_activations_build_and_learn(norm: str, activation: str) -> No
         ({}, {"score_processor_options": {"kernel_size": 3}}, None, "score_processor is none"),
         ({}, {"name": "kerple_log"}, "sdpa", r"choose from auto, (triton, )?eager, chunked"),
         ({}, {"name": "learned", "pos_emb_per_layer": True}, None, "pos_emb_per_layer"),
-        ({"num_attention_heads": 5}, {}, None, "does not divide hidden_size 24"),
+        ({"num_attention_heads": 5}, {}, None, "hidden_size 24 is not divisible by num_attention_heads 5"),
         ({"hidden_size": 27}, {"name": "sinusoidal"}, None, "even hidden_size"),
     ],
 )

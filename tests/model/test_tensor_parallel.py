@@ -10,6 +10,8 @@ from position_methods import ALL
 from rounding import assert_alike, sums_of_gpt
 from tensor_parallel_cases import gradients
 
+from megatron.parallel.processes import alone
+
 SUPPORT = Path(__file__).parents[1] / "support"
 SWIGLU = {"activation": "swiglu", "no_weight_tying": True, "gpt_j_residual": True}
 EXTRA: dict[str, dict[str, Any]] = {
@@ -30,9 +32,12 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 CASES = {f"{e}+{p}": {"model": {}, "position": {"pos_emb": e, "score_processor": p}} for e, p in ALL} | EXTRA
 REFUSED = {
-    "heads": ({"hidden_size": 24, "num_attention_heads": 3}, "model_parallel_size 2 does not divide num_attention_hea"),
+    "heads": (
+        {"hidden_size": 24, "num_attention_heads": 3},
+        "num_attention_heads 3 is not divisible by model_parallel_",
+    ),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout 0.1: with model_parallel_size 2"),
-    "width": ({"intermediate_size": 65}, "does not divide intermediate_size 65"),
+    "width": ({"intermediate_size": 65}, "intermediate_size 65 is not divisible by model_parallel_size 2"),
 }
 # Gradients come after as many sums again. They are compared with the largest of their tensor or, where they cancel to
 # nothing (a constant added to all logits of a row), with a hundredth of the model's largest.
@@ -62,7 +67,7 @@ def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Ten
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(two_ranks: list[dict[str, Any]], name: str) -> None:
-    one = gradients(**CASES[name])
+    one = gradients(alone(), **CASES[name])
     both = [rank[name] for rank in two_ranks]
     for rank in both:
         assert rank["parameters"] == one["parameters"]

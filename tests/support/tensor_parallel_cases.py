@@ -6,12 +6,14 @@ import torch
 
 from megatron.model.build import build_model
 from megatron.model.options import ModelOptions, PositionOptions
+from megatron.parallel.parameters import divided
+from megatron.parallel.processes import Processes
 
 VOCABULARY = 30  # padded to 32: 16 for each rank
 LENGTH = 14
 
 
-def gradients(model: dict[str, Any], position: dict[str, Any]) -> dict[str, Any]:
+def gradients(processes: Processes, model: dict[str, Any], position: dict[str, Any]) -> dict[str, Any]:
     """Losses, logits and gradients of a fresh model on fixed tokens."""
     options = ModelOptions(
         **{
@@ -25,7 +27,7 @@ def gradients(model: dict[str, Any], position: dict[str, Any]) -> dict[str, Any]
             **model,
         }
     )
-    gpt = build_model(options, PositionOptions(**position), VOCABULARY, seed=11)
+    gpt = build_model(options, PositionOptions(**position), VOCABULARY, processes=processes, seed=11)
     generator = torch.Generator().manual_seed(3)
     x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator)
     with torch.no_grad():
@@ -42,5 +44,4 @@ def gradients(model: dict[str, Any], position: dict[str, Any]) -> dict[str, Any]
 
 
 def _division(parameter: torch.nn.Parameter) -> tuple[int | None, int]:
-    divided = getattr(parameter, "tensor_model_parallel", False)
-    return (parameter.partition_dim if divided else None), getattr(parameter, "partition_stride", 1)
+    return (parameter.partition_dim if divided(parameter) else None), getattr(parameter, "partition_stride", 1)

@@ -19,14 +19,16 @@ def main() -> None:
     from tensor_parallel_cases import gradients
 
     from megatron.errors import UserError
-    from megatron.model import runtime
+    from megatron.parallel.mesh import Sizes
+    from megatron.parallel.place import Place
+    from megatron.parallel.processes import join
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    runtime.initialize(0, model_parallel_size=2)
+    processes = join(Place(rank, 2), Sizes(tensor=2), device="cpu", backend="gloo")
     results = {}
     for name, case in torch.load(folder / "cases.pt", weights_only=True).items():
         try:
-            results[name] = gradients(**case)
+            results[name] = gradients(processes, **case)
         except UserError as error:
             results[name] = str(error)
     torch.save(results, folder / f"{rank}.pt")

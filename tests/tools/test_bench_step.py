@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model import runtime
 from tools import bench_step
 from tools.bench_step import Problem
 
@@ -21,7 +20,6 @@ PROBLEM = Problem("tiny", 16, 2, "fp32", "cpu")
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cuda":
         request.getfixturevalue("gpu")
-        monkeypatch.setattr(runtime, "model_parallel_cuda_manual_seed", lambda seed, **_: None)
         monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return request.param
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import build_model
 from rich.console import Console
 from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.launch.console import run_console
-from megatron.model.build import build_model
 from megatron.training import loop, outline
 from megatron.training.console import ConsoleReporter, about, duration, speed
 from megatron.training.hardware import matmul_speed

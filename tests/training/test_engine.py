@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import build_model
 from position_methods import SHAPE
 from rounding import apart, sums_of_gpt
 from tiny_runs import VOCABULARY, tiny_config
@@ -13,12 +14,12 @@ from torch import nn
 
 from megatron.checkpoint.weights import full_weights
 from megatron.config.schema import Config
-from megatron.model import runtime
-from megatron.model.build import build_model
 from megatron.model.parameters import parameter_groups
+from megatron.parallel.mesh import Sizes
+from megatron.parallel.place import Place
+from megatron.parallel.processes import join
 from megatron.position import registry
 from megatron.position.parameters import Bounded
-from megatron.training import processes as places
 from megatron.training.engine import Engine
 from megatron.training.optimizer import BoundedAdamW
 
@@ -53,8 +54,7 @@ def gpt(config: Config) -> nn.Module:
 
 def start(config: Config, build: Callable[[], nn.Module] | None = None) -> Engine:
     """An engine around the configuration's GPT, or what `build` makes."""
-    processes = places.start(config)
-    runtime.initialize(1)
+    processes = join(Place(), Sizes(), device="cpu", backend="gloo")
     engine = Engine(config, gpt(config) if build is None else build(), processes)
     engine.model.train()
     return engine

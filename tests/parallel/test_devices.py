@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.load import load
-from megatron.errors import UserError
-from megatron.launch import devices, local
+from megatron.parallel import devices
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: without one both would count none")
@@ -63,21 +61,6 @@ def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has)
     assert devices._torch_has_cuda() == has
 
 
-@pytest.mark.parametrize(("cores", "most", "have"), [(1, 4, "1 CPU core is"), (2, 8, "2 CPU cores are")])
-def test_more_processes_than_the_cores_can_share_are_refused(monkeypatch, cores, most, have):
-    monkeypatch.setattr(devices, "count_cores", lambda: cores)
-    keys = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=8", "train_iters=1", "data_path=x"]
-
-    def settled(processes):
-        config = load([], [*keys, "device=cpu", f"num_gpus={processes}"]).config
-        return local.resolve(config).ranks
-
-    assert settled(most) == most
-    for processes in (most + 1, 1000):
-        with pytest.raises(UserError, match=rf"num_gpus is {processes}, but {have} here .* at most {most}, 4 per core"):
-            settled(processes)
-
-
 @pytest.mark.parametrize(
     ("visible", "count"),
     [
@@ -115,5 +98,5 @@ def test_cores():
 
 
 def test_does_not_import_torch():
-    code = "import sys; from megatron.launch import devices; devices.count_gpus(); assert 'torch' not in sys.modules"
+    code = "import sys; from megatron.parallel import devices; devices.count_gpus(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], check=True)

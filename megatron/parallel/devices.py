@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -19,9 +20,17 @@ PROCESSES_PER_CORE = 4
 other, at about a gigabyte of memory each."""
 
 
-def most_processes_on_cpu() -> int:
-    """How many processes this machine's CPU is asked to run at most."""
-    return PROCESSES_PER_CORE * count_cores()
+@dataclass(frozen=True)
+class Machine:
+    """What there is to compute on."""
+
+    gpus: int
+    cores: int
+
+    @staticmethod
+    def here() -> "Machine":
+        """This machine, as far as this process may use it."""
+        return Machine(count_gpus(), count_cores())
 
 
 def count_gpus() -> int:

@@ -1,0 +1,37 @@
+"""What tensor parallelism means for attention, its encodings and processors, and the scores.
+
+megatron-core divides the linear layers, so a rank computes some of the heads, in order. What is ours follows from that:
+
+* every rank holds all parameters of encodings and processors and uses what concerns its heads, so each rank's gradient
+  is one part of the whole: they are summed (otherwise the copies drift apart);
+* a processor mixes the scores of all heads: queries and keys are gathered, which is linear in T, never the maps.
+
+B batch, H heads, h heads of a rank, T sequence, d head dimension.
+"""
+
+from torch import Tensor
+
+from megatron.parallel.collectives import gather
+from megatron.parallel.mesh import Axis
+from megatron.parallel.processes import Processes
+from megatron.position.shape import ALL_HEADS
+
+
+def heads_of(tensor: Axis, num_heads: int) -> slice:
+    """The heads that a rank of the tensor dimension computes; its size divides num_heads."""
+    if tensor.size == 1:
+        return ALL_HEADS
+    count = num_heads // tensor.size
+    first = count * tensor.index
+    return slice(first, first + count)
+
+
+def gather_heads(x: Tensor, processes: Processes) -> Tensor:
+    """Queries or keys of all heads, [B, h, T, d] → [B, H, T, d]; each rank goes on with its own share of the work, so
+    the gradient is the sum over ranks."""
+    return gather(x, 1, processes, summed=True)
+
+
+def gather_vocabulary(logits: Tensor, processes: Processes) -> Tensor:
+    """Logits over the whole vocabulary from each rank's part, along the last dimension; all ranks go on alike."""
+    return gather(logits, logits.dim() - 1, processes, summed=False)

@@ -1,0 +1,9 @@
+"""The one door to megatron-core's process groups and random states, imported without PyTorch's compiler."""
+
+from megatron.uncompiled import uncompiled
+
+with uncompiled():
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+__all__ = ["get_cuda_rng_tracker", "model_parallel_cuda_manual_seed", "parallel_state"]

@@ -1,0 +1,146 @@
+"""Ranks as points of a mesh: tensor, context, data and pipeline parallelism, without any process.
+
+Ranks count through the dimensions in megatron-core's order, tensor fastest and pipeline slowest:
+
+    rank = tensor + T · (context + C · (data + D · pipeline)),    T, C, D, P ranks along each, T·C·D·P in all
+
+What the dimensions divide: tensor each layer, context the places of a sequence, data the sequences of a batch, pipeline
+the stack of layers. So ranks that differ in tensor or pipeline alone hold the same tokens, and a sum over tokens goes
+over data × context; ranks that differ in context or data alone hold the same weights.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Literal, TypeVar
+
+from megatron.errors import UserError
+
+Dimension = Literal["tensor", "context", "data", "pipeline"]
+ORDER: tuple[Dimension, ...] = ("tensor", "context", "data", "pipeline")
+"""From neighbours in rank order to the farthest."""
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many ranks there are along each dimension."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; a mesh has at least one rank along it")
+
+    @staticmethod
+    def of(world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "Sizes":
+        """The mesh of `world` ranks: what the other dimensions leave is data parallel.
+
+        Raises:
+            UserError: they do not divide the ranks.
+        """
+        model = tensor * context * pipeline
+        if world % model:
+            raise UserError(
+                f"{world} ranks are not divisible by tensor {tensor} × context {context} × pipeline {pipeline}, "
+                f"which is {model}"
+            )
+        return Sizes(tensor, context, world // model, pipeline)
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.tensor * self.context * self.data * self.pipeline
+
+    def coordinates(self, rank: int) -> dict[Dimension, int]:
+        """Where a rank stands along each dimension."""
+        found: dict[Dimension, int] = {}
+        for dimension in ORDER:
+            rank, found[dimension] = divmod(rank, getattr(self, dimension))
+        return found
+
+    def groups(self, *dimensions: Dimension) -> list[tuple[int, ...]]:
+        """All ranks in groups whose members differ in these dimensions alone, in rank order."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            where = self.coordinates(rank)
+            groups.setdefault(tuple(where[d] for d in ORDER if d not in dimensions), []).append(rank)
+        return [tuple(group) for group in groups.values()]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension, or several taken together, as one rank sees it."""
+
+    index: int = 0
+    """This rank's place along it, from 0."""
+    size: int = 1
+    """Ranks along it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.size:
+            raise ValueError(f"index {self.index} of {self.size}")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh as one rank sees it."""
+
+    rank: int = 0
+    sizes: Sizes = Sizes()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.sizes.world:
+            raise ValueError(f"rank {self.rank} of {self.sizes.world}")
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.sizes.world
+
+    @cached_property
+    def tensor(self) -> Axis:
+        """Ranks that share each layer."""
+        return self.axis("tensor")
+
+    @cached_property
+    def context(self) -> Axis:
+        """Ranks that share each sequence."""
+        return self.axis("context")
+
+    @cached_property
+    def data(self) -> Axis:
+        """Ranks that read different sequences. Batches are drawn, and seeds made, by its index."""
+        return self.axis("data")
+
+    @cached_property
+    def pipeline(self) -> Axis:
+        """Ranks that hold different layers."""
+        return self.axis("pipeline")
+
+    @cached_property
+    def batch(self) -> Axis:
+        """Data × context: ranks among which the tokens of a batch are divided."""
+        return self.axis("context", "data")
+
+    def axis(self, *dimensions: Dimension) -> Axis:
+        """These dimensions taken together, the faster one first."""
+        where, index, size = self.sizes.coordinates(self.rank), 0, 1
+        for dimension in (d for d in ORDER if d in dimensions):
+            index += size * where[dimension]
+            size *= getattr(self.sizes, dimension)
+        return Axis(index, size)
+
+    def members(self, *dimensions: Dimension) -> tuple[int, ...]:
+        """The ranks that differ from this one in these dimensions alone, itself included, in rank order."""
+        return next(group for group in self.sizes.groups(*dimensions) if self.rank in group)
+
+    def once(self, value: Number) -> Number:
+        """`value` on one of the ranks that hold the same tokens and 0 on the others, so that a sum over all ranks
+        counts each token once. It is the rank that has the losses: of the last stage, the first that shares its layers.
+        """
+        return value if self.tensor.index == 0 and self.pipeline.index == self.pipeline.size - 1 else type(value)(0)

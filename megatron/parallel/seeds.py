@@ -1,0 +1,40 @@
+"""Who draws the same random numbers. Seeds follow from the configuration's, the purpose and the data index: never from
+the rank, since ranks that share a layer or a sequence must draw alike, and since the draws should survive another
+number of them.
+
+| purpose | the same on |
+|---|---|
+| initialization | all ranks: megatron-core draws whole weights and keeps a rank's part |
+| dropout | ranks of one data index, which hold the same sequences: also drawn positions |
+"""
+
+from typing import Any, Literal
+
+import torch
+
+from megatron.parallel.megatron_core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.parallel.mesh import Mesh
+
+Purpose = Literal["initialization", "dropout"]
+
+
+def seed_of(seed: int, purpose: Purpose, mesh: Mesh) -> int:
+    """The seed of a purpose on this rank, from the configuration's."""
+    return seed + mesh.data.index if purpose == "dropout" else seed
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch and, where there is a GPU, the states that megatron-core keeps for it. Its groups must be there."""
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def gpu_states() -> dict[str, Any]:
+    """The states that megatron-core keeps for this process's GPU, by name."""
+    return dict(get_cuda_rng_tracker().get_states())
+
+
+def restore_gpu_states(states: dict[str, Any]) -> None:
+    """Put `gpu_states` back."""
+    get_cuda_rng_tracker().set_states(states)

@@ -1,0 +1,89 @@
+"""Before a run: what can be refused, and settled, from its configuration and the facts of the machine.
+
+Pure: nothing is made or opened, no process is met, and torch is not imported. What needs torch (can this encoding be
+built?), the data's content, or a checkpoint is looked at when the run is assembled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.checks import check
+from megatron.config.ranks import mesh_sizes, with_batch
+from megatron.config.schema import Config
+from megatron.errors import UserError
+from megatron.parallel.devices import PROCESSES_PER_CORE, Machine
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A configuration with all that a run decides before it starts: device, backend, processes, batch."""
+
+    config: Config
+    world: int | None
+    """Processes of the run; None where a dry run cannot know them."""
+    notes: tuple[str, ...]
+    """Lines worth telling."""
+
+
+def preflight(config: Config, machine: Machine, *, world: int | None = None, dry: bool = False) -> Settled:
+    """Settle a configuration for a machine. Settling it again changes nothing.
+
+    Args:
+        config: the run's.
+        machine: where it shall run.
+        world: processes of the run, if they were started already.
+        dry: the run itself may take place on another machine. If it needs GPUs and none is here, what cannot be known
+            stays open, and a note says so.
+
+    Raises:
+        UserError: keys that contradict each other, a device that is not there, a precision that it cannot do, a batch
+            that does not divide, no data.
+    """
+    for _, problem in check(config):  # a configuration that was read from files has passed these
+        raise UserError(problem)
+    launch, data, precision = config.launch, config.data, config.training.compute_type
+    if data.data_path is None and not data.train_data_paths:
+        raise UserError("no data to train on: give train_data_paths or data_path; `./deepy.py prepare` makes a corpus")
+    if world is not None and launch.num_gpus not in (None, world):
+        started = "1 process was" if world == 1 else f"{world} processes were"
+        raise UserError(f"num_gpus is {launch.num_gpus}, but {started} started (WORLD_SIZE)")
+    ranks = world or launch.num_gpus
+    gpus = machine.gpus if launch.device != "cpu" else 0
+    wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
+    notes = []
+    if wants_gpu and not gpus and dry:
+        device = "cuda"
+        open_ = "whether there are so many" if ranks else "how many there will be (num_gpus), the batch that follows"
+        notes.append(f"no GPU is here, and this run needs one; not checked: {open_}, and their memory")
+    else:
+        device = "cuda" if gpus else "cpu"
+        ranks = ranks or gpus or 1
+        _check_device(launch.device, device, precision, ranks, machine)
+    backend = "gloo" if device == "cpu" or launch.distributed_backend == "gloo" else "nccl"
+    if launch.distributed_backend not in ("auto", backend):  # GPT-NeoX's files say nccl everywhere
+        notes.append(f"distributed_backend {launch.distributed_backend} needs GPUs; {backend} is used on this machine")
+    if config.checkpoint.save is None:
+        notes.append("save is not set: this run will leave no checkpoints, metrics or log behind")
+    config = config.replace(device=device, num_gpus=ranks, distributed_backend=backend)
+    if ranks is not None:
+        config = with_batch(config, mesh_sizes(config, ranks).data)
+    return Settled(config, ranks, tuple(notes))
+
+
+def _check_device(asked: str, device: str, precision: str, ranks: int, machine: Machine) -> None:
+    if asked == "cuda" and device == "cpu":
+        raise UserError("device is cuda, but there is no CUDA device here (or torch was built without CUDA)")
+    if precision == "fp16" and device == "cpu":
+        why = "device is cpu" if asked == "cpu" else "there is none here"
+        raise UserError(f"precision is fp16, which needs a GPU, and {why}; use precision=bf16 or fp32")
+    if device == "cuda" and ranks > machine.gpus:
+        have = "1 GPU is" if machine.gpus == 1 else f"{machine.gpus} GPUs are"
+        raise UserError(f"num_gpus is {ranks}, but {have} here; use at most that many, or device: cpu")
+    most = PROCESSES_PER_CORE * machine.cores
+    if device == "cpu" and ranks > most:
+        have = "1 CPU core is" if machine.cores == 1 else f"{machine.cores} CPU cores are"
+        raise UserError(
+            f"num_gpus is {ranks}, but {have} here and there is no GPU to use; use at most {most}, "
+            f"{PROCESSES_PER_CORE} per core"
+        )

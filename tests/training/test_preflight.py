@@ -1,0 +1,130 @@
+"""What is settled and what is refused before a run, for any machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.load import load
+from megatron.config.schema import Config
+from megatron.errors import UserError
+from megatron.parallel.devices import Machine
+from megatron.training.preflight import preflight
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
+    *("train_data_paths=[nowhere]", "train_batch_size=8", "train_micro_batch_size_per_gpu=2"),
+]
+LOGIN_NODE = Machine(gpus=0, cores=2)
+
+
+def config(*overrides: str) -> Config:
+    return load([], [*SMALL, *overrides]).config
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "device", "world", "backend", "steps"),
+    [
+        (0, [], "cpu", 1, "gloo", 4),
+        (0, ["num_gpus=2"], "cpu", 2, "gloo", 2),
+        (0, ["distributed_backend=nccl"], "cpu", 1, "gloo", 4),
+        (4, [], "cuda", 4, "nccl", 1),
+        (4, ["num_gpus=2"], "cuda", 2, "nccl", 2),
+        (4, ["device=cuda", "num_gpus=1", "precision=fp16"], "cuda", 1, "nccl", 4),
+        (4, ["device=cpu"], "cpu", 1, "gloo", 4),
+        (4, ["distributed_backend=gloo"], "cuda", 4, "gloo", 1),
+    ],
+)
+@pytest.mark.parametrize("dry", [False, True])
+def test_the_machine_decides_what_the_configuration_leaves_open(
+    gpus: int, overrides: list[str], device: str, world: int, backend: str, steps: int, dry: bool
+) -> None:
+    machine = Machine(gpus, cores=2)
+    settled = preflight(config("save=runs/a", *overrides), machine, dry=dry)
+    launch, training = settled.config.launch, settled.config.training
+    assert (launch.device, launch.num_gpus, launch.distributed_backend) == (device, world, backend)
+    assert settled.world == world
+    assert (training.gradient_accumulation_steps, training.train_batch_size) == (steps, 8)
+    assert len(settled.notes) == overrides.count("distributed_backend=nccl")
+    assert preflight(settled.config, machine).config == settled.config
+    assert preflight(settled.config, machine, world=world).config == settled.config
+    assert any("save is not set" in note for note in preflight(config(), machine).notes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "message"),
+    [
+        (LOGIN_NODE, ["device=cuda"], "there is no CUDA device here"),
+        (LOGIN_NODE, ["precision=fp16"], "precision is fp16, which needs a GPU, and there is none here"),
+        (Machine(4, 2), ["precision=fp16", "device=cpu"], "precision is fp16, which needs a GPU, and device is cpu"),
+        (Machine(2, 2), ["num_gpus=4"], "num_gpus is 4, but 2 GPUs are here"),
+        (Machine(1, 2), ["num_gpus=4"], "1 GPU is here"),
+        (LOGIN_NODE, ["train_data_paths=[]"], "`./deepy.py prepare` makes a corpus"),
+        (Machine(3, 2), [], r"train_batch_size 8 is not .* 3 ranks"),
+        (
+            Machine(0, 1),
+            ["train_batch_size=10", "num_gpus=5"],
+            r"num_gpus is 5, but 1 CPU core is here .* at most 4, 4",
+        ),
+        (LOGIN_NODE, ["train_batch_size=18", "num_gpus=9"], r"num_gpus is 9, but 2 CPU cores are here .* at most 8"),
+    ],
+)
+def test_refused_before_anything_is_started(machine: Machine, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        preflight(config(*overrides), machine)
+
+
+def test_processes_that_were_started_decide() -> None:
+    assert preflight(config(), LOGIN_NODE, world=2).config.launch.num_gpus == 2
+    with pytest.raises(UserError, match=r"num_gpus is 4, but 2 processes were started"):
+        preflight(config("num_gpus=4"), LOGIN_NODE, world=2)
+
+
+def test_a_configuration_that_no_file_gave_is_checked_too() -> None:
+    good = config()
+    wrong = good.model_copy(update={"model": good.model.model_copy(update={"num_attention_heads": 3})})
+    with pytest.raises(UserError, match="hidden_size 8 is not divisible by num_attention_heads 3"):
+        preflight(wrong, LOGIN_NODE)
+
+
+def reloaded(config: Config, folder: Path) -> Config:
+    config.save(folder / "config.yml")
+    return Config.read(folder / "config.yml")
+
+
+@pytest.mark.parametrize("overrides", [["precision=fp16"], ["device=cuda"]])
+def test_a_dry_run_on_a_login_node_resolves_and_says_what_it_could_not_check(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    settled = preflight(config("save=a", "distributed_backend=nccl", *overrides), LOGIN_NODE, dry=True)
+    launch, training = settled.config.launch, settled.config.training
+    assert (launch.device, launch.num_gpus, launch.distributed_backend) == ("cuda", None, "nccl")
+    assert (training.train_batch_size, training.train_micro_batch_size_per_gpu) == (8, 2)
+    assert settled.world is None
+    assert [note for note in settled.notes if "how many there will be (num_gpus), the batch" in note] == list(
+        settled.notes
+    )
+    there = preflight(reloaded(settled.config, tmp_path), Machine(gpus=4, cores=8)).config
+    assert (there.launch.num_gpus, there.training.gradient_accumulation_steps) == (4, 1)
+
+    known = preflight(config("save=a", "num_gpus=2", *overrides), LOGIN_NODE, dry=True)
+    assert (known.world, known.config.training.gradient_accumulation_steps) == (2, 2)
+    assert known.notes == (
+        "no GPU is here, and this run needs one; not checked: whether there are so many, and their memory",
+    )
+    with pytest.raises(UserError, match="train_batch_size 8 is not"):
+        preflight(config("num_gpus=3", *overrides).replace(num_gpus=3), LOGIN_NODE, dry=True)
+    with pytest.raises(UserError, match="needs a GPU, and device is cpu"):
+        preflight(config("precision=fp16", "device=cpu"), LOGIN_NODE, dry=True)
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from megatron.config.load import load; from megatron.parallel.devices import Machine\n"
+        "from megatron.training.preflight import preflight\n"
+        "preflight(load(['162M', 'local_setup']).config, Machine.here(), dry=True)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
