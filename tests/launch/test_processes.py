@@ -14,6 +14,7 @@ import pytest
 from megatron.config.load import load
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.launch import local, processes
+from megatron.training.preflight import Settled
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = load([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=4", "train_iters=1"]).config
@@ -273,7 +274,7 @@ def test_a_training_whose_parent_is_gone_already_does_not_begin(monkeypatch: pyt
     child = os.fork()
     if child == 0:
         try:
-            local.train(CONFIG)
+            local.train(Settled(CONFIG, 1, ()))
         except SystemExit as leaving:
             os._exit(10 + int(leaving.code))
         finally:

@@ -12,6 +12,8 @@ from tiny_runs import tiny_config, write_corpora
 from megatron.checkpoint import folder
 from megatron.launch import local
 from megatron.launch.streams import StoppingStream
+from megatron.parallel.devices import Machine
+from megatron.training.preflight import preflight
 
 
 def unread_pipe() -> int:
@@ -49,7 +51,7 @@ def test_a_run_whose_output_nobody_reads_saves_and_ends(tmp_path: Path) -> None:
     threading.Thread(target=head).start()
     os.dup2(writer, 1)
     try:
-        code = local.train(config)
+        code = local.train(preflight(config, Machine.here()))
     finally:
         os.dup2(output, 1)
         os.close(output)
