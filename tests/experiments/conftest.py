@@ -19,9 +19,11 @@ from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
+from megatron.parallel.devices import Machine
 from megatron.reports import plots
 from megatron.reports.records import Record
 from megatron.reports.records import write as write_records
+from megatron.training.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,7 +90,7 @@ class Trainer:
         self.steps: tuple[int, ...] = ()  # that the training is seen at
 
     def train(self, configuration: Path, printed: Path, metrics: Path, watch: Watch) -> None:
-        config = Config.read(configuration)
+        config = preflight(Config.read(configuration), Machine.here()).config
         name = config.position.pos_emb
         self.asked.append(f"{name} {config.training.seed} {config.checkpoint.load}")
         for step in (None, *self.steps):
