@@ -37,6 +37,7 @@ SLOW = (
     "config/test_keys_are_used.py",
     *("data/test_corpus.py", "data/test_datasets.py", "data/test_description.py", "data/test_sources.py"),
     *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),
+    "parallel/test_processes.py",
     *("training/test_kills.py", "training/test_loop.py", "training/test_methods.py", "training/test_processes.py"),
 )
 """Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""

@@ -1,0 +1,63 @@
+"""One of four ranks that meet as one mesh after the other: `mesh_rank.py FOLDER RANK` writes what it found of each."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+MESHES = [{"data": 4}, {"tensor": 2, "data": 2}, {"context": 2, "data": 2}, {"tensor": 2, "pipeline": 2}]
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+
+    from megatron.errors import RunError
+    from megatron.parallel.megatron_core import parallel_state as core
+    from megatron.parallel.mesh import Sizes
+    from megatron.parallel.place import Place
+    from megatron.parallel.processes import alone, join
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
+    found = []
+    for sizes in MESHES:
+        processes = join(Place(rank, 4), Sizes(**sizes), device="cpu", backend="gloo")
+        mesh = processes.mesh
+        groups = {
+            "tensor": core.get_tensor_model_parallel_group(),
+            "context": core.get_context_parallel_group(),
+            "data": core.get_data_parallel_group(),
+            "pipeline": core.get_pipeline_model_parallel_group(),
+            "context data": core.get_data_parallel_group(with_context_parallel=True),
+            "tensor pipeline": core.get_model_parallel_group(),
+        }
+        try:
+            alone()
+            refused = ""
+        except RunError as error:
+            refused = str(error)
+        found.append(
+            {
+                "groups": {
+                    name: [list(mesh.members(*name.split())), dist.get_process_group_ranks(group)]
+                    for name, group in groups.items()
+                },
+                "tensor_group": dist.get_process_group_ranks(processes.tensor_group),
+                "whole": processes.sum(2**53 + 1, rank),
+                "parts": processes.sum(0.25, float(rank)),
+                "once": processes.sum(mesh.once(10**mesh.batch.index)),
+                "max": processes.max(-1.5 * rank),
+                "gather": processes.gather([rank, mesh.data.index]),
+                "agree": [processes.agree(None), processes.agree(f"error of {rank}" if rank > 1 else None)],
+                "alone": refused,
+            }
+        )
+        core.destroy_model_parallel()
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
