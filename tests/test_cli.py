@@ -275,6 +275,7 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     evaluated = inside(*command, "--lengths", "16,32", "--windows", "2", cwd=corpus)
     assert evaluated.returncode == 0, evaluated.stderr
     assert "rotary" in evaluated.stdout
+    assert "runs/one: step_0000004, whole by its checksums" in evaluated.stdout
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
 
 

@@ -81,7 +81,10 @@ def load_model(
 
 
 def _others(checkpoint: Path) -> str:
-    """What else the same run has, in words."""
+    """What else of the same run can be loaded, in words."""
     run = checkpoint.resolve().parent.parent
-    others = [path.name for path in folder.checkpoints(run) if path.name != checkpoint.name]
-    return f"name one of {', '.join(others)} instead" if others else "there is no other"
+    others = [path for path in folder.checkpoints(run) if path.name != checkpoint.name]
+    whole = [path.name for path in others if manifest.damage(path, manifest.MODEL_FILES) is None]
+    if whole:
+        return f"name one of {', '.join(whole)} instead"
+    return "its other checkpoints are damaged too" if others else "there is no other"

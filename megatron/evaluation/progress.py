@@ -1,8 +1,9 @@
 """One progress display over a list of jobs, with an estimate of the time left for all of them.
 
-The estimate works job by job: what is left of a job divided by its speed. The speed is the job's own once it has begun,
-else that of finished jobs of its kind, else that of any. Work can be in any unit that is alike within a kind (FLOPs
-here), so an estimate is bad only where speeds differ within a kind, and corrects itself when that job runs.
+The estimate works job by job: what starting up still takes, and what is left of the work divided by its speed. Both are
+the job's own once work has been seen twice, so that starting up can be told from working; before that they are those of
+other jobs of its kind, else of any. Work can be in any unit that is alike within a kind (FLOPs here), so an estimate is
+bad only where speeds differ within a kind, and corrects itself when that job runs.
 
 On a terminal this is one moving bar. In a pipe or a log file it is a plain line at the beginning of each job and one
 now and then, since a bar's control characters would fill the file.
@@ -41,30 +42,54 @@ class Job:
         return self.first is not None and self.done > self.first[0] and self.seconds > self.first[1]
 
     @property
-    def speed(self) -> float | None:
-        """Work per second since the first work was seen, as starting up is over by then; None before there is one."""
-        done, seconds = self.first or (0.0, 0.0)
+    def finished(self) -> bool:
+        return self.done >= self.work
+
+    @property
+    def pace(self) -> "Pace | None":
+        """What this job alone tells, None before it tells anything.
+
+        A job that finished before work was seen twice is too short to tell starting up from working: it counts as work
+        alone.
+        """
         if self.measured:
-            return (self.done - done) / (self.seconds - seconds)
-        return self.done / self.seconds if self.done > 0 and self.seconds > 0 else None
+            assert self.first is not None
+            done, seconds = self.first
+            speed = (self.done - done) / (self.seconds - seconds)
+            return Pace(max(0.0, seconds - done / speed), speed)
+        if self.finished and self.done > 0 and self.seconds > 0:
+            return Pace(0.0, self.done / self.seconds)
+        return None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long jobs take."""
+
+    start: float  # seconds before the first work
+    speed: float  # work per second after that
+
+    @staticmethod
+    def of(jobs: Sequence[Job]) -> "Pace | None":
+        """Of several jobs: the mean of what they need to start, and all their work over all its time."""
+        known = [(job, pace) for job in jobs if (pace := job.pace) is not None]
+        if not known:
+            return None
+        worked = sum(job.done / pace.speed for job, pace in known)
+        return Pace(sum(pace.start for _, pace in known) / len(known), sum(job.done for job, _ in known) / worked)
 
 
 def seconds_left(jobs: Sequence[Job]) -> float | None:
     """Estimate for all that is left, or None before any speed is known."""
-
-    def average(of: Sequence[Job]) -> float | None:
-        done, seconds = sum(job.done for job in of), sum(job.seconds for job in of)
-        return done / seconds if done > 0 and seconds > 0 else None
-
     left = 0.0
-    overall = average(jobs)
     for job in jobs:
-        speed = job.speed or average([other for other in jobs if other.kind == job.kind]) or overall
-        if job.done >= job.work:
+        if job.finished:
             continue
-        if speed is None:
+        pace = job.pace or Pace.of([other for other in jobs if other.kind == job.kind]) or Pace.of(jobs)
+        if pace is None:
             return None
-        left += (job.work - job.done) / speed
+        start = 0.0 if job.done > 0 else max(0.0, pace.start - job.seconds)
+        left += start + (job.work - job.done) / pace.speed
     return left
 
 

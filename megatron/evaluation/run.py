@@ -30,6 +30,7 @@ from megatron.reports.records import RESULTS, Record, replaced
 if TYPE_CHECKING:
     import torch
 
+    from megatron.checkpoint.load_model import LoadedModel
     from megatron.evaluation.perplexity import Progress
 
 # What needs torch or matplotlib is imported where it is used: a mistake in what was asked for is told at once.
@@ -83,12 +84,19 @@ def evaluate_runs(
     for candidate in candidates:
         if candidate.note is not None:
             say(f"{candidate.run.name}: {candidate.note}")
+    import torch
+
     found: list[Record] = []
     with Meter(console if progress is None else None, [candidate.job for candidate in candidates]) as meter:
         for candidate in candidates:
             meter.begin(candidate.job, "loading")
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
-            found += _score(candidate, asked, report)
+            loaded = _load(candidate, asked)
+            meter.say(_trust(candidate, loaded))
+            found += _score(candidate, loaded, asked, report)
+            del loaded
+            if candidate.device.type == "cuda":
+                torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
             meter.finish()
             if asked.folder is not None:  # what is measured is kept whatever happens to the next run
                 record_files.write(asked.folder / RESULTS, replaced(asked.kept, found, one_run=asked.alone))
@@ -123,21 +131,31 @@ def _candidates(asked: Request, names: Sequence[str] | None) -> list[Candidate]:
     ]
 
 
-def _score(candidate: Candidate, asked: Request, report: Progress) -> list[Record]:
-    """Load a run's model, score it, and let it go."""
-    import torch
-
+def _load(candidate: Candidate, asked: Request) -> LoadedModel:
     from megatron.checkpoint.load_model import load_model
+
+    return load_model(
+        candidate.run.checkpoint,
+        device=str(candidate.device),
+        dtype=candidate.dtype,
+        backend=asked.options.backend,
+        window=asked.options.window,
+    )
+
+
+def _trust(candidate: Candidate, loaded: LoadedModel) -> str:
+    """Whether the model is known to be what training wrote."""
+    step = f"{candidate.run.name}: {loaded.checkpoint.name}"
+    if loaded.verified:
+        return f"{step}, whole by its checksums"
+    return f"{step}, which has no manifest: whether its files are as they were written is not known"
+
+
+def _score(candidate: Candidate, loaded: LoadedModel, asked: Request, report: Progress) -> list[Record]:
+    """Score a run's model, and say of the records where it and the text come from."""
     from megatron.evaluation.perplexity import evaluate
 
     run, options, text = candidate.run, asked.options, asked.text
-    loaded = load_model(
-        run.checkpoint,
-        device=str(candidate.device),
-        dtype=candidate.dtype,
-        backend=options.backend,
-        window=options.window,
-    )
     about = {
         "method": candidate.name,
         "run": run.name,
@@ -150,7 +168,7 @@ def _score(candidate: Candidate, asked: Request, report: Progress) -> list[Recor
         "machine": machine(),
         "software": software(),
     }
-    found = evaluate(
+    return evaluate(
         loaded,
         text.tokens,
         asked.plan,
@@ -159,10 +177,6 @@ def _score(candidate: Candidate, asked: Request, report: Progress) -> list[Recor
         progress=report,
         about=about,
     )
-    del loaded
-    if candidate.device.type == "cuda":
-        torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
-    return found
 
 
 def _fate(asked: Request) -> str:

@@ -206,8 +206,7 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
         if (member.variant, member.seed) in measured:
             texts[str(member.beside(".yml"))] = member.text
     missing = len(sweep.members) - len(measured)
-    title = f"Length extrapolation: {output.name}" + (f" ({missing} runs to come)" if missing else "")
-    report.write(output / "report.html", found, title=title, configurations=texts)
+    report.write(output / "report.html", found, missing=missing, configurations=texts)
 
 
 def _lines(console: Console) -> Callable[[str], None]:

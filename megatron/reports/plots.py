@@ -4,8 +4,8 @@ Colours are Okabe and Ito's, told apart by colour-blind eyes too; markers and da
 The length axis is logarithmic (lengths double); the other one is where the metric asks for it and values differ by more
 than a factor of 4, since on a linear axis an exploding perplexity would flatten all others. Bars: with several seeds,
 smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would hide the
-curves. Curves with bars stand side by side at each length, because intervals of the same text overlap and areas or bars
-on top of each other could not be told apart.
+curves. Curves stand where their lengths are; their bars stand side by side around each length, because intervals of the
+same text overlap and areas or bars on top of each other could not be told apart.
 """
 
 import io
@@ -29,7 +29,7 @@ MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 MOST_BARS = len(COLOURS)
 GAP, SPREAD = 0.1, 0.4
-"""How far apart curves with bars stand, and all of them together at most: shares of the way to the next length."""
+"""How far apart bars of a length stand, and all of them together at most: shares of the way to the next length."""
 ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
 
@@ -77,10 +77,10 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
     places = _side_by_side(layout, len(drawn)) if barred else [1.0] * len(drawn)
     curves: list[Line2D] = []
     for index, ((lengths, means, bars), place) in enumerate(zip(drawn, places, strict=True)):
-        at = [length * place for length in lengths]
         look = style(index)
-        curves += axes.plot(at, means, **look, markersize=5, linewidth=1.8 if not barred else 1.4)  # type: ignore[arg-type]
+        curves += axes.plot(lengths, means, **look, markersize=5, linewidth=1.8 if not barred else 1.4)  # type: ignore[arg-type]
         if barred and None not in bars:
+            at = [length * place for length in lengths]
             lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
             axes.vlines(at, lower, upper, color=look["color"], linewidth=1.6, alpha=0.85)
             axes.plot(
@@ -125,7 +125,7 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
 
 
 def _side_by_side(layout: Layout, count: int) -> list[float]:
-    """Factors on the length that put `count` curves next to each other around each length."""
+    """Factors on the length that put `count` bars next to each other around each length."""
     steps = [later / length for length, later in pairwise(layout.lengths)]
     step = min(steps, default=2.0) ** min(SPREAD, GAP * (count - 1))
     return [step ** (index / max(count - 1, 1) - 0.5) if count > 1 else 1.0 for index in range(count)]

@@ -17,6 +17,9 @@ from megatron.reports.plots import png
 from megatron.reports.records import Record
 from megatron.reports.tables import html_table
 
+NAMED = 4
+"""Methods that a title names; more are counted."""
+
 _PROTOCOLS = {
     "last": (
         "Only the last $targets tokens of each window are scored. Windows of all lengths end at the same "
@@ -88,7 +91,8 @@ def write(
     path: str | Path,
     records: Sequence[Record],
     *,
-    title: str = "Length extrapolation",
+    title: str | None = None,
+    missing: int = 0,
     configurations: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the report.
@@ -96,19 +100,21 @@ def write(
     Args:
         path: the HTML file.
         records: what to show.
-        title: heading of the page.
+        title: heading of the page; if None, what is shown of which methods at which lengths.
+        missing: runs that are still to come, which the heading says.
         configurations: name → text of a configuration file, shown folded at the end.
 
     Raises:
         UserError: there are no records.
     """
-    return write_text(path, render(records, title=title, configurations=configurations))
+    return write_text(path, render(records, title=title, missing=missing, configurations=configurations))
 
 
 def render(
     records: Sequence[Record],
     *,
-    title: str = "Length extrapolation",
+    title: str | None = None,
+    missing: int = 0,
     configurations: Mapping[str, str] | None = None,
 ) -> str:
     """The report as a string of HTML; arguments as for `write`."""
@@ -117,7 +123,7 @@ def render(
     groups = layouts(records)
     metrics = list(dict.fromkeys(layout.metric for layout in groups))
     return _PAGE.substitute(
-        title=html.escape(title),
+        title=html.escape((title or _title(groups)) + (f" ({missing} runs to come)" if missing else "")),
         metrics=html.escape(" and ".join(metric.title for metric in metrics)),
         definitions=html.escape(
             " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
@@ -131,6 +137,22 @@ def render(
         machine=_facts(records),
         configurations=_configurations(configurations or {}),
     )
+
+
+def _title(groups: Sequence[Layout]) -> str:
+    """What is measured, of which methods, at which lengths: the same words whatever the folder is called."""
+    methods = list(dict.fromkeys(method for layout in groups for method in layout.methods))
+    named = f"{len(methods)} methods" if len(methods) > NAMED else _listed(methods)
+    measured = _listed(list(dict.fromkeys(layout.metric.title for layout in groups)))
+    lengths = sorted({length for layout in groups for length in layout.lengths})
+    trained = sorted({layout.train_length for layout in groups})
+    span = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
+    return f"{measured} of {named} at {span} tokens, trained at {_listed([f'{length:,}' for length in trained])}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _summary(layout: Layout) -> str:

@@ -128,3 +128,8 @@ def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path:
             load_model(tmp_path)
         file.write_bytes(before)
     load_model(tmp_path)
+    # What is named was looked at too.
+    weights.write_bytes(changes[weights])
+    (checkpoint.with_name("step_0000001") / "config.yml").write_text("seed: 1")
+    with pytest.raises(RunError, match=r"step_0000002: is damaged: .*; its other checkpoints are damaged too"):
+        load_model(tmp_path)

@@ -21,14 +21,44 @@ def test_nothing_is_claimed_before_anything_is_measured() -> None:
     assert seconds_left([]) == 0
 
 
-def test_a_job_is_estimated_by_its_own_speed_then_its_kind_then_any() -> None:
-    done = Job("a", "train", 100, done=100, seconds=50)  # 2 per second
-    running = Job("b", "train", 100, done=20, seconds=40)  # 0.5 per second
-    waiting = Job("c", "train", 60)  # as a and b together: 120 in 90 s
-    other = Job("d", "evaluate", 30)  # as all: the same 120 in 90 s
-    assert seconds_left([done, running, waiting, other]) == pytest.approx(80 / 0.5 + 60 * 90 / 120 + 30 * 90 / 120)
-    measured = Job("e", "evaluate", 10, done=10, seconds=1)
-    assert seconds_left([done, running, waiting, other, measured]) == pytest.approx(160 + 45 + 30 / 10)
+def seen(name: str, kind: str, work: float, *points: tuple[float, float]) -> Job:
+    """A job whose work was seen at these points: done, seconds."""
+    job = Job(name, kind, work)
+    for done, seconds in points:
+        job.advance(done, seconds)
+    return job
+
+
+def test_a_job_is_estimated_by_its_own_pace_then_its_kind_then_any() -> None:
+    done = seen("a", "train", 100, (20, 30), (100, 70))  # 2 per second, after 20 s of starting
+    running = seen("b", "train", 100, (10, 40), (20, 60))  # 0.5 per second, after 20 s of starting
+    waiting = Job("c", "train", 60)  # as a and b together: 120 in 90 s, after 20 s
+    other = Job("d", "evaluate", 30)  # as all: the same
+    both = 80 / 0.5 + 20 + 60 * 90 / 120
+    assert seconds_left([done, running, waiting, other]) == pytest.approx(both + 20 + 30 * 90 / 120)
+    measured = seen("e", "evaluate", 10, (0, 3), (10, 4))  # too short to be seen at work: 10 in 4 s
+    assert seconds_left([done, running, waiting, other, measured]) == pytest.approx(both + 30 / 2.5)
+
+
+def test_starting_up_is_no_jump() -> None:
+    """While a job starts, what is left shrinks by the time that passes and no faster; its first step changes little."""
+    done = seen("a", "train", 100, (10, 21), (100, 30))  # 10 per second, after 20 s
+    job = Job("b", "train", 100)
+    left = []
+    for at in range(0, 20, 5):
+        job.advance(0, at)
+        left.append(seconds_left([done, job]))
+    assert left == pytest.approx([30, 25, 20, 15])
+    job.advance(10, 21)  # seen once: starting up is over, and its own speed not known yet
+    assert seconds_left([done, job]) == pytest.approx(9)
+    job.advance(20, 23)
+    assert seconds_left([done, job]) == pytest.approx(80 / 5)
+
+
+def test_many_short_jobs_are_estimated_by_their_whole_time() -> None:
+    """They are over before work is seen twice, and most of their time is starting up."""
+    jobs = [seen(str(i), "train", 10, (0, 3), (10, 8)) for i in range(3)] + [Job(str(i), "train", 10) for i in range(4)]
+    assert seconds_left(jobs) == pytest.approx(4 * 8)
 
 
 def test_the_meter_measures_and_speaks_now_and_then() -> None:
@@ -69,7 +99,7 @@ def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
         for passed, done in ((7, 0), (8, 20), (2, 40), (2, 60)):  # 10 per second once it runs; 15 s to get there
             clock.now += passed
             meter.update(done)
-            assert told == ([60 / 10 + 300 * 17 / 40] if done >= 40 else [])
+            assert told == ([60 / 10 + 13 + 300 / 10] if done >= 40 else [])
 
 
 @pytest.mark.parametrize(
@@ -88,9 +118,9 @@ def test_flop(count: float, text: str) -> None:
 
 
 def test_a_skipped_job_says_nothing_about_speed() -> None:
-    jobs = [Job("first", "train", 100), Job("second", "train", 100, done=50, seconds=10)]
+    jobs = [Job("first", "train", 100), seen("second", "train", 100, (0, 1), (25, 5), (50, 10))]
     Meter(None, jobs).skip(jobs[0])
-    assert seconds_left(jobs) == 10
+    assert seconds_left(jobs) == pytest.approx(10)
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -105,6 +105,15 @@ def test_nothing_from_outside_becomes_markup() -> None:
     assert "$plot" in Page(report.render([record("$plot", 64, 5.0)])).text
 
 
+def test_the_title_says_what_is_shown(story: list[Record]) -> None:
+    title = "<h1>Perplexity of rotary, kerple_log and cdape at 64 to 2,048 tokens, trained at 64"
+    assert f"{title}</h1>" in report.render(story)
+    assert f"{title} (2 runs to come)</h1>" in report.render(story, missing=2)
+    many = [record(f"m{i}", 64, 5.0) for i in range(5)]
+    assert "<h1>Perplexity of 5 methods at 64 tokens, trained at 64</h1>" in report.render(many)
+    assert "<h1>A &amp; B</h1>" in report.render(story, title="A & B")
+
+
 def test_configurations_are_folded(story: list[Record]) -> None:
     page = Page(report.render(story, configurations={"rotary.yml": "pos_emb: rotary\n"}))
     assert "details" in page.tags
