@@ -91,7 +91,8 @@ def _run(sweep: Sweep, console: Console, say: Callable[[str], None]) -> list[Rec
         for number, (member, each) in enumerate(todo.items(), start=1):
             worked = each.any
             found += _member(member, each, sweep, found, meter)
-            _write(sweep, found)
+            if worked or number == len(todo):  # pictures of what was there before take longer than all else
+                _write(sweep, found)
             if worked and number < len(todo) and (left := seconds_left(meter.jobs)) is not None:
                 meter.say(f"{number} of {len(todo)} runs done, about {duration(left)} left")
     tables.show(console, found)

@@ -11,14 +11,16 @@ import pytest
 from megatron.errors import RunError, UserError
 from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
-from megatron.reports.records import write as write_records
 
 from .conftest import BASE, Initialiser, Trainer, run, write
+
+ONE = BASE.replace("        rotary: {pos_emb: rotary}\n", "")
+"""The same with a single variant."""
 
 
 def test_a_sweep_from_text_to_report(place: Path) -> None:
     """One run with the real programs: prepared, trained in a process of its own, scored, drawn."""
-    write(BASE.replace("train_iters: 6", "train_iters: 60").replace("    rotary: {pos_emb: rotary}\n", ""))
+    write(ONE.replace("train_iters: 6", "train_iters: 60"))
     found, said = run()
     assert [(r.method, r.length, r.seed) for r in found] == [("mine", 16, 1234), ("mine", 64, 1234)]
     assert found[0].position == "cdape(width=4)+alibi"
@@ -37,6 +39,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
 
     again, said = run()
     assert again == found
+    assert "all 1 runs are done" in said
     assert "trained already" in said
     assert "evaluated already" in said
 
@@ -106,11 +109,12 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch
 
 
 def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
+    write(ONE)
     run()
     trainer.calls()
     run("sweep.evaluate.multiples=[1, 2]")
-    assert trainer.calls() == ["evaluate out/rotary/seed_1234", "evaluate out/mine/seed_1234"]
-    results = Path("out/rotary/seed_1234/results.json")
+    assert trainer.calls() == ["evaluate out/mine/seed_1234"]
+    results = Path("out/mine/seed_1234/results.json")
     there = json.loads(results.read_text())
     # Somebody evaluated that run by another protocol: what the sweep measured is still there, and found.
     results.write_text(json.dumps([{**there[0], "protocol": "nonoverlapping"}, *there]))
@@ -119,13 +123,14 @@ def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
     assert {r.protocol for r in found} == {"last"}
     results.write_text(json.dumps(there[1:]))  # in the sweep's own way, but at other lengths
     run("sweep.evaluate.multiples=[1, 2]")
-    assert trainer.calls() == ["evaluate out/rotary/seed_1234"]
+    assert trainer.calls() == ["evaluate out/mine/seed_1234"]
 
 
 def test_another_configuration_is_not_taken_for_the_same_run(trainer: Trainer) -> None:
+    write(ONE)
     run()
     before = json.loads(Path("out/results.json").read_text())
-    with pytest.raises(UserError, match=r"out/rotary/seed_1234: holds a run .*weight_decay 0.1 there, 0.2 here"):
+    with pytest.raises(UserError, match=r"out/mine/seed_1234: holds a run .*weight_decay 0.1 there, 0.2 here"):
         run("weight_decay=0.2")
     assert json.loads(Path("out/results.json").read_text()) == before
     run("log_interval=1", "attention_backend=chunked")  # how loud and how fast is no difference
@@ -144,6 +149,7 @@ def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer)
 
 
 def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
+    write(ONE)
     run()
     trainer.calls()
     checkpoints = Path("out/mine/seed_1234/checkpoints")
@@ -165,28 +171,19 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
 
     trainer.steps = (1, 2, 3)
     monkeypatch.setattr(supervision, "train", watched)
-    _, said = run("sweep.seeds=[3, 4]")
+    write(ONE)
+    _, said = run("sweep.seeds=[3, 4, 5]")
     lines = said.splitlines()
-    # Known before the first training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, four times.
+    # Known before the first training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
     (todo,) = [line for line in lines if " to do: " in line]
-    assert todo.startswith("4 of 4 runs to do: ")
+    assert todo.startswith("3 of 3 runs to do: ")
     assert "FLOP of training and " in todo
     (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
-    assert "for 4 of 4 runs" in forecast
-    first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 4 runs done"))
+    assert "for 3 of 3 runs" in forecast
+    first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 3 runs done"))
     assert lines.index(todo) < lines.index(forecast) < first_done
     done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
-    assert done == ["1 of 4", "2 of 4", "3 of 4"]
-    assert any(line.startswith("3/4 train mine, seed 3: step 0 of 6") for line in lines)
-    _, said = run("sweep.seeds=[3, 4, 5]")
-    assert "2 of 6 runs to do: " in said
-    _, said = run("sweep.seeds=[3, 4, 5]")
-    assert "all 6 runs are done" in said
-
-
-def test_results_are_those_of_the_receipt_whatever_else_the_folder_holds(trainer: Trainer) -> None:
-    found, _ = run()
-    rows = [record for record in found if record.method == "rotary"]
-    write_records("out/rotary/seed_1234/results.json", [*rows, rows[0].replace(protocol="other")])
-    again, _ = run()
-    assert again == found
+    assert done == ["1 of 3", "2 of 3"]
+    assert any(line.startswith("3/3 train mine, seed 5: step 0 of 6") for line in lines)
+    _, said = run("sweep.seeds=[3, 4, 5, 6]")
+    assert "1 of 4 runs to do: " in said
