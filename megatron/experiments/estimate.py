@@ -10,8 +10,6 @@ from megatron.errors import UserError
 from megatron.evaluation.progress import Job
 from megatron.experiments import receipts
 from megatron.experiments.spec import Member, Sweep
-from megatron.parallel.devices import Machine
-from megatron.training.preflight import preflight
 
 if TYPE_CHECKING:
     from megatron.evaluation.sketch import Sketch
@@ -70,9 +68,7 @@ def _scoring(member: Member) -> Sketch:
 
 
 def _work(member: Member, place: str, done: int, scoring: Sketch) -> Work:
-    # The batch is settled for this machine exactly as the training itself will settle it.
-    settled, sequence = preflight(member.config, Machine.here()).config, member.config.model.seq_length
-    training = settled.training
+    training, sequence = member.settled.training, member.settled.model.seq_length
     assert training.train_batch_size is not None
     tokens = training.train_batch_size * sequence * training.train_iters
     left = max(0.0, 1 - done / training.train_iters)

@@ -18,9 +18,7 @@ from megatron.data.datasets import sequence_range
 from megatron.errors import UserError
 from megatron.experiments.spec import Member
 from megatron.files import write_text
-from megatron.parallel.devices import Machine
 from megatron.reports.records import RESULTS, Record, read
-from megatron.training.preflight import preflight
 from megatron.training.records import recorded
 
 RECEIPT = "evaluated.json"
@@ -38,7 +36,7 @@ def finished_steps(member: Member) -> int:
     if checkpoint is None:
         return 0
     found = Config.read(checkpoint / checkpoints.CONFIG).training_as_such()
-    wanted = preflight(member.config, Machine.here()).config.training_as_such()  # its batch is settled too
+    wanted = member.settled.training_as_such()
     others = [k for k, v in wanted.items() if found.get(k) != v]
     if others:
         changes = ", ".join(f"{k} {show(found.get(k))} there, {show(wanted[k])} here" for k in others[:4])

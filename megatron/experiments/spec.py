@@ -29,6 +29,8 @@ from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments.check import check, refuse_mine
 from megatron.experiments.options import SweepOptions
+from megatron.parallel.devices import Machine
+from megatron.training.preflight import preflight
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
@@ -44,6 +46,11 @@ class Member:
     @property
     def name(self) -> str:
         return f"{self.variant}, seed {self.seed}"
+
+    @cached_property
+    def settled(self) -> Config:
+        """The configuration as its training will settle it on this machine, its batch too. Raises what that would."""
+        return preflight(self.config, Machine.here()).config
 
     @cached_property
     def text(self) -> str:

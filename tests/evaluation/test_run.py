@@ -272,7 +272,7 @@ def test_a_run_whose_positions_end_is_scored_up_to_there_and_said(place: Path) -
         "runs/learned: pos_emb learned ends at 20 positions (max_position_embeddings); scored at lengths up to 16\n"
         in said
     )
-    assert "runs/a:" not in said
+    assert "runs/a: pos_emb" not in said
     assert "max 20" in said.split("learned seed")[-1]
     assert Path("out/results.md").read_text().count("max 20") == 1
 
