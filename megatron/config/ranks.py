@@ -27,8 +27,14 @@ def mesh_sizes(config: Config, world: int) -> Sizes:
     Raises:
         UserError: the sizes of the configuration do not divide them.
     """
-    launch = config.launch
-    return Sizes.of(world, tensor=launch.model_parallel_size, pipeline=max(1, launch.pipe_parallel_size))
+    tensor, pipeline = config.launch.model_parallel_size, max(1, config.launch.pipe_parallel_size)
+    try:
+        return Sizes.of(world, tensor=tensor, pipeline=pipeline)
+    except ValueError:
+        raise UserError(
+            f"model_parallel_size {tensor} × pipe_parallel_size {pipeline} does not divide the {world} processes "
+            "(num_gpus); change one of them"
+        ) from None
 
 
 def with_batch(config: Config, ranks: int) -> Config:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, TypeVar
 
-from megatron.errors import UserError
-
 Dimension = Literal["tensor", "context", "data", "pipeline"]
 ORDER: tuple[Dimension, ...] = ("tensor", "context", "data", "pipeline")
 """From neighbours in rank order to the farthest."""
@@ -41,14 +39,11 @@ class Sizes:
         """The mesh of `world` ranks: what the other dimensions leave is data parallel.
 
         Raises:
-            UserError: they do not divide the ranks.
+            ValueError: they do not divide the ranks.
         """
         model = tensor * context * pipeline
         if world % model:
-            raise UserError(
-                f"{world} ranks are not divisible by tensor {tensor} × context {context} × pipeline {pipeline}, "
-                f"which is {model}"
-            )
+            raise ValueError(f"{world} ranks: tensor {tensor} × context {context} × pipeline {pipeline} is {model}")
         return Sizes(tensor, context, world // model, pipeline)
 
     @property

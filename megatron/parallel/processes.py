@@ -2,17 +2,15 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import RunError
 from megatron.parallel.megatron_core import parallel_state
-from megatron.parallel.mesh import Mesh, Sizes
+from megatron.parallel.mesh import Mesh, Number, Sizes
 from megatron.parallel.place import Place
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)

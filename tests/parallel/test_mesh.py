@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import UserError
 from megatron.parallel.megatron_core import parallel_state
 from megatron.parallel.mesh import ORDER, Axis, Mesh, Sizes
 
@@ -77,7 +76,7 @@ def test_what_is_left_is_data_parallel(sizes: Sizes) -> None:
 
 
 def test_what_is_no_mesh_is_refused() -> None:
-    with pytest.raises(UserError, match="6 ranks are not divisible by tensor 2 × context 1 × pipeline 2, which is 4"):
+    with pytest.raises(ValueError, match="6 ranks: tensor 2 × context 1 × pipeline 2 is 4"):
         Sizes.of(6, tensor=2, pipeline=2)
     for wrong in (lambda: Sizes(data=0), lambda: Mesh(4, Sizes(data=4)), lambda: Axis(2, 2), lambda: Axis(-1, 2)):
         with pytest.raises(ValueError, match=r" is 0|rank 4 of 4|index -?[12] of 2"):
