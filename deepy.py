@@ -167,11 +167,13 @@ def train(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # third parties', about packages that are not needed
             from megatron.model.build import check_position
-        check_position(config.model, config.position)
+        with loaded.placing_errors():
+            check_position(config.model, config.position)
         _note(settled.notes)
         return 0
     _note(settled.notes)
-    return local.train(settled)
+    with loaded.placing_errors():
+        return local.train(settled)
 
 
 @command

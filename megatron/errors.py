@@ -8,9 +8,16 @@ class FarfieldError(Exception):
 
 
 class UserError(FarfieldError):
-    """What the user wrote cannot be done: name the file, key and value, and the valid choices."""
+    """What the user wrote cannot be done: name the file, key and value, and the valid choices.
+
+    `key`, dotted, is the configuration's to blame, for whoever still knows which file set it.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class RunError(FarfieldError):

@@ -230,6 +230,24 @@ def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
     assert (wrong.returncode, wrong.stderr) == (2, "error: suffixes: 'rs' does not start with a dot, as .txt does\n")
 
 
+OPTIONS = {
+    "pos_emb: fire\npos_emb_options:\n  c_start: 0.5\n  width: 0\n": "own.yml:4: pos_emb: option width of fire is 0",
+    "pos_emb: sinusoidal\npos_emb_per_layer: true\n": "own.yml:2: pos_emb_per_layer: true, but sinusoidal adds to",
+    "\nrandomized_positions: 40\npos_emb: learned\n": "own.yml:2: randomized_positions: 40, but learned positions end",
+}
+
+
+@pytest.mark.parametrize("text", OPTIONS)
+def test_what_only_the_method_can_refuse_is_told_with_file_and_line(corpus, tmp_path, inside, text):
+    (tmp_path / "own.yml").write_text(text)
+    done = inside("train", "tiny", str(tmp_path / "own.yml"), "--dry-run", cwd=corpus)
+    assert done.returncode == 2
+    assert f"error: {tmp_path}/{OPTIONS[text]}" in done.stderr
+    trained = inside("train", "tiny", str(tmp_path / "own.yml"), f"save={tmp_path / 'run'}", cwd=corpus)
+    assert (trained.returncode, (tmp_path / "run").exists()) == (2, False)
+    assert f"error: {tmp_path}/{OPTIONS[text]}" in trained.stderr
+
+
 def test_broken_pipe_is_silent(tmp_path):
     command = f"{sys.executable} {DEEPY} keys --markdown | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)

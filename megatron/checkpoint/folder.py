@@ -11,7 +11,7 @@ written is for `manifest.py` to say.
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
@@ -96,14 +96,15 @@ def abandon(checkpoints: Sequence[Path], beside: Sequence[Path] = ()) -> Path:
     return folder
 
 
-def prune(run: str | Path, keep: int | None) -> list[Path]:
+def prune(run: str | Path, keep: int | None, spare: Collection[int] = ()) -> list[Path]:
     """Delete all but the newest `keep` checkpoints; None deletes nothing. Returns what was deleted.
 
-    Remains of a save that was interrupted are deleted too; what was abandoned stays.
+    The checkpoints of the steps in `spare` stay, and are not counted. Remains of a save that was interrupted are
+    deleted too; what was abandoned stays.
     """
     for remains in (Path(run) / CHECKPOINTS).glob(".step_*"):
         shutil.rmtree(remains, ignore_errors=True)
-    gone = checkpoints(run)[:-keep] if keep is not None else []
+    gone = [path for path in checkpoints(run) if step_of(path) not in spare][:-keep] if keep is not None else []
     for path in gone:
         # First out of sight: a half-deleted folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.old")

@@ -12,6 +12,7 @@ import torch
 
 from megatron.checkpoint import folder, manifest
 from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.stored import config_of
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
@@ -61,7 +62,7 @@ def load_model(
     if (problem := manifest.damage(checkpoint, manifest.MODEL_FILES)) is not None:
         raise RunError(f"{checkpoint}: is damaged: {problem}; {_others(checkpoint)}")
     progress = Progress.read(checkpoint)
-    config = Config.read(checkpoint / folder.CONFIG)
+    config = config_of(checkpoint)
     if progress.vocabulary is None:
         raise RunError(f"{checkpoint / folder.PROGRESS}: says nothing of the vocabulary")
     position = config.position

@@ -1,6 +1,6 @@
 """`manifest.json`: the size and the checksum of every file of a checkpoint, so that none is believed unseen.
 
-    {"format": 1, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
+    {"format": 2, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
 
 It is written last of all, before the checkpoint's folder gets its name: what it lists was whole on the disk by then.
 Every rank seals what it wrote itself. Before anything is loaded the files are compared with it, so a flipped bit, a
@@ -23,7 +23,9 @@ from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints
 from megatron.errors import RunError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""Of checkpoints as they are written now. It rises when what one holds changes its meaning; see `stored.py`."""
+
 MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)
 """The files that a model is rebuilt from. Every checkpoint has them."""
 
@@ -78,6 +80,26 @@ def has_checksums(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).exists()
 
 
+def format_of(checkpoint: Path) -> int:
+    """The format a checkpoint was written in; 0 for those without a manifest.
+
+    Raises RunError: a later version wrote it, or the manifest is damaged.
+    """
+    if not has_checksums(checkpoint):
+        return 0
+    try:
+        number = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["format"]
+        if not isinstance(number, int) or number < 1:
+            raise ValueError
+    except (OSError, ValueError, LookupError, TypeError):
+        raise RunError(f"{checkpoint / MANIFEST}: cannot be read; the checkpoint is damaged") from None
+    if number > FORMAT:
+        raise RunError(
+            f"{checkpoint}: a later version of this program wrote it (format {number}); this one reads up to {FORMAT}"
+        )
+    return number
+
+
 def damage(checkpoint: Path, only: Collection[str] | None = None, *, rank: int = 0, world: int = 1) -> str | None:
     """The first difference between a checkpoint's files and its manifest, in words; None if there is none.
 
@@ -94,6 +116,10 @@ def damage(checkpoint: Path, only: Collection[str] | None = None, *, rank: int =
             return f"{name} is missing"
     if not has_checksums(checkpoint):
         return None
+    try:
+        format_of(checkpoint)
+    except RunError as error:
+        return str(error).removeprefix(f"{checkpoint}: ").removeprefix(f"{checkpoint}/")
     entries = _read(checkpoint)
     if entries is None:
         return f"{MANIFEST} cannot be read"
@@ -140,8 +166,6 @@ def _read(checkpoint: Path) -> dict[str, Entry] | None:
     """The entries of a manifest; None if it is not one."""
     try:
         content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            return None
         return {name: Entry(int(about["bytes"]), str(about["crc32"])) for name, about in content["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None

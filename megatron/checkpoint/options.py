@@ -1,5 +1,9 @@
 """Keys that decide what is saved, where, and what a run starts from."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from megatron.options import MOST_STEPS, Section, key
 
 
@@ -14,6 +18,9 @@ class CheckpointOptions(Section):
     )
     checkpoint_factor: int | None = key(
         None, "steps between checkpoints; the last step is always saved", ge=1, le=MOST_STEPS, role="output"
+    )
+    extra_save_iters: list[Annotated[int, Field(ge=1, le=MOST_STEPS)]] = key(
+        list, "further steps after which a checkpoint is saved; these are never deleted", role="output"
     )
     keep_last_n_checkpoints: int | None = key(
         None, "delete older checkpoints; all are kept if absent", ge=1, le=MOST_STEPS, role="output"

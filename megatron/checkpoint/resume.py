@@ -13,6 +13,7 @@ from typing import Any
 from megatron.checkpoint import folder, manifest, random_states
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.save import DEEPSPEED
+from megatron.checkpoint.stored import config_of
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError, UserError
@@ -152,7 +153,7 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
     Raises:
         UserError: naming the first key that differs and both values.
     """
-    stored = _config_of(checkpoint)
+    stored = config_of(checkpoint)
     new = {**config.architecture(), **settled(config.position)}
     old = {**stored.architecture(), **settled(stored.position)}
     free: set[str] = set()
@@ -184,16 +185,9 @@ def check_vocabulary(start: Start, size: int, name: str) -> None:
         )
 
 
-def _config_of(checkpoint: Path) -> Config:
-    path = checkpoint / folder.CONFIG
-    if not path.is_file():
-        raise RunError(f"{path}: is missing; the checkpoint is damaged")
-    return Config.read(path)
-
-
 def _notes(config: Config, checkpoint: Path) -> list[str]:
     """Changes that are allowed but make the run differ from an uninterrupted one."""
-    stored = _config_of(checkpoint)
+    stored = config_of(checkpoint)
     new, old = config.of_role("data", "numerics", "schedule"), stored.of_role("data", "numerics", "schedule")
     notes = [f"{key}: {old[key]!r} until here, {new[key]!r} from here on" for key in new if new[key] != old[key]]
     new, old = config.of_role("initialization"), stored.of_role("initialization")
@@ -211,7 +205,7 @@ def load_weights(start: Start, config: Config, model: Any) -> None:
     assert start.checkpoint is not None
     optional = dispensable(model)
     processor = config.position.score_processor
-    added = processor != "none" and _config_of(start.checkpoint).position.score_processor == "none"
+    added = processor != "none" and config_of(start.checkpoint).position.score_processor == "none"
     if added and not optional:
         raise UserError(
             f"score_processor: {start.checkpoint} was trained without one; {processor} may be added with "
@@ -234,7 +228,7 @@ def check_engine(start: Start, config: Config, world: int) -> None:
     """
     if start.checkpoint is None or not start.resumes:
         return
-    progress, before, now = start.progress, _config_of(start.checkpoint).training, config.training
+    progress, before, now = start.progress, config_of(start.checkpoint).training, config.training
     stage, precision = now.zero_optimization.stage, now.compute_type
     same_parts = {progress.zero_stage, stage} == {1, 2} and precision != "bf16"
     was, steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps

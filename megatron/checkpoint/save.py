@@ -31,20 +31,17 @@ from megatron.parallel.processes import Processes
 DEEPSPEED = "deepspeed"
 
 
-def save_checkpoint(
-    run: str | Path, engine: Any, config: Config, progress: Progress, *, processes: Processes, keep: int | None
-) -> Path:
-    """Write the checkpoint of `progress.step` into a run's folder and delete those beyond the newest `keep`.
+def save_checkpoint(run: str | Path, engine: Any, config: Config, progress: Progress, *, processes: Processes) -> Path:
+    """Write the checkpoint of `progress.step` into a run's folder and delete those that are not to be kept.
 
     All ranks must call this.
 
     Args:
         run: the run's folder; it has no checkpoint of this step.
         engine: DeepSpeed's.
-        config: the resolved configuration.
+        config: the resolved configuration; it says how many checkpoints are kept.
         progress: how far the run is.
         processes: this one and all others; the first writes what all share.
-        keep: checkpoints to keep; None keeps all.
 
     Returns:
         The checkpoint's folder.
@@ -104,7 +101,7 @@ def save_checkpoint(
             manifest.write(temporary, {name: entry for part in parts for name, entry in part.items()})
             os.replace(temporary, final)
             manifest.sync_folder(final.parent)
-            folder.prune(run, keep)
+            folder.prune(run, config.checkpoint.keep_last_n_checkpoints, config.checkpoint.extra_save_iters)
 
     for work in (make_folder, write_states, write_rest, seal):
         together(work)

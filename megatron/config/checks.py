@@ -26,9 +26,8 @@ def _model(config: Config) -> Iterator[Problem]:
     yield from model_conflicts(config.model, config.position, config.launch.model_parallel_size)
 
 
-def _method(
-    kind: str, name: str, valid: list[str], options: dict[str, object], known: tuple[str, ...] | None
-) -> Iterator[Problem]:
+def wrong_method(kind: str, name: str, valid: list[str]) -> Iterator[Problem]:
+    """What is wrong with the name of a method, `kind` being `pos_emb` or `score_processor`."""
     if name not in valid:
         if (found := names.meant(name)) is not None:
             key, ours = found
@@ -40,6 +39,13 @@ def _method(
         near = difflib.get_close_matches(name, valid, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         yield kind, f"{kind} {name} is not available; {hint}choose from {', '.join(valid)}"
+
+
+def _method(
+    kind: str, name: str, valid: list[str], options: dict[str, object], known: tuple[str, ...] | None
+) -> Iterator[Problem]:
+    yield from wrong_method(kind, name, valid)
+    if name not in valid:
         return
     for option in options:
         if known is not None and option not in known:

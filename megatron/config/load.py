@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.config import names, neox
-from megatron.config.checks import check
+from megatron.config.checks import check, wrong_method
 from megatron.config.problems import describe
 from megatron.config.schema import SECTIONS, Config, Path_, owners
 from megatron.config.settings import Setting, Settings, show
@@ -37,6 +38,16 @@ class Loaded:
     config: Config
     notes: tuple[str, ...]
     files: tuple[Path, ...]
+    settings: Settings
+
+    @contextmanager
+    def placing_errors(self) -> Iterator[None]:
+        """Inside it, errors that blame a key begin with the file and line that set it."""
+        try:
+            yield
+        except UserError as error:
+            place = self.settings.where(tuple(error.key.split("."))) if error.key else None
+            raise (UserError(f"{place}: {error}") if place else error) from None
 
 
 def load(
@@ -59,13 +70,18 @@ def load(
     return merge([read_yaml(path) for path in paths], overrides, paths)
 
 
+def read(path: str | os.PathLike[str]) -> Config:
+    """Read one configuration file by its path, such as one that `Config.save` wrote. Raises UserError as `load`."""
+    return merge([read_yaml(Path(path))]).config
+
+
 def merge(documents: Iterable[Document], overrides: Iterable[str] = (), files: Iterable[Path] = ()) -> Loaded:
     """`load` for documents that were read already (a sweep's variants); `files` are only passed on."""
     settings = Settings()
     for document in documents:
         settings.add_file(document)
     settings.add_overrides([split_override(text) for text in overrides])
-    return Loaded(_build(settings), tuple(settings.notes), tuple(files))
+    return Loaded(_build(settings), tuple(settings.notes), tuple(files), settings)
 
 
 def split_override(text: str) -> tuple[str, Any]:
@@ -148,6 +164,7 @@ def _build(settings: Settings) -> Config:
         config = Config.model_validate(_sections(settings))
     except ValidationError as error:
         settings.problems += describe(error, settings.where)
+        settings.problems += _wrong_methods(settings)
         raise UserError("\n".join(settings.problems)) from error
     for key, message in check(config):
         where = settings.where(tuple(key.split(".")))
@@ -155,6 +172,15 @@ def _build(settings: Settings) -> Config:
     if settings.problems:
         raise UserError("\n".join(settings.problems))
     return config
+
+
+def _wrong_methods(settings: Settings) -> Iterator[str]:
+    """The problems of the methods' names: pydantic knows them as text, and `check` needs a whole configuration."""
+    for key, valid in (("pos_emb", names.encodings()), ("score_processor", names.processors())):
+        setting = settings.values.get((key,))
+        if setting is not None and isinstance(setting.value, str):
+            for _, problem in wrong_method(key, setting.value, valid):
+                yield f"{setting.where}: {problem}"
 
 
 def _sections(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -323,7 +323,6 @@ REFUSED = (
     Refused(("use_bias_in_norms",), "norms always have a bias; choose norm: rmsnorm, which has none", (None, True)),
     Refused(("num_unique_layers",), "layers do not share weights"),
     Refused(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
-    Refused(("mlp_multiple_of",), "give intermediate_size itself", (None, 1)),
     Refused(("soft_prompt_tuning",), "prompt tuning is not supported", (None, {}, {"enabled": False})),
     Refused(("moe_num_experts",), _MOE, (None, 0, 1)),
     Refused(("use_tutel",), _MOE),
@@ -346,8 +345,7 @@ REFUSED = (
     Refused(("gradient_predivide_factor",), "gradients are averaged after the reduction", (None, 1, 1.0)),
     Refused(("train_epochs",), "give train_iters"),
     Refused(("exit_interval",), "give train_iters and, for the schedule, lr_decay_iters"),
-    Refused(("checkpoint_scale",), "checkpoints are evenly spaced (checkpoint_factor)", (None, "linear")),
-    Refused(("extra_save_iters",), "checkpoints are evenly spaced (checkpoint_factor)", (None, [])),
+    Refused(("checkpoint_scale",), "name the steps in extra_save_iters, or use checkpoint_factor", (None, "linear")),
     Refused(("no_save_optim", "no_save_rng"), "a checkpoint is always whole, so that resuming is exact"),
     Refused(("no_load_optim", "no_load_rng"), "use finetune: true to load weights only"),
     Refused(("load_universal",), "resume with the checkpoint's own number of processes"),
@@ -438,11 +436,6 @@ def hostfile(value: Any) -> str | None:
     return f"{value} lists {len(hosts)} machines: {_NODES}" if len(hosts) > 1 else None
 
 
-def mlp_bias(value: Any) -> str | None:
-    """What is wrong with `use_bias_in_mlp`, or None."""
-    return None if value in (True, None) else "use use_bias_in_attn_linear: false, which is for all linear layers here"
-
-
 @dataclass(frozen=True)
 class Checked:
     """Accepted without effect if `problem(value)` finds nothing wrong, refused otherwise."""
@@ -455,7 +448,6 @@ class Checked:
 CHECKED = (
     Checked("attention_config", attention_config, "every layer attends to all earlier tokens (global)"),
     Checked("hostfile", hostfile, "processes are started on this machine; a file of several machines is refused"),
-    Checked("use_bias_in_mlp", mlp_bias, "use_bias_in_attn_linear is for all linear layers"),
 )
 
 Rule = Renamed | Option | Share | NoEffect | Refused | Checked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,18 @@ class Config(BaseModel):
     logging: LoggingOptions
     checkpoint: CheckpointOptions
     launch: LaunchOptions
+
+    @staticmethod
+    def of(flat: Mapping[str, Any]) -> Config:
+        """The configuration of some keys and values as in a YAML file; what is absent has its default.
+
+        Raises:
+            pydantic.ValidationError: for a value of the wrong type; KeyError for an unknown key.
+        """
+        sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        for key, value in flat.items():
+            sections[owners()[key]][key] = value
+        return Config.model_validate(sections)
 
     def flat(self) -> dict[str, Any]:
         """All keys and values as in a YAML file, section after section."""
@@ -109,13 +121,6 @@ class Config(BaseModel):
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
             raise RunError(f"{path}: the configuration cannot be written: {error.strerror}") from error
-
-    @staticmethod
-    def read(path: str | Path) -> Config:
-        """Read a configuration saved by `save`. Raises UserError if it is not one."""
-        from megatron.config.load import load  # load builds Configs: importing it above would be a circle
-
-        return load([path]).config
 
 
 SECTIONS: dict[str, type[Section]] = {

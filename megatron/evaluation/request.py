@@ -7,11 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.folder import CONFIG, resolve
+from megatron.checkpoint.folder import resolve
 from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.stored import config_of
 from megatron.config.problems import describe
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
+from megatron.errors import UserError
 from megatron.evaluation.located import located
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.placement import check_backend, check_device, check_precision
@@ -80,9 +81,7 @@ def read_request(runs: Sequence[str | Path], options: EvaluationOptions, output:
 def open_run(path: str | Path) -> Run:
     """A run by its folder or one of its checkpoints. Raises UserError if there is none, RunError if it is damaged."""
     checkpoint = resolve(path)
-    if not (checkpoint / CONFIG).is_file():
-        raise RunError(f"{checkpoint / CONFIG}: is missing; the checkpoint is damaged")
-    config, progress = Config.read(checkpoint / CONFIG), Progress.read(checkpoint)
+    config, progress = config_of(checkpoint), Progress.read(checkpoint)
     return Run(str(path), checkpoint, located(config, checkpoint, progress.directory), progress)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.checkpoint import folder as checkpoints
 from megatron.checkpoint.manifest import newest_whole
 from megatron.checkpoint.progress import Progress
-from megatron.config.schema import Config
+from megatron.checkpoint.stored import config_of
 from megatron.config.settings import show
 from megatron.data.datasets import sequence_range
 from megatron.errors import UserError
@@ -35,7 +35,7 @@ def finished_steps(member: Member) -> int:
     checkpoint = newest_whole(member.folder)
     if checkpoint is None:
         return 0
-    found = Config.read(checkpoint / checkpoints.CONFIG).training_as_such()
+    found = config_of(checkpoint).training_as_such()
     wanted = member.settled.training_as_such()
     others = [k for k, v in wanted.items() if found.get(k) != v]
     if others:

@@ -175,7 +175,10 @@ def _cause(
         if file.is_file():
             report = json.loads(file.read_text(encoding="utf-8"))
             priority = {"user": 0, "run": 0, "unexpected": 2}[report["kind"]]
-            found.append((priority, report["time"], KINDS[report["kind"]](report["message"])))
+            error = KINDS[report["kind"]](report["message"])
+            if isinstance(error, UserError):
+                error.key = report.get("key")
+            found.append((priority, report["time"], error))
         else:
             death = _death(rank, children[rank].returncode, log)
             found.append((1, ended.get(rank, time.time()), RunError(death)))

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron.config.load import read
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, UserError
 from megatron.launch.console import UnexpectedError, explained, run_console
@@ -44,10 +45,10 @@ def main(arguments: list[str]) -> int:
     end_with_parent()
     job, log, rank = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     try:
-        return run(Config.read(job / CONFIG_FILE), log, rank)
+        return run(read(job / CONFIG_FILE), log, rank)
     except FarfieldError as error:
         kind = "user" if isinstance(error, UserError) else "unexpected" if isinstance(error, UnexpectedError) else "run"
-        report = {"kind": kind, "message": str(error), "time": time.time()}
+        report = {"kind": kind, "message": str(error), "key": getattr(error, "key", None), "time": time.time()}
         temporary = job / f".error_{rank}"
         temporary.write_text(json.dumps(report), encoding="utf-8")
         temporary.rename(error_file(job, rank))

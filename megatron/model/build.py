@@ -9,7 +9,7 @@ from megatron.errors import UserError
 from megatron.model.attention import LayerPosition, PositionedAttention
 from megatron.model.backends.choose import choose_backend
 from megatron.model.gpt import GPT
-from megatron.model.layer import Layer
+from megatron.model.layer import Attention, Layer
 from megatron.model.megatron_core import (
     IdentityOp,
     LocalSpecProvider,
@@ -47,20 +47,30 @@ def _encoding(options: PositionOptions, shape: Shape) -> Encoding:
     try:
         return build_encoding(options.pos_emb, shape, options.pos_emb_options)
     except ValueError as error:
-        raise UserError(f"pos_emb: {error}") from error
+        raise UserError(f"pos_emb: {error}", _blamed("pos_emb", options.pos_emb_options, error)) from error
+
+
+def _blamed(chooser: str, options: dict[str, Any], error: ValueError) -> str:
+    """The key that a method complains of: one of its options, else the choice of the method."""
+    named = (name for name in options if f"option {name} " in str(error))
+    return next((f"{chooser}_options.{name}" for name in named), chooser)
 
 
 def _processor(options: PositionOptions, shape: Shape, encoding: Encoding) -> Processor | None:
     if options.score_processor == "none":
         if options.score_processor_options:
-            raise UserError("score_processor_options are given, but score_processor is none")
+            raise UserError(
+                "score_processor_options are given, but score_processor is none",
+                f"score_processor_options.{next(iter(options.score_processor_options))}",
+            )
         return None
     try:
         return build_processor(
             options.score_processor, shape, options.score_processor_options, has_bias=encoding.has_bias()
         )
     except ValueError as error:
-        raise UserError(f"score_processor: {error}") from error
+        blamed = _blamed("score_processor", options.score_processor_options, error)
+        raise UserError(f"score_processor: {error}", blamed) from error
 
 
 def check_position(model: ModelOptions, position: PositionOptions) -> None:
@@ -84,7 +94,8 @@ def _methods(
     _check_randomized(position, encoding)
     if shared is None and type(encoding).overrides("embed"):
         raise UserError(
-            f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer"
+            f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer",
+            "pos_emb_per_layer",
         )
     return encoding, _processor(position, shape, encoding)
 
@@ -94,11 +105,14 @@ def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
     if limit is None:
         return
     if not encoding.takes_positions:
-        raise UserError(f"randomized_positions: {limit}, but pos_emb {position.pos_emb} takes no positions")
+        raise UserError(
+            f"randomized_positions: {limit}, but pos_emb {position.pos_emb} takes no positions", "randomized_positions"
+        )
     if encoding.max_length is not None and limit > encoding.max_length:
         raise UserError(
             f"randomized_positions: {limit}, but {position.pos_emb} positions end at {encoding.max_length} "
-            "(max_position_embeddings)"
+            "(max_position_embeddings)",
+            "randomized_positions",
         )
 
 
@@ -121,7 +135,9 @@ def _layer_spec(model: ModelOptions, position: LayerPosition, layer: int, proces
     def core_attention(*, config: Any, **_: object) -> PositionedAttention:
         return PositionedAttention(config, position, layer, processes)
 
-    spec.submodules.self_attention.submodules.core_attention = core_attention
+    attention = spec.submodules.self_attention
+    attention.module, attention.params = Attention, {**attention.params, "bias": model.use_bias_in_attn_linear}
+    attention.submodules.core_attention = core_attention
     return spec
 
 

@@ -7,12 +7,25 @@ GPT-NeoX's parallel residual (`gpt_j_residual`), which megatron-core's layer lac
 """
 
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 from torch import Tensor
 
 from megatron.model.attention import Reading
-from megatron.model.megatron_core import TransformerLayer
+from megatron.model.megatron_core import SelfAttention, TransformerConfig, TransformerLayer
+
+
+class Attention(SelfAttention):
+    """megatron-core's queries, keys, values and output projection, with biases or without, whatever the MLP has.
+
+    `bias` comes from the layer spec's params.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, bias: bool, **kwargs: Any) -> None:
+        config = copy(config)
+        config.add_bias_linear = bias
+        super().__init__(config, *args, **kwargs)
 
 
 class Layer(TransformerLayer):

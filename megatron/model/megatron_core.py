@@ -7,6 +7,7 @@ with uncompiled():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,6 +21,7 @@ __all__ = [
     "LocalSpecProvider",
     "MegatronModule",
     "ModuleSpec",
+    "SelfAttention",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",

@@ -32,6 +32,10 @@ class ModelOptions(Section):
     intermediate_size: int | None = key(
         None, "width of the feed-forward layer; 4 × hidden_size if absent", ge=1, le=LARGEST, role="architecture"
     )
+    mlp_multiple_of: int = key(
+        1, "the width of the feed-forward layer is rounded up to a multiple of this", ge=1, le=LARGEST,
+        role="architecture",
+    )  # fmt: skip
     norm: Literal["layernorm", "rmsnorm"] = key(
         "layernorm", "normalisation before attention and feed-forward", role="architecture"
     )
@@ -47,9 +51,8 @@ class ModelOptions(Section):
     no_weight_tying: bool = key(
         False, "an output matrix of its own instead of the transposed embedding", role="architecture"
     )
-    use_bias_in_attn_linear: bool = key(
-        True, "bias in all linear layers of attention and feed-forward", role="architecture"
-    )
+    use_bias_in_attn_linear: bool = key(True, "bias in the linear layers of attention", role="architecture")
+    use_bias_in_mlp: bool = key(True, "bias in the linear layers of the feed-forward layer", role="architecture")
     init_method: InitMethod = key("normal", "initialisation of weights", role="initialization")
     output_layer_init_method: InitMethod = key(
         "scaled_normal", "initialisation of the layers that write to the residual stream", role="initialization"
@@ -112,6 +115,12 @@ class PositionOptions(Section):
     )
 
 
+def feed_forward_size(model: ModelOptions) -> int:
+    """Width of the feed-forward layer."""
+    width = model.intermediate_size or 4 * model.hidden_size
+    return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
+
+
 def conflicts(model: ModelOptions, position: PositionOptions, tensor: int = 1) -> Iterator[tuple[str, str]]:
     """Values that contradict each other: the key to blame, and one sentence with the values.
 
@@ -130,7 +139,7 @@ def conflicts(model: ModelOptions, position: PositionOptions, tensor: int = 1) -
     if position.randomized_positions is not None and position.randomized_positions < length:
         limit = position.randomized_positions
         yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {length}"
-    for name, value in (("num_attention_heads", heads), ("intermediate_size", model.intermediate_size or 4 * width)):
+    for name, value in (("num_attention_heads", heads), ("intermediate_size", feed_forward_size(model))):
         if value % tensor:
             yield "model_parallel_size", f"{name} {value} is not divisible by model_parallel_size {tensor}"
     if tensor > 1 and model.attention_dropout:

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from megatron.model.initialization import init_method
 from megatron.model.megatron_core import TransformerConfig
-from megatron.model.options import ModelOptions
+from megatron.model.options import ModelOptions, feed_forward_size
 from megatron.parallel.mesh import Sizes
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "swiglu": F.silu}
@@ -22,12 +22,12 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: Sizes) ->
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.intermediate_size or 4 * model.hidden_size,
+        ffn_hidden_size=feed_forward_size(model),
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         layernorm_epsilon=model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,
         activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.activation in GATED,
-        add_bias_linear=model.use_bias_in_attn_linear,
+        add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own
         init_method=init(model.init_method),
         output_layer_init_method=init(model.output_layer_init_method),
         hidden_dropout=model.hidden_dropout,

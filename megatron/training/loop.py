@@ -4,7 +4,7 @@
     for each step:                    gradient accumulation, then one optimizer step (engine.py)
         every log_interval            a record to console, metrics.jsonl, TensorBoard, wandb
         every eval_interval           the loss on held-out sequences (validate.py)
-        every checkpoint_factor       a checkpoint (megatron.checkpoint.save)
+        every checkpoint_factor       a checkpoint (megatron.checkpoint.save), and after each of extra_save_iters
 
 A run ends after train_iters steps; after a signal, with a checkpoint of the last whole step; or with an error when the
 loss stays non-finite, its last good checkpoint untouched.
@@ -152,7 +152,7 @@ class Loop:
                 self._report()
             if training.eval_interval and (last or self._due(training.eval_interval)):
                 self._validate()
-            if self._due(config.checkpoint.checkpoint_factor):
+            if self._due(config.checkpoint.checkpoint_factor) or self.step in config.checkpoint.extra_save_iters:
                 self._save()
         return False
 
@@ -314,6 +314,5 @@ class Loop:
             run.config,
             progress,
             processes=run.processes,
-            keep=options.keep_last_n_checkpoints,
         )
         self.interval.resume()

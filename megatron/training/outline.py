@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from megatron.config.schema import Config
+from megatron.model.options import feed_forward_size
 from megatron.training.console import about
 from megatron.training.hardware import matmul_speed
 from megatron.training.setup import Run
@@ -32,7 +33,7 @@ def seconds_ahead(run: Run, step: int) -> float:
         training.compute_type,
         rows=training.train_micro_batch_size_per_gpu * model.seq_length,
         inner=model.hidden_size,
-        columns=model.intermediate_size or 4 * model.hidden_size,
+        columns=feed_forward_size(model),
     )
     tokens = (training.train_iters - step) * (training.train_batch_size or 0) * model.seq_length
     return tokens * run.flops_per_token / run.processes.world / speed

@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron.checkpoint import resume
 from megatron.checkpoint.folder import CONFIG, prune
 from megatron.checkpoint.resume import Start
+from megatron.checkpoint.stored import config_of
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, batches
 from megatron.data.datasets import Datasets, Vocabulary, build_datasets, vocabulary
@@ -171,7 +172,7 @@ def _rate_jump(config: Config, start: Start) -> list[str]:
     """A line if the run goes on with another learning rate than the one it had come to."""
     if start.checkpoint is None or not start.resumes:
         return []
-    before = Config.read(start.checkpoint / CONFIG)
+    before = config_of(start.checkpoint)
     old, new = (build_schedule(each.optimizer, each.training.train_iters) for each in (before, config))
     note = rate_jump(old, new, start.progress.step) if start.progress.step < config.training.train_iters else None
     return [] if note is None else [note]

@@ -64,6 +64,12 @@ def test_prune_keeps_the_newest_and_what_was_set_aside_and_sweeps_up(tmp_path: P
     assert (tmp_path / "checkpoints" / "abandoned" / "0001" / "step_0000006" / "progress.json").is_file()
 
 
+def test_prune_spares_the_steps_that_were_named(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3, 4, 5)
+    assert [folder.step_of(path) for path in folder.prune(tmp_path, 1, spare=[2, 5, 9])] == [1, 3]
+    assert steps(tmp_path) == [2, 4, 5]
+
+
 def test_what_is_set_aside_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("before\n")
     for number in (1, 2):

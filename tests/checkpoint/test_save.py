@@ -13,7 +13,7 @@ from tiny_runs import losses, tiny_config, write_corpora
 
 from megatron.checkpoint import random_states, save
 from megatron.checkpoint.progress import Progress
-from megatron.config.schema import Config
+from megatron.config.load import read
 from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import RunError
 from megatron.training.loop import train
@@ -35,7 +35,7 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in result.checkpoint.iterdir()) == [
         "config.yml", "deepspeed", "manifest.json", "model.safetensors", "progress.json", "random_states"
     ]  # fmt: skip
-    assert Config.read(result.checkpoint / "config.yml").flat() == config.flat()
+    assert read(result.checkpoint / "config.yml").flat() == config.flat()
     progress = json.loads((result.checkpoint / "progress.json").read_text())
     assert progress["step"] == 4
     assert progress["train_samples"] == progress["consumed_samples"] == 16
@@ -49,10 +49,11 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_last_n_are_kept(corpus: Path, tmp_path: Path) -> None:
-    train(tiny_config(corpus, tmp_path, train_iters=7, checkpoint_factor=2, keep_last_n_checkpoints=2))
-    assert names(tmp_path) == ["step_0000006", "step_0000007"]
+    keys = {"checkpoint_factor": 2, "keep_last_n_checkpoints": 2, "extra_save_iters": [1, 5]}
+    train(tiny_config(corpus, tmp_path, train_iters=7, **keys))
+    assert names(tmp_path) == ["step_0000001", "step_0000005", "step_0000006", "step_0000007"]
     train(tiny_config(corpus, tmp_path, train_iters=8, load=str(tmp_path)))
-    assert names(tmp_path) == ["step_0000006", "step_0000007", "step_0000008"]
+    assert names(tmp_path) == ["step_0000001", "step_0000005", "step_0000006", "step_0000007", "step_0000008"]
 
 
 def refuse(*_: Any, **__: Any) -> None:

@@ -143,12 +143,13 @@ def _inside(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def sources() -> dict[Path, str]:
-    """What may use a key: options.py files declare keys and do not count."""
-    return {
-        path: path.read_text(encoding="utf-8")
-        for path in MEGATRON.rglob("*.py")
-        if path.name != "options.py" and path not in MACHINERY
-    }
+    """What may use a key. Files called options.py declare keys and check them, which does not count; what else a
+    function in them makes of a key does."""
+    found = {path: path.read_text(encoding="utf-8") for path in MEGATRON.rglob("*.py") if path not in MACHINERY}
+    for path in (path for path in found if path.name == "options.py"):
+        functions = (node for node in ast.parse(found[path]).body if isinstance(node, ast.FunctionDef))
+        found[path] = "\n".join(ast.unparse(node) for node in functions if node.name != "conflicts")
+    return found
 
 
 def unused(texts: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from megatron.config.load import load
+from megatron.config.load import load, read
 from megatron.config.ranks import with_batch
 from megatron.config.schema import SECTIONS, Config, keys, owners
 from megatron.errors import RunError
@@ -45,15 +45,15 @@ def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
     )  # fmt: skip
     path = tmp_path / "run" / "config.yml"
     config.save(path)
-    assert Config.read(path) == config
+    assert read(path) == config
     assert load([path]).notes == ()
     settled = with_batch(config, 2)
     settled.save(path)
-    assert Config.read(path) == settled
+    assert read(path) == settled
     assert settled.training.gradient_accumulation_steps == 4
     assert [p.name for p in path.parent.iterdir()] == ["config.yml"]  # no temporary file stays
-    Config.read(path).save(path)  # and again over the old one
-    assert Config.read(path) == settled
+    read(path).save(path)  # and again over the old one
+    assert read(path) == settled
 
 
 def test_saving_to_a_place_that_cannot_be_written(tmp_path: Path):

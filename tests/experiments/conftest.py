@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.weights import write_weights
+from megatron.config.load import read
 from megatron.config.schema import Config
 from megatron.errors import RunError
 from megatron.evaluation.lengths import wanted_lengths
@@ -90,7 +91,7 @@ class Trainer:
         self.steps: tuple[int, ...] = ()  # that the training is seen at
 
     def train(self, configuration: Path, printed: Path, metrics: Path, watch: Watch) -> None:
-        config = preflight(Config.read(configuration), Machine.here()).config
+        config = preflight(read(configuration), Machine.here()).config
         name = config.position.pos_emb
         self.asked.append(f"{name} {config.training.seed} {config.checkpoint.load}")
         for step in (None, *self.steps):

@@ -159,9 +159,9 @@ def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], lis
     launcher = textwrap.dedent(
         f"""
         import pathlib, sys
-        from megatron.config.schema import Config
+        from megatron.config.load import read
         from megatron.launch import local, processes
-        config = Config.read({str(tmp_path / "config.yml")!r})
+        config = read({str(tmp_path / "config.yml")!r})
         command = [sys.executable, "-c", {rank_code!r}]
         sys.exit(processes.run_processes(config, pathlib.Path({str(tmp_path / "log.txt")!r}), 2, 23457, command))
         """

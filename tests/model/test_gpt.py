@@ -170,6 +170,27 @@ def test_initialisation(name: str, deviation: float) -> None:
     assert layer.mlp.linear_fc1.bias.abs().max() == 0
 
 
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("mlp", [True, False])
+def test_biases_of_attention_and_mlp_are_chosen_apart(attention: bool, mlp: bool) -> None:
+    chosen = options(use_bias_in_attn_linear=attention, use_bias_in_mlp=mlp)
+    gpt = build_model(chosen, position(), VOCABULARY, seed=3)
+    names = {name for name, _ in gpt.named_parameters()}
+    for layer in range(chosen.num_layers):
+        for module, there in (("self_attention.linear_qkv", attention), ("self_attention.linear_proj", attention),
+                              ("mlp.linear_fc1", mlp), ("mlp.linear_fc2", mlp)):  # fmt: skip
+            assert (f"decoder.layers.{layer}.{module}.bias" in names) == there
+    assert gpt(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+
+
+@pytest.mark.parametrize(("given", "multiple", "width"), [(None, 1, 96), (None, 40, 120), (50, 16, 64), (64, 16, 64)])
+def test_the_feed_forward_width_is_rounded_up(given: int | None, multiple: int, width: int) -> None:
+    chosen = options(hidden_size=24, intermediate_size=given, mlp_multiple_of=multiple)
+    layer = build_model(chosen, position(), VOCABULARY, seed=3).decoder.layers[0]
+    assert layer.mlp.linear_fc1.weight.shape == (width, 24)
+    assert layer.mlp.linear_fc2.weight.shape == (24, width)
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_other_ones() -> None:
     a, b, c = (build_model(options(), position("kerple_log", "cdape"), VOCABULARY, seed=s) for s in (3, 3, 4))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

@@ -29,6 +29,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "swiglu, untied, parallel residual": {"model": SWIGLU, "position": {"pos_emb": "rotary"}},
     "rmsnorm": {"model": {"norm": "rmsnorm", "use_bias_in_attn_linear": False}, "position": {"pos_emb": "t5"}},
+    "no MLP bias": {"model": {"use_bias_in_mlp": False, "mlp_multiple_of": 24}, "position": {"pos_emb": "alibi"}},
 }
 CASES = {f"{e}+{p}": {"model": {}, "position": {"pos_emb": e, "score_processor": p}} for e, p in ALL} | EXTRA
 REFUSED = {

@@ -56,7 +56,7 @@ def count_operations(run: Path, last: int | None, report: Path) -> None:
 
 def live(job: Path, rank: int, world: int, port: int, last: int | None) -> None:
     """One life of one rank, in a process of its own."""
-    from megatron.config.schema import Config
+    from megatron.config.load import read
     from megatron.training.loop import train
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -65,7 +65,7 @@ def live(job: Path, rank: int, world: int, port: int, last: int | None) -> None:
     log = os.open(job / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    config = Config.read(job / "life.yml")
+    config = read(job / "life.yml")
     if rank == 0:
         count_operations(Path(config.checkpoint.save or ""), last, job / "operations.txt")
     try:
@@ -105,9 +105,9 @@ def main() -> None:
     import megatron.checkpoint.deepspeed_files
     import megatron.data.samples
     import megatron.training.loop  # noqa: F401 (for the forks)
-    from megatron.config.schema import Config
+    from megatron.config.load import read
 
-    drawn, config = random.Random(seed), Config.read(job / "config.yml")
+    drawn, config = random.Random(seed), read(job / "config.yml")
 
     def life(name: str, **death: Any) -> list[int]:
         folder = str(job / name)

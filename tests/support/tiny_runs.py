@@ -90,14 +90,7 @@ def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
         "save": None if run is None else str(run),
         **keys,
     }
-    from megatron.config.schema import owners
-
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        sections.setdefault(owners()[key], {})[key] = value
-    for section in ("position", "data", "optimizer", "logging", "checkpoint", "launch"):
-        sections.setdefault(section, {})
-    return Config.model_validate(sections)
+    return Config.of(flat)
 
 
 def records(run: Path, kind: str = "train") -> dict[int, dict[str, Any]]:

@@ -15,13 +15,13 @@ def main() -> None:
     job, rank, world = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1")
 
-    from megatron.config.schema import Config
+    from megatron.config.load import read
     from megatron.errors import FarfieldError
     from megatron.training.loop import train
 
     for file in sorted(job.glob("*.yml")):
         try:
-            code = train(Config.read(file)).exit_code
+            code = train(read(file)).exit_code
             (job / f"{file.stem}.{rank}.code").write_text(str(code), encoding="utf-8")
         except FarfieldError as error:
             (job / f"{file.stem}.{rank}.error").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")

@@ -13,7 +13,7 @@ from tiny_runs import losses, records, tiny_config, write_corpora
 
 from megatron.checkpoint import folder
 from megatron.checkpoint.load_model import load_model
-from megatron.config.schema import Config
+from megatron.config.load import read
 from megatron.errors import RunError, UserError
 from megatron.training.engine import Engine
 from megatron.training.loop import train
@@ -66,7 +66,7 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
         word in lines[0] for word in ("loss", "ppl", "lr", "grad", "tok/s", "ms", "FLOP/s", "MFU", "GiB", "left")
     )
     assert list((tmp_path / "tensorboard").glob("events*"))
-    assert Config.read(tmp_path / "config.yml").flat() == config.flat()
+    assert read(tmp_path / "config.yml").flat() == config.flat()
 
 
 def test_the_flops_that_are_reported_are_the_models(corpus: Path, tmp_path: Path) -> None:

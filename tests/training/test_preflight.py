@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load, read
 from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.parallel.devices import Machine
@@ -91,7 +91,7 @@ def test_a_configuration_that_no_file_gave_is_checked_too() -> None:
 
 def reloaded(config: Config, folder: Path) -> Config:
     config.save(folder / "config.yml")
-    return Config.read(folder / "config.yml")
+    return read(folder / "config.yml")
 
 
 @pytest.mark.parametrize("overrides", [["precision=fp16"], ["device=cuda"]])

@@ -1,0 +1,56 @@
+"""The configuration of a checkpoint, in today's terms.
+
+What a checkpoint holds was right when it was written, so it passes neither the loader of configuration files nor the
+checks across keys: both change with the project, and a run must not be lost to a later opinion. Its manifest's format
+number says how it was written, and `MIGRATIONS` what that means now. Whoever removes or renames a key, or gives one
+another meaning, raises `manifest.FORMAT` and adds a migration; `tests/checkpoint/formats` holds a checkpoint of every
+format that there was.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron.checkpoint import manifest
+from megatron.checkpoint.folder import CONFIG
+from megatron.config.problems import describe
+from megatron.config.schema import Config, owners
+from megatron.config.yaml_files import read_yaml
+from megatron.errors import RunError, UserError
+
+Values = dict[str, Any]
+
+
+def _one_bias_key(values: Values) -> None:
+    """Until format 1, use_bias_in_attn_linear was for the feed-forward layer too."""
+    values["use_bias_in_mlp"] = values.get("use_bias_in_attn_linear", True)
+
+
+MIGRATIONS: Mapping[int, Callable[[Values], None]] = {1: _one_bias_key}
+"""What has to change in the flat keys of a format to make them the next one's; a format that is absent needs nothing.
+Format 0 is that of checkpoints from before there were manifests."""
+
+
+def config_of(checkpoint: Path) -> Config:
+    """The configuration of the run that wrote a checkpoint.
+
+    Raises RunError: it is missing or damaged, or a later version wrote it.
+    """
+    path = Path(checkpoint) / CONFIG
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; the checkpoint is damaged")
+    written = manifest.format_of(Path(checkpoint))
+    try:
+        values = dict(read_yaml(path).values)
+        for number in range(written, manifest.FORMAT):
+            MIGRATIONS.get(number, lambda values: None)(values)
+        if unknown := sorted(set(values) - owners().keys()):
+            raise UserError(f"no checkpoint of format {written} has the key {unknown[0]!r}")
+        return Config.of(values)
+    except ValidationError as error:
+        problem = next(describe(error, lambda _: None))
+    except UserError as error:
+        problem = str(error).removeprefix(f"{path}: ")
+    raise RunError(f"{path}: not the configuration of a checkpoint: {problem}")

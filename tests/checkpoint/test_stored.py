@@ -1,0 +1,104 @@
+"""Checkpoints of every format that there was are still read, whatever became of the keys and checks since."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import losses, tiny_config, write_corpora
+
+from megatron.checkpoint import manifest, stored
+from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.stored import config_of
+from megatron.config.schema import keys
+from megatron.errors import RunError
+from megatron.training.loop import train
+
+FORMATS = Path(__file__).parent / "formats"
+ONE = FORMATS / "1" / "step_0000002"
+"""Written by commit 25a2156: bfloat16, ZeRO 1, dropout, cdape on kerple_log, no biases in attention and MLP."""
+NEXT_LOSS = 4.1172075271606445
+"""The loss of the step after it, in the run that wrote it."""
+
+
+def test_there_is_a_checkpoint_of_every_earlier_format() -> None:
+    assert sorted(int(path.name) for path in FORMATS.iterdir()) == list(range(1, manifest.FORMAT))
+
+
+def test_the_model_of_format_1_is_rebuilt() -> None:
+    loaded = load_model(ONE)
+    assert loaded.verified
+    assert not any(name.endswith(("linear_qkv.bias", "fc1.bias")) for name, _ in loaded.model.named_parameters())
+    assert loaded.model(torch.zeros(1, 8, dtype=torch.int64)).isfinite().all()
+
+
+def test_a_run_of_format_1_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ONE, run / "checkpoints" / ONE.name)
+    corpus = write_corpora(tmp_path / "corpus")
+    keep = config_of(ONE).flat()
+    keep |= {"train_data_paths": [str(corpus / "train_text_document")], "valid_data_paths": []}
+    train(tiny_config(corpus, run, **keep | {"load": str(run), "save": str(run)}))
+    assert losses(run) == pytest.approx(
+        [NEXT_LOSS], rel=2**-7
+    )  # bfloat16's rounding: another machine may sum otherwise
+
+
+def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the next format had given up one key and found a value wrong that this one allowed."""
+    checkpoint, today = tmp_path / "step_0000002", config_of(ONE).flat()
+    shutil.copytree(ONE, checkpoint)
+    (checkpoint / "config.yml").write_text((ONE / "config.yml").read_text() + "given_up: 3\n")
+    with pytest.raises(RunError, match="no checkpoint of format 1 has the key 'given_up'"):
+        config_of(checkpoint)
+
+    def migrate(values: dict[str, object]) -> None:
+        del values["given_up"]
+        values["use_bias_in_mlp"] = False
+
+    monkeypatch.setattr(stored, "MIGRATIONS", {1: migrate})
+    monkeypatch.setattr("megatron.config.checks.CHECKS", (lambda config: iter([("seq_length", "never again")]),))
+    assert config_of(checkpoint).flat() == today
+
+
+def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, use_bias_in_attn_linear=False, extra_save_iters=[3], activation="swiglu")
+    config.save(tmp_path / "config.yml")
+    manifest.write(tmp_path, {})
+    assert config_of(tmp_path) == config
+    assert len(config_of(tmp_path).flat()) == len({path[0] for path in keys()})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "num_layers: two\n",
+            "config.yml: not the configuration of a checkpoint: num_layers is two; it must",
+        ),
+        ("num_layers: [\n", "config.yml: not the configuration of a checkpoint: config.yml:2: not valid YAML"),
+        (None, "config.yml: is missing; the checkpoint is damaged"),
+    ],
+)
+def test_what_is_none_is_said_in_one_line(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.yml").write_text(text)
+    with pytest.raises(RunError) as caught:
+        config_of(tmp_path)
+    assert said.replace("config.yml:2", f"{tmp_path}/config.yml:2") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_later_version_is_told_from_damage(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_0000002"
+    shutil.copytree(ONE, checkpoint)
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": manifest.FORMAT + 1}))
+    said = f"a later version of this program wrote it \\(format {manifest.FORMAT + 1}\\); this one reads up to"
+    with pytest.raises(RunError, match=said):
+        config_of(checkpoint)
+    with pytest.raises(RunError, match=said):
+        load_model(checkpoint)
