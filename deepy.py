@@ -6,6 +6,7 @@ Everything heavy is imported inside the commands, so that help and errors come a
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import shlex
@@ -447,6 +448,14 @@ def main() -> int:
     except BrokenPipeError:  # `./deepy.py positions | head -1`: nobody reads on, and nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
+    except OSError as error:
+        # What fails with a file is told by whoever opened it; this is standard output on a disk that is full.
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            _say(_unexpected(error))
+            return 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _say(f"standard output: {error.strerror}")
+        return 1
     except Exception as error:
         if isinstance(error, usage_error):
             if _usage(error):

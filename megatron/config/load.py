@@ -77,10 +77,15 @@ def read(path: str | os.PathLike[str]) -> Config:
 
 def merge(documents: Iterable[Document], overrides: Iterable[str] = (), files: Iterable[Path] = ()) -> Loaded:
     """`load` for documents that were read already (a sweep's variants); `files` are only passed on."""
-    settings = Settings()
+    settings, documents = Settings(), list(documents)
     for document in documents:
         settings.add_file(document)
     settings.add_overrides([split_override(text) for text in overrides])
+    if not settings.values and not settings.problems:
+        empty = ", ".join(document.source for document in documents)
+        raise UserError(
+            f"{empty}: holds no keys" if empty else "no configuration given; name a file, such as model/125M"
+        )
     return Loaded(_build(settings), tuple(settings.notes), tuple(files), settings)
 
 
@@ -150,8 +155,6 @@ def _answers(path: Path, text: str) -> bool:
 
 
 def _build(settings: Settings) -> Config:
-    if not settings.values and not settings.problems:
-        raise UserError("no configuration given; name at least one file, for example model/125M")
     _settle_options(settings)
     _settle_shares(settings)
     _settle_tokenizer(settings)

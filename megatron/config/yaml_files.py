@@ -64,7 +64,7 @@ def _one_line(source: str, error: YAMLError) -> UserError:
         name = problem.split('"')[1]
         return UserError(f"{place}: key {name!r} is given twice; remove one of the two")
     if "'\\t'" in problem:
-        problem = "a tab is used for indentation; YAML wants spaces"
+        problem = "a tab stands where YAML wants spaces"
     elif "determine a constructor for the tag" in problem:
         problem = f"tag {problem.split(chr(39))[1]!r} is not allowed; only plain values are read"
     elif "expected a single document" in f"{error.context} {problem}":
@@ -72,6 +72,21 @@ def _one_line(source: str, error: YAMLError) -> UserError:
     elif error.context_mark and error.context_mark.line != mark.line:
         problem += f", in what begins on line {error.context_mark.line + 1}"
     return UserError(f"{place}: not valid YAML: {problem}")
+
+
+def _place_of_bad_scalar(node: Node | None, source: str) -> str:
+    """`file:line` of the first scalar that cannot be made a value."""
+    if isinstance(node, ScalarNode):
+        try:
+            _loader().constructor.construct_document(node)
+        except ValueError:
+            return f"{source}:{node.start_mark.line + 1}"
+    elif isinstance(node, SequenceNode | MappingNode):
+        parts = node.value if isinstance(node, SequenceNode) else [part for pair in node.value for part in pair]
+        for part in parts:
+            if (place := _place_of_bad_scalar(part, source)) != source:
+                return place
+    return source
 
 
 def _lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
@@ -159,7 +174,7 @@ def parse(text: str, source: str) -> Document:
     except YAMLError as error:
         raise _one_line(source, error) from error
     except ValueError as error:  # a scalar that looks like a date but is none, for example
-        raise UserError(f"{source}: not valid YAML: {error}") from error
+        raise UserError(f"{_place_of_bad_scalar(node, source)}: not valid YAML: {error}") from error
     except RecursionError as error:
         raise UserError(f"{source}: nested too deeply to be a configuration") from error
     if values is None:

@@ -401,7 +401,10 @@ def _no_empty_split(counted: dict[SplitName, SplitCounts], files: list[SourceFil
         raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it")
     for name, size in counted.items():
         if size.documents == 0:
-            raise UserError(f"split: no text is left for {name}: only {documents} documents are not empty")
+            there = "1 document is" if documents == 1 else f"{documents} documents are"
+            raise UserError(
+                f"split: no text is left for {name}: only {there} not empty; with --split none all text is one dataset"
+            )
 
 
 @contextlib.contextmanager

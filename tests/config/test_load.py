@@ -208,7 +208,19 @@ def test_missing_keys_are_named_with_their_meaning():
     found = problems([], ["num_layers=2"])
     assert "train_iters is missing (optimizer steps); give it in a file or as train_iters=…" in found
     assert len(found) == 4
-    assert only_problem([]) == "no configuration given; name at least one file, for example model/125M"
+    assert only_problem([]) == "no configuration given; name a file, such as model/125M"
+
+
+def test_a_file_that_says_nothing_is_named(write):
+    write(nothing="# only a comment\n")
+    assert only_problem(["nothing.yml"]) == "nothing.yml: holds no keys"
+
+
+def test_a_wrong_method_is_told_beside_other_problems(write):
+    write(wrong="num_layers: two\npos_emb: ropee\n")
+    found = problems(["wrong.yml"])
+    assert any(line.startswith("wrong.yml:1: num_layers is two; it must be") for line in found)
+    assert any(line.startswith("wrong.yml:2: pos_emb ropee is not available; ") for line in found)
 
 
 def test_overrides_must_be_pairs(write):

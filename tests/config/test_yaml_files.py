@@ -137,6 +137,11 @@ def test_empty_file_is_an_empty_mapping():
     assert parse("# nothing\n", "f.yml").values == {}
 
 
+def test_what_looks_like_a_date_and_is_none_is_told_with_its_line():
+    with pytest.raises(UserError, match=r"^f\.yml:3: not valid YAML: month must be in 1\.\.12"):
+        parse("a: 2001-01-01\nb:\n- [1, 2001-99-99]\n", "f.yml")
+
+
 def test_not_text(tmp_path: Path):
     path = tmp_path / "binary.yml"
     path.write_bytes(b"a: \xff\xfe")

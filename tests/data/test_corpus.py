@@ -278,7 +278,9 @@ def test_corpora_without_text_are_refused(tmp_path):
     with pytest.raises(UserError, match="no text in it"):
         prepare([str(folder)], tmp_path / "out")
     (folder / "0.txt").write_text("something")
-    with pytest.raises(UserError, match=r"split: no text is left for .*: only 1 documents are not empty"):
+    with pytest.raises(
+        UserError, match=r"split: no text is left for .*: only 1 document is not empty; with --split none"
+    ):
         prepare([str(folder)], tmp_path / "out")
     (tmp_path / "two.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     with pytest.raises(UserError, match="2 documents cannot be divided into 3 splits"):
