@@ -92,7 +92,7 @@ def format_of(checkpoint: Path) -> int:
         if not isinstance(number, int) or number < 1:
             raise ValueError
     except (OSError, ValueError, LookupError, TypeError):
-        raise RunError(f"{checkpoint / MANIFEST}: cannot be read; the checkpoint is damaged") from None
+        raise RunError(f"{checkpoint}: {MANIFEST} cannot be read") from None
     if number > FORMAT:
         raise RunError(
             f"{checkpoint}: a later version of this program wrote it (format {number}); this one reads up to {FORMAT}"
@@ -119,7 +119,7 @@ def damage(checkpoint: Path, only: Collection[str] | None = None, *, rank: int =
     try:
         format_of(checkpoint)
     except RunError as error:
-        return str(error).removeprefix(f"{checkpoint}: ").removeprefix(f"{checkpoint}/")
+        return str(error).removeprefix(f"{checkpoint}: ")
     entries = _read(checkpoint)
     if entries is None:
         return f"{MANIFEST} cannot be read"
