@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ class Configuration:
     kernel: Any
     signature: dict[str, str]
     constexprs: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 2
+    options: dict[str, Any]
+    """Of the compiler, as it is launched: `Tile.options`."""
     arches: tuple[int, ...] = field(default=(80, 90))
     spill: int = SPILL_BUDGET
 
@@ -75,14 +75,40 @@ class Configuration:
         return None
 
 
+FLOATS = ("scale", "above", "largest")
+"""Arguments that are float32 numbers."""
+
+
+def signature_of(
+    kernel: Any, constexprs: Collection[str], kind: str, float32: Collection[str], aligned: Collection[str] = ()
+) -> dict[str, str]:
+    """The types of a kernel's arguments, read off their names: what ends in `_ptr` is a pointer, a stride is divisible
+    by 16, and the rest are integers but for FLOATS.
+
+    Args:
+        constexprs: names that have no type.
+        kind: the compute type: bf16, fp16 or fp32.
+        float32: pointers to float32 whatever the compute type.
+        aligned: integers that are divisible by 16, beside the strides.
+    """
+
+    def type_of(name: str) -> str:
+        if name.endswith("_ptr"):
+            return "*fp32" if name in float32 else f"*{kind}"
+        if name in FLOATS:
+            return "fp32"
+        return "i32:16" if name.startswith("stride_") or name in aligned else "i32"
+
+    return {name: type_of(name) for name in kernel.arg_names if name not in constexprs}
+
+
 def resources(
     kernel: Any,
     signature: Mapping[str, str],
     constexprs: Mapping[str, Any],
     *,
     arch: int,
-    num_warps: int = 4,
-    num_stages: int = 2,
+    options: Mapping[str, Any],
 ) -> Resources:
     """Compile `kernel` for compute capability `arch` (80 or 90) and read its resources. Needs no GPU.
 
@@ -91,6 +117,7 @@ def resources(
         signature: a type for each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an
             integer that is divisible by 16. Pointers are taken as aligned to 16 bytes, as PyTorch's tensors are.
         constexprs: the values of the constexpr arguments; None for a pointer that is absent.
+        options: of the compiler, as `Tile.options` has them.
 
     Raises:
         RuntimeError: the process runs the interpreter, so there is nothing to compile.
@@ -112,7 +139,7 @@ def resources(
     compiled = triton.compile(
         ASTSource(kernel, types, constexprs=dict(constexprs), attrs=attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True},
+        options=dict(options),
     )
     return Resources(shared=compiled.metadata.shared, **_assembled(compiled.asm["ptx"], arch))
 
@@ -156,14 +183,7 @@ def table(
     beyond = []
     sampled = [wanted for op in ops for wanted in _wanted(op, arches)[::sample]]
     for op, one, arch in sampled:
-        used = resources(
-            one.kernel,
-            one.signature,
-            one.constexprs,
-            arch=arch,
-            num_warps=one.num_warps,
-            num_stages=one.num_stages,
-        )
+        used = resources(one.kernel, one.signature, one.constexprs, arch=arch, options=one.options)
         key = f"{op}/{one.name} sm_{arch}"
         if key in rows:
             raise RuntimeError(f"two configurations are called {key}")

@@ -1,6 +1,6 @@
 """Sizes that matrix products accept, and rows of matrices [count, d] whose head dimension d is none of them.
 
-A head dimension that is none is split into DA + DB (80 = 64 + 16), DB = 0 where it is one.
+A head dimension that is none is split into BLOCK_DA + BLOCK_DB (80 = 64 + 16); BLOCK_DB is 0 where it is one.
 """
 
 import triton
@@ -16,7 +16,7 @@ def padded(size: int) -> int:
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """(DA, DB): powers of two of at least 16, or DB = 0, that hold `head_dim` with little padding: 80 = 64 + 16."""
+    """(BLOCK_DA, BLOCK_DB): powers of two, at least 16, that hold `head_dim` with little padding, or BLOCK_DB = 0."""
     whole = padded(head_dim)
     if whole == 16 or head_dim == whole:
         return whole, 0
@@ -24,43 +24,49 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (whole, 0) if rest == whole // 2 else (whole // 2, rest)
 
 
+def head_dim_constants(head_dim: int) -> dict[str, int]:
+    """The constants of a kernel that reads rows of a head dimension."""
+    first, second = split_head_dim(head_dim)
+    return {"HEAD_DIM": head_dim, "BLOCK_DA": first, "BLOCK_DB": second}
+
+
 @triton.jit
 def load_rows(
-    pointer,
+    ptr,
     start,
     stride,
     count,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows start … start + BLOCK − 1 of a [count, DIM] matrix, columns FIRST … FIRST + WIDTH − 1; zero outside."""
+    """Rows start … start + BLOCK − 1 of a [count, HEAD_DIM] matrix, columns FIRST … FIRST + WIDTH − 1; zero outside."""
     rows = tl.arange(0, BLOCK)
     columns = FIRST + tl.arange(0, WIDTH)
     mask = (start + rows < count)[:, None]
-    if FIRST + WIDTH > DIM:
-        mask = mask & (columns < DIM)[None, :]
-    pointer += tl.cast(start, tl.int64) * stride
-    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    if FIRST + WIDTH > HEAD_DIM:
+        mask = mask & (columns < HEAD_DIM)[None, :]
+    ptr += tl.cast(start, tl.int64) * stride
+    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_rows(
-    pointer,
+    ptr,
     tile,
     start,
     count,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The counterpart of `load_rows` for a contiguous [count, DIM] matrix."""
+    """The counterpart of `load_rows` for a contiguous [count, HEAD_DIM] matrix."""
     rows = tl.arange(0, BLOCK)
     columns = FIRST + tl.arange(0, WIDTH)
     mask = (start + rows < count)[:, None]
-    if FIRST + WIDTH > DIM:
-        mask = mask & (columns < DIM)[None, :]
-    pointer += tl.cast(start, tl.int64) * DIM
-    tl.store(pointer + rows[:, None] * DIM + columns[None, :], tile.to(pointer.dtype.element_ty), mask=mask)
+    if FIRST + WIDTH > HEAD_DIM:
+        mask = mask & (columns < HEAD_DIM)[None, :]
+    ptr += tl.cast(start, tl.int64) * HEAD_DIM
+    tl.store(ptr + rows[:, None] * HEAD_DIM + columns[None, :], tile.to(ptr.dtype.element_ty), mask=mask)

@@ -4,52 +4,40 @@ from collections.abc import Iterator
 from typing import Any
 
 from kernels.bias import configs
-from kernels.bias.fire import fire_gradient_kernel, fire_kernel
-from kernels.bias.toeplitz import diagonal_sum_kernel, spread_kernel
-from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration
-from kernels.rows import padded
+from kernels.bias.fire import _fire_bwd_kernel, _fire_fwd_kernel
+from kernels.bias.toeplitz import _toeplitz_bwd_kernel, _toeplitz_fwd_kernel
+from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration, signature_of
+from kernels.launch import Tile
 
-HEADS = (4, 16, 32)
-"""12 heads compile to what 16 do."""
+HEADS = (16, 32)
+"""Fewer heads compile to what 16 do."""
+WIDTH = 32
 TYPES = ("bf16", "fp32")
-FLOAT_ARGUMENTS = ("above", "largest")
+TYPED = ("out_ptr", "dout_ptr")
+"""Pointers to the compute type; the others are to float32."""
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every kernel in both types; FIRE's for each padded number of heads, width 32."""
-    for text in TYPES:
-        high, wide = configs.SPREAD
-        yield _one(f"toeplitz {text}", spread_kernel, {"OUT": text}, {"LIMITED": False, "BM": high, "BN": wide})
-        high, wide = configs.DIAGONAL
-        sizes = {"BM": high, "BN": wide}
-        yield _one(f"diagonals {text}", diagonal_sum_kernel, {"GRAD": text}, {"FACTOR": None, **sizes})
-        for heads in sorted({padded(heads) for heads in HEADS}):
-            fixed = {"BLOCK": configs.FIRE_BLOCK, "HP": heads}
-            yield _one(f"fire H={heads} {text}", fire_kernel, {"OUT": text}, fixed)
-            fixed = {"BLOCK": configs.FIRE_GRADIENT_BLOCK, "HP": heads, "WP": 32}
-            yield _one(f"fire gradient H={heads} {text}", fire_gradient_kernel, {"GRAD": text}, fixed)
-    high, wide = configs.DIAGONAL
-    yield _one("diagonals with factor fp32", diagonal_sum_kernel, {"GRAD": "fp32"}, {"BM": high, "BN": wide})
+    """Every kernel in both types; FIRE's for each padded number of heads."""
+    fwd, bwd = configs.TOEPLITZ_FWD, configs.TOEPLITZ_BWD
+    for kind in TYPES:
+        yield _one(f"toeplitz_fwd {kind}", _toeplitz_fwd_kernel, kind, fwd, {"SATURATE": False, **fwd.blocks})
+        yield _one(f"toeplitz_bwd {kind}", _toeplitz_bwd_kernel, kind, bwd, {"factor_ptr": None, **bwd.blocks})
+        for heads in HEADS:
+            constants = configs.fire_fwd_constants(configs.FIRE_FWD, heads)
+            yield _one(f"fire_fwd H={heads} {kind}", _fire_fwd_kernel, kind, configs.FIRE_FWD, constants)
+            constants = configs.fire_bwd_constants(configs.FIRE_BWD, heads, WIDTH)
+            yield _one(f"fire_bwd H={heads} {kind}", _fire_bwd_kernel, kind, configs.FIRE_BWD, constants)
+    yield _one("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
 
 
-def _one(name: str, kernel: Any, types: dict[str, str], constexprs: dict[str, Any]) -> Configuration:
-    """Arguments in capitals are pointers, float32 unless `types` says otherwise, but for the sizes H, R, C, N and W."""
-    signature = {}
-    for argument in kernel.arg_names:
-        if argument in constexprs:
-            continue
-        if argument in FLOAT_ARGUMENTS:
-            signature[argument] = "fp32"
-        elif argument.isupper() and argument not in ("H", "R", "C", "N", "W"):
-            signature[argument] = f"*{types.get(argument, 'fp32')}"
-        else:
-            signature[argument] = "i32"
+def _one(name: str, kernel: Any, kind: str, tile: Tile, constants: dict[str, Any]) -> Configuration:
+    float32 = [argument for argument in kernel.arg_names if argument not in TYPED]
     return Configuration(
-        name,
-        kernel,
-        signature,
-        constexprs,
-        num_warps=configs.NUM_WARPS,
-        num_stages=configs.NUM_STAGES,
-        spill=SPILL_BUDGET_FLOAT32 if kernel is fire_gradient_kernel else SPILL_BUDGET,
+        name=name,
+        kernel=kernel,
+        signature=signature_of(kernel, constants, kind, float32),
+        constexprs=constants,
+        options=tile.options,
+        spill=SPILL_BUDGET_FLOAT32 if kernel is _fire_bwd_kernel else SPILL_BUDGET,
     )

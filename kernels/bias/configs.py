@@ -1,21 +1,40 @@
 """Tile sizes: a static table, so that all ranks agree. The kernels are bound by memory; tiles matter little."""
 
-SPREAD = (32, 128)
-"""Rows and columns of the tiles of `spread_kernel`."""
-DIAGONAL = (16, 128)
-"""Rows per step and diagonals per program of `diagonal_sum_kernel`."""
-FIRE_BLOCK = 128
-"""Columns per program of `fire_kernel`."""
-FIRE_GRADIENT_BLOCK = 64
-"""Columns per step of `fire_gradient_kernel`."""
+from dataclasses import replace
+
+from kernels.launch import Tile
+from kernels.rows import padded
+
+NUM_WARPS, NUM_STAGES = 4, 2
+TOEPLITZ_FWD = Tile(32, 128, NUM_WARPS, NUM_STAGES)
+TOEPLITZ_BWD = Tile(16, 128, NUM_WARPS, NUM_STAGES)
+"""Rows per step, and diagonals per program."""
+FIRE_FWD = Tile(1, 128, NUM_WARPS, NUM_STAGES)
+FIRE_BWD = Tile(1, 64, NUM_WARPS, NUM_STAGES)
+"""One row after the other, and columns per step."""
 INTERPRETED_BLOCK = 16
-"""All of them in the interpreter, so that short sequences in tests have several tiles."""
-NUM_WARPS = 4
-NUM_STAGES = 2
+"""The largest of them in the interpreter, so that short sequences in tests have several tiles."""
 PARTS = 512
 """Programs wanted for sums: rows are split until there are as many."""
 MAX_HEADS = 64
 MAX_WIDTH = 64
+
+
+def on(arch: int | None, tile: Tile) -> Tile:
+    """A tile for compute capability `arch`, or for the interpreter (None)."""
+    if arch is not None:
+        return tile
+    return replace(tile, block_m=min(tile.block_m, INTERPRETED_BLOCK), block_n=min(tile.block_n, INTERPRETED_BLOCK))
+
+
+def fire_fwd_constants(tile: Tile, heads: int) -> dict[str, int]:
+    """The constants of FIRE's forward kernel."""
+    return {"BLOCK_N": tile.block_n, "BLOCK_H": padded(heads)}
+
+
+def fire_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
+    """The constants of FIRE's backward kernel."""
+    return {"BLOCK_N": tile.block_n, "BLOCK_H": padded(heads), "BLOCK_W": padded(width)}
 
 
 def parts(programs: int, rows: int) -> tuple[int, int]:

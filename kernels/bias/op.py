@@ -6,15 +6,13 @@ H heads, R query rows, C key columns, N distances, W width of FIRE's network.
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.bias import configs
-from kernels.bias.fire import fire_gradient_kernel, fire_kernel
-from kernels.bias.toeplitz import diagonal_sum_kernel, spread_kernel
-from kernels.rows import padded
+from kernels.bias.fire import _fire_bwd_kernel, _fire_fwd_kernel
+from kernels.bias.toeplitz import _toeplitz_bwd_kernel, _toeplitz_fwd_kernel
 from kernels.runtime import DTYPES, capability, on_device_of
-
-LAUNCH = {"num_warps": configs.NUM_WARPS, "num_stages": configs.NUM_STAGES, "enable_fp_fusion": True}
 
 
 def toeplitz_bias(
@@ -109,20 +107,16 @@ def _check_sizes(rows: int, columns: int, offset: int, dtype: torch.dtype) -> No
         raise ValueError(f"dtype {dtype}; choose from float16, bfloat16, float32")
 
 
-def _tiles(x: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return sizes if capability(x) is not None else tuple(min(size, configs.INTERPRETED_BLOCK) for size in sizes)
-
-
 def _diagonal_sums(grad: Tensor, factor: Tensor | None, size: int, offset: int) -> Tensor:
     """float32 [H, size]: sums over the diagonals of grad [H, R, C], each row times its factor."""
     heads, rows, columns = grad.shape
-    step, block = _tiles(grad, configs.DIAGONAL)
-    tiles = -(-size // block)
-    count, each = configs.parts(tiles * heads, rows)
+    tile = configs.on(capability(grad), configs.TOEPLITZ_BWD)
+    blocks = triton.cdiv(size, tile.block_n)
+    count, each = configs.parts(blocks * heads, rows)
     partial = torch.empty(count, heads, size, dtype=torch.float32, device=grad.device)
     with on_device_of(grad):
-        diagonal_sum_kernel[(tiles, heads, count)](
-            *(grad, factor, partial, heads, rows, columns, size, offset, each), BM=step, BN=block, **LAUNCH
+        _toeplitz_bwd_kernel[(blocks, heads, count)](
+            *(grad, factor, partial, heads, rows, columns, size, offset, each), **tile.blocks, **tile.options
         )
     return partial.sum(0)
 
@@ -132,15 +126,14 @@ def _toeplitz(table: Tensor, rows: int, columns: int, offset: int, dtype: torch.
     table = table.contiguous()
     heads = table.shape[0]
     out = torch.empty(heads, rows, columns, dtype=dtype, device=table.device)
-    high, wide = _tiles(table, configs.SPREAD)
+    tile = configs.on(capability(table), configs.TOEPLITZ_FWD)
     largest = torch.finfo(dtype).max
     with on_device_of(table):
-        spread_kernel[(-(-rows // high), -(-columns // wide), heads)](
+        _toeplitz_fwd_kernel[(triton.cdiv(rows, tile.block_m), triton.cdiv(columns, tile.block_n), heads)](
             *(table, out, rows, columns, table.shape[1], offset, above, largest),
-            LIMITED=dtype == torch.float16,
-            BM=high,
-            BN=wide,
-            **LAUNCH,
+            SATURATE=dtype == torch.float16,
+            **tile.blocks,
+            **tile.options,
         )
     return out
 
@@ -187,13 +180,12 @@ def _fire(
     u, z, w1, b1, w2, b2 = (x.contiguous() for x in (u, z, w1, b1, w2, b2))
     (heads, width), rows = w2.shape, z.shape[0]
     out = torch.empty(heads, rows, columns, dtype=dtype, device=u.device)
-    (block,) = _tiles(u, (configs.FIRE_BLOCK,))
+    tile = configs.on(capability(u), configs.FIRE_FWD)
     with on_device_of(u):
-        fire_kernel[(rows, -(-columns // block))](
+        _fire_fwd_kernel[(rows, triton.cdiv(columns, tile.block_n))](
             *(u, z, w1, b1, w2, b2, out, heads, rows, columns, width, offset, above),
-            BLOCK=block,
-            HP=padded(heads),
-            **LAUNCH,
+            **configs.fire_fwd_constants(tile, heads),
+            **tile.options,
         )
     return out
 
@@ -209,7 +201,7 @@ def _(
     columns: int,
     offset: int,
     dtype: torch.dtype,
-    above: float,
+    *rest: Any,
 ) -> Tensor:
     return u.new_empty(w2.shape[0], z.shape[0], columns, dtype=dtype)
 
@@ -228,14 +220,12 @@ def _fire_backward(
 
     dx, dz = empty(1, rows, columns), empty(rows)
     sums = (empty(groups, width), empty(groups, width), empty(groups, heads, width), empty(groups, heads))
-    (block,) = _tiles(grad, (configs.FIRE_GRADIENT_BLOCK,))
+    tile = configs.on(capability(grad), configs.FIRE_BWD)
     with on_device_of(grad):
-        fire_gradient_kernel[(groups,)](
+        _fire_bwd_kernel[(groups,)](
             *(grad, u, z, w1, b1, w2, dx, dz, *sums, heads, rows, columns, width, offset),
-            BLOCK=block,
-            HP=padded(heads),
-            WP=padded(width),
-            **LAUNCH,
+            **configs.fire_bwd_constants(tile, heads, width),
+            **tile.options,
         )
     du = _diagonal_sums(dx, 1 / z, u.shape[0], offset)[0]
     dw1, db1, dw2, db2 = (x.sum(0) for x in sums)
@@ -244,7 +234,7 @@ def _fire_backward(
 
 @_fire_backward.register_fake
 def _(
-    grad: Tensor, u: Tensor, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, offset: int
+    grad: Tensor, u: Tensor, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     shapes = (u.shape, z.shape, w1.shape, b1.shape, w2.shape, w2.shape[:1])
     first, second, third, fourth, fifth, sixth = (u.new_empty(shape) for shape in shapes)

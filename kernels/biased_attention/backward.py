@@ -17,133 +17,122 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def diagonal_sums(tile, BLOCK: tl.constexpr):
-    """Sums along the diagonals of a square tile: (upper[t], lower[t]) over r − c = t and over r − c = t − BLOCK.
+def diagonal_sums(tile, BLOCK_M: tl.constexpr):
+    """Sums along the diagonals of a square tile: (upper[t], lower[t]) over r − c = t and over r − c = t − BLOCK_M.
 
-    Row r is rotated so that column t holds r − c = t modulo BLOCK; then the sums are plain column sums of two halves.
+    Row r is rotated so that column t holds r − c = t modulo BLOCK_M; then the sums are plain column sums of two halves.
     """
-    r = tl.arange(0, BLOCK)[:, None]
-    t = tl.arange(0, BLOCK)[None, :]
-    index = r * BLOCK + ((r - t) & (BLOCK - 1))
-    turned = tl.gather(tl.reshape(tile, [BLOCK * BLOCK]), tl.reshape(index, [BLOCK * BLOCK]), 0)
-    turned = tl.reshape(turned, [BLOCK, BLOCK])
+    r = tl.arange(0, BLOCK_M)[:, None]
+    t = tl.arange(0, BLOCK_M)[None, :]
+    index = r * BLOCK_M + ((r - t) & (BLOCK_M - 1))
+    turned = tl.gather(tl.reshape(tile, [BLOCK_M * BLOCK_M]), tl.reshape(index, [BLOCK_M * BLOCK_M]), 0)
+    turned = tl.reshape(turned, [BLOCK_M, BLOCK_M])
     return tl.sum(tl.where(t <= r, turned, 0.0), 0), tl.sum(tl.where(t > r, turned, 0.0), 0)
 
 
 @triton.jit
-def _add_to(POINTER, n, values, N, wanted):
-    """POINTER[n] += values. The program that calls this is the only one that touches these addresses."""
+def _add_to(ptr, n, values, N, wanted):
+    """ptr[n] += values. The program that calls this is the only one that touches these addresses."""
     mask = (n >= 0) & (n < N) & wanted
-    tl.store(POINTER + n, tl.load(POINTER + n, mask=mask, other=0.0) + values, mask=mask)
+    tl.store(ptr + n, tl.load(ptr + n, mask=mask, other=0.0) + values, mask=mask)
 
 
 @triton.jit
-def _rows_against(
+def _dq_against(
     state,
-    qa,
-    qb,
-    ga,
-    gb,
-    lse,
-    delta,
-    K,
-    V,
-    BIAS,
-    WEIGHT,
-    DBIAS,
-    DWEIGHT,
     first,
     last,
-    top,
-    stride_k,
-    stride_v,
-    scale,
-    C,
-    N,
-    window,
+    block,
+    pointers,
+    sizes,
     MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
     """Add the columns first … last − 1 to dq and the table gradients of one row block.
 
-    The state's carries hold the diagonals of the tile before that the next tile completes.
+    `block` is the rows' q, do, lse and delta. The state's carries hold the diagonals of the tile before that the next
+    tile completes.
     """
     dq_a, dq_b, carry_bias, carry_weight = state
-    t = tl.arange(0, BLOCK)
-    for c0 in range(first, last, BLOCK):
-        ka = load_rows(K, c0, stride_k, C, 0, DA, DIM, BLOCK)
-        va = load_rows(V, c0, stride_v, C, 0, DA, DIM, BLOCK)
-        kb, vb = ka, va
-        products = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
-        dp = tl.dot(ga, tl.trans(va), input_precision=PRECISION)
-        if DB:
-            kb = load_rows(K, c0, stride_k, C, DA, DB, DIM, BLOCK)
-            vb = load_rows(V, c0, stride_v, C, DA, DB, DIM, BLOCK)
-            products = tl.dot(qb, tl.trans(kb), products, input_precision=PRECISION)
-            dp = tl.dot(gb, tl.trans(vb), dp, input_precision=PRECISION)
+    q_a, q_b, do_a, do_b, lse, delta = block
+    k_ptr, v_ptr, bias_ptr, weight_ptr, dbias_ptr, dweight_ptr = pointers
+    top, stride_kn, stride_vn, scale, C, N, window = sizes
+    t = tl.arange(0, BLOCK_M)
+    for c0 in range(first, last, BLOCK_N):
+        k_a = load_rows(k_ptr, c0, stride_kn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        v_a = load_rows(v_ptr, c0, stride_vn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        k_b, v_b = k_a, v_a
+        products = tl.dot(q_a, tl.trans(k_a), input_precision=INPUT_PRECISION)
+        dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            k_b = load_rows(k_ptr, c0, stride_kn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            v_b = load_rows(v_ptr, c0, stride_vn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
+            dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         scores = products
-        if WEIGHT is not None:
-            weight = table_tile(WEIGHT, top - c0, N, scale * LOG2E, BLOCK, BLOCK, False)
+        if weight_ptr is not None:
+            weight = table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
             scores = products * weight
         else:
             scores = products * (scale * LOG2E)
-        if BIAS is not None:
-            scores += table_tile(BIAS, top - c0, N, LOG2E, BLOCK, BLOCK, False)
+        if bias_ptr is not None:
+            scores += table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
         p = tl.exp2(scores - lse[:, None])
         if MASKED:
-            columns = c0 + tl.arange(0, BLOCK)[None, :]
-            distance = top + tl.arange(0, BLOCK)[:, None] - columns
-            p = tl.where(visible(distance, columns, C, window, WINDOWED), p, 0.0)
+            columns = c0 + tl.arange(0, BLOCK_N)[None, :]
+            distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
+            p = tl.where(visible(distance, columns, C, window, HAS_WINDOW), p, 0.0)
         ds = p * (dp - delta[:, None])
-        if DBIAS is not None:
-            upper, lower = diagonal_sums(ds, BLOCK)
-            _add_to(DBIAS, top - c0 + t, upper + carry_bias, N, True)
+        if dbias_ptr is not None:
+            upper, lower = diagonal_sums(ds, BLOCK_M)
+            _add_to(dbias_ptr, top - c0 + t, upper + carry_bias, N, True)
             carry_bias = lower
-        if DWEIGHT is not None:
-            upper, lower = diagonal_sums(ds * products, BLOCK)
-            _add_to(DWEIGHT, top - c0 + t, (upper + carry_weight) * scale, N, True)
+        if dweight_ptr is not None:
+            upper, lower = diagonal_sums(ds * products, BLOCK_M)
+            _add_to(dweight_ptr, top - c0 + t, (upper + carry_weight) * scale, N, True)
             carry_weight = lower
-        if WEIGHT is not None:
+        if weight_ptr is not None:
             ds *= weight
-        ds = ds.to(ka.dtype)
-        dq_a = tl.dot(ds, ka, dq_a, input_precision=PRECISION)
-        if DB:
-            dq_b = tl.dot(ds, kb, dq_b, input_precision=PRECISION)
+        ds = ds.to(k_a.dtype)
+        dq_a = tl.dot(ds, k_a, dq_a, input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            dq_b = tl.dot(ds, k_b, dq_b, input_precision=INPUT_PRECISION)
     return dq_a, dq_b, carry_bias, carry_weight
 
 
 @triton.jit
-def row_kernel(
-    Q,
-    K,
-    V,
-    BIAS,
-    WEIGHT,
-    OUT,
-    LSE,
-    DOUT,
-    DLSE,
-    DQ,
-    DELTA,
-    DBIAS,
-    DWEIGHT,
+def _bwd_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    weight_ptr,
+    o_ptr,
+    lse_ptr,
+    do_ptr,
+    dlse_ptr,
+    dq_ptr,
+    delta_ptr,
+    dbias_ptr,
+    dweight_ptr,
     stride_qb,
     stride_qh,
-    stride_qr,
+    stride_qm,
     stride_kb,
     stride_kh,
-    stride_kr,
+    stride_kn,
     stride_vb,
     stride_vh,
-    stride_vr,
-    stride_gb,
-    stride_gh,
-    stride_gr,
+    stride_vn,
+    stride_dob,
+    stride_doh,
+    stride_dom,
     scale,
     H,
     R,
@@ -151,193 +140,182 @@ def row_kernel(
     N,
     offset,
     window,
-    WINDOWED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
     """dq, delta and partial table gradients. Grid (G groups, B · H).
 
-    A program works through the row blocks of its group one after the other and adds to its own DBIAS, DWEIGHT
-    [B, H, G, N] (zero before), so partial sums take memory linear in N whatever the number of row blocks.
-    DELTA [B, H, R] is written for `column_kernel`. LSE is in base 2, and so is DLSE [B, H, R] or None, its gradient.
+    A program works through the row blocks of its group one after the other and adds to its own dbias and dweight
+    [B, H, G, N] (zero before), so partial sums take memory linear in N whatever the number of row blocks. Tiles are
+    square. delta [B, H, R] is written for `_bwd_dkdv_kernel`. lse is in base 2, and so is its gradient dlse [B, H, R],
+    which may be absent.
     """
     group, groups = tl.program_id(0), tl.num_programs(0)
     pair = tl.program_id(1).to(tl.int64)
     b, h = pair // H, pair % H
-    Q += b * stride_qb + h * stride_qh
-    K += b * stride_kb + h * stride_kh
-    V += b * stride_vb + h * stride_vh
-    DOUT += b * stride_gb + h * stride_gh
-    OUT += pair * R * DIM
-    DQ += pair * R * DIM
-    if BIAS is not None:
-        BIAS += h * N
-    if WEIGHT is not None:
-        WEIGHT += h * N
-    if DBIAS is not None:
-        DBIAS += (pair * groups + group) * N
-    if DWEIGHT is not None:
-        DWEIGHT += (pair * groups + group) * N
-    blocks = tl.cdiv(R, BLOCK)
-    t = tl.arange(0, BLOCK)
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    do_ptr += b * stride_dob + h * stride_doh
+    o_ptr += pair * R * HEAD_DIM
+    dq_ptr += pair * R * HEAD_DIM
+    if bias_ptr is not None:
+        bias_ptr += h * N
+    if weight_ptr is not None:
+        weight_ptr += h * N
+    if dbias_ptr is not None:
+        dbias_ptr += (pair * groups + group) * N
+    if dweight_ptr is not None:
+        dweight_ptr += (pair * groups + group) * N
+    blocks = tl.cdiv(R, BLOCK_M)
+    t = tl.arange(0, BLOCK_M)
     for step in range(0, tl.cdiv(blocks, groups)):
         # Back and forth over the groups, so that each has long and short rows; the longest first.
         turn = step % 2
         index = step * groups + turn * (groups - 1 - 2 * group) + group
-        start = (blocks - 1 - index) * BLOCK
+        start = (blocks - 1 - index) * BLOCK_M
         if index < blocks:
             rows = start + t
-            qa = load_rows(Q, start, stride_qr, R, 0, DA, DIM, BLOCK)
-            ga = load_rows(DOUT, start, stride_gr, R, 0, DA, DIM, BLOCK)
-            oa = load_rows(OUT, start, DIM, R, 0, DA, DIM, BLOCK)
-            delta = tl.sum(ga.to(tl.float32) * oa.to(tl.float32), 1)
-            dq_a = tl.zeros([BLOCK, DA], tl.float32)
-            qb, gb, dq_b = qa, ga, dq_a
-            if DB:
-                qb = load_rows(Q, start, stride_qr, R, DA, DB, DIM, BLOCK)
-                gb = load_rows(DOUT, start, stride_gr, R, DA, DB, DIM, BLOCK)
-                ob = load_rows(OUT, start, DIM, R, DA, DB, DIM, BLOCK)
-                delta += tl.sum(gb.to(tl.float32) * ob.to(tl.float32), 1)
-                dq_b = tl.zeros([BLOCK, DB], tl.float32)
-            if DLSE is not None:
-                delta -= tl.load(DLSE + pair * R + rows, mask=rows < R, other=0.0) * LOG2E
-            tl.store(DELTA + pair * R + rows, delta, mask=rows < R)
+            q_a = load_rows(q_ptr, start, stride_qm, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+            do_a = load_rows(do_ptr, start, stride_dom, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+            o_a = load_rows(o_ptr, start, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+            delta = tl.sum(do_a.to(tl.float32) * o_a.to(tl.float32), 1)
+            dq_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
+            q_b, do_b, dq_b = q_a, do_a, dq_a
+            if BLOCK_DB:
+                q_b = load_rows(q_ptr, start, stride_qm, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+                do_b = load_rows(do_ptr, start, stride_dom, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+                o_b = load_rows(o_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+                delta += tl.sum(do_b.to(tl.float32) * o_b.to(tl.float32), 1)
+                dq_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
+            if dlse_ptr is not None:
+                delta -= tl.load(dlse_ptr + pair * R + rows, mask=rows < R, other=0.0) * LOG2E
+            tl.store(delta_ptr + pair * R + rows, delta, mask=rows < R)
             # Rows beyond R: exp2(… − inf) = 0.
-            lse = tl.load(LSE + pair * R + rows, mask=rows < R, other=float("inf"))
-            zero = tl.zeros([BLOCK], tl.float32)
+            lse = tl.load(lse_ptr + pair * R + rows, mask=rows < R, other=float("inf"))
+            zero = tl.zeros([BLOCK_M], tl.float32)
             state = (dq_a, dq_b, zero, zero)
             top = offset + start
-            first, full, partial, last = column_ranges(top, C, window, BLOCK, BLOCK, WINDOWED)
+            first, full, partial, last = column_ranges(top, C, window, BLOCK_M, BLOCK_N, HAS_WINDOW)
+            block = (q_a, q_b, do_a, do_b, lse, delta)
+            pointers = (k_ptr, v_ptr, bias_ptr, weight_ptr, dbias_ptr, dweight_ptr)
+            sizes = (top, stride_kn, stride_vn, scale, C, N, window)
             # fmt: off
-            if WINDOWED:
-                state = _rows_against(state, qa, qb, ga, gb, lse, delta, K, V, BIAS, WEIGHT, DBIAS, DWEIGHT, first,
-                                      full, top, stride_kr, stride_vr, scale, C, N, window,
-                                      True, WINDOWED, BLOCK, DA, DB, DIM, PRECISION)
-            state = _rows_against(state, qa, qb, ga, gb, lse, delta, K, V, BIAS, WEIGHT, DBIAS, DWEIGHT, full,
-                                  partial, top, stride_kr, stride_vr, scale, C, N, window,
-                                  False, WINDOWED, BLOCK, DA, DB, DIM, PRECISION)
-            state = _rows_against(state, qa, qb, ga, gb, lse, delta, K, V, BIAS, WEIGHT, DBIAS, DWEIGHT, partial,
-                                  last, top, stride_kr, stride_vr, scale, C, N, window,
-                                  True, WINDOWED, BLOCK, DA, DB, DIM, PRECISION)
+            if HAS_WINDOW:
+                state = _dq_against(state, first, full, block, pointers, sizes, True, HAS_WINDOW,
+                                    BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+            state = _dq_against(state, full, partial, block, pointers, sizes, False, HAS_WINDOW,
+                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+            state = _dq_against(state, partial, last, block, pointers, sizes, True, HAS_WINDOW,
+                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
-            # What the last tile left: it began at the last multiple of BLOCK before `last`.
-            n = top - tl.cdiv(last, BLOCK) * BLOCK + t
-            if DBIAS is not None:
-                _add_to(DBIAS, n, carry_bias, N, True)
-            if DWEIGHT is not None:
-                _add_to(DWEIGHT, n, carry_weight * scale, N, True)
+            # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
+            n = top - tl.cdiv(last, BLOCK_N) * BLOCK_N + t
+            if dbias_ptr is not None:
+                _add_to(dbias_ptr, n, carry_bias, N, True)
+            if dweight_ptr is not None:
+                _add_to(dweight_ptr, n, carry_weight * scale, N, True)
             # The factor that the tiles left out: scale, or, with scale · log2(e) inside the weights, ln(2).
             factor = scale
-            if WEIGHT is not None:
+            if weight_ptr is not None:
                 factor = LN2
-            store_rows(DQ, dq_a * factor, start, R, 0, DA, DIM, BLOCK)
-            if DB:
-                store_rows(DQ, dq_b * factor, start, R, DA, DB, DIM, BLOCK)
+            store_rows(dq_ptr, dq_a * factor, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+            if BLOCK_DB:
+                store_rows(dq_ptr, dq_b * factor, start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
         # The next row block adds to the same addresses from other threads.
         tl.debug_barrier()
 
 
 @triton.jit
-def _columns_against(
+def _dkdv_against(
     state,
-    ka,
-    kb,
-    va,
-    vb,
-    Q,
-    DOUT,
-    LSE,
-    DELTA,
-    BIAS,
-    WEIGHT,
     first,
     last,
-    c0,
-    stride_q,
-    stride_g,
-    scale,
-    R,
-    C,
-    N,
-    offset,
-    window,
+    block,
+    pointers,
+    sizes,
     MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the rows first … last − 1 to dk and dv of one column block. Tiles are transposed: [BN, BM]."""
+    """Add the rows first … last − 1 to dk and dv of one column block. Tiles are transposed: [BLOCK_N, BLOCK_M]."""
     dk_a, dk_b, dv_a, dv_b = state
-    for r0 in range(first, last, BM):
-        rows = r0 + tl.arange(0, BM)
-        lse = tl.load(LSE + rows, mask=rows < R, other=float("inf"))
-        delta = tl.load(DELTA + rows, mask=rows < R, other=0.0)
-        qa = load_rows(Q, r0, stride_q, R, 0, DA, DIM, BM)
-        ga = load_rows(DOUT, r0, stride_g, R, 0, DA, DIM, BM)
-        qb, gb = qa, ga
-        scores = tl.dot(ka, tl.trans(qa), input_precision=PRECISION)
-        dp = tl.dot(va, tl.trans(ga), input_precision=PRECISION)
-        if DB:
-            qb = load_rows(Q, r0, stride_q, R, DA, DB, DIM, BM)
-            gb = load_rows(DOUT, r0, stride_g, R, DA, DB, DIM, BM)
-            scores = tl.dot(kb, tl.trans(qb), scores, input_precision=PRECISION)
-            dp = tl.dot(vb, tl.trans(gb), dp, input_precision=PRECISION)
-        if WEIGHT is not None:
-            weight = table_tile(WEIGHT, offset + r0 - c0, N, scale * LOG2E, BM, BN, True)
+    k_a, k_b, v_a, v_b = block
+    q_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, weight_ptr = pointers
+    c0, stride_qm, stride_dom, scale, R, C, N, offset, window = sizes
+    for r0 in range(first, last, BLOCK_M):
+        rows = r0 + tl.arange(0, BLOCK_M)
+        lse = tl.load(lse_ptr + rows, mask=rows < R, other=float("inf"))
+        delta = tl.load(delta_ptr + rows, mask=rows < R, other=0.0)
+        q_a = load_rows(q_ptr, r0, stride_qm, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+        do_a = load_rows(do_ptr, r0, stride_dom, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+        q_b, do_b = q_a, do_a
+        scores = tl.dot(k_a, tl.trans(q_a), input_precision=INPUT_PRECISION)
+        dp = tl.dot(v_a, tl.trans(do_a), input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            q_b = load_rows(q_ptr, r0, stride_qm, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+            do_b = load_rows(do_ptr, r0, stride_dom, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+            scores = tl.dot(k_b, tl.trans(q_b), scores, input_precision=INPUT_PRECISION)
+            dp = tl.dot(v_b, tl.trans(do_b), dp, input_precision=INPUT_PRECISION)
+        if weight_ptr is not None:
+            weight = table_tile(weight_ptr, offset + r0 - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, True)
             scores *= weight
         else:
             scores *= scale * LOG2E
-        if BIAS is not None:
-            scores += table_tile(BIAS, offset + r0 - c0, N, LOG2E, BM, BN, True)
+        if bias_ptr is not None:
+            scores += table_tile(bias_ptr, offset + r0 - c0, N, LOG2E, BLOCK_M, BLOCK_N, True)
         p = tl.exp2(scores - lse[None, :])
         if MASKED:
-            columns = c0 + tl.arange(0, BN)[:, None]
-            p = tl.where(visible(offset + rows[None, :] - columns, columns, C, window, WINDOWED), p, 0.0)
-        dv_a = tl.dot(p.to(ga.dtype), ga, dv_a, input_precision=PRECISION)
-        if DB:
-            dv_b = tl.dot(p.to(gb.dtype), gb, dv_b, input_precision=PRECISION)
+            columns = c0 + tl.arange(0, BLOCK_N)[:, None]
+            p = tl.where(visible(offset + rows[None, :] - columns, columns, C, window, HAS_WINDOW), p, 0.0)
+        dv_a = tl.dot(p.to(do_a.dtype), do_a, dv_a, input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            dv_b = tl.dot(p.to(do_b.dtype), do_b, dv_b, input_precision=INPUT_PRECISION)
         ds = p * (dp - delta[None, :])
-        if WEIGHT is not None:
+        if weight_ptr is not None:
             ds *= weight
-        ds = ds.to(qa.dtype)
-        dk_a = tl.dot(ds, qa, dk_a, input_precision=PRECISION)
-        if DB:
-            dk_b = tl.dot(ds, qb, dk_b, input_precision=PRECISION)
+        ds = ds.to(q_a.dtype)
+        dk_a = tl.dot(ds, q_a, dk_a, input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            dk_b = tl.dot(ds, q_b, dk_b, input_precision=INPUT_PRECISION)
     return dk_a, dk_b, dv_a, dv_b
 
 
 @triton.jit
-def column_kernel(
-    Q,
-    K,
-    V,
-    BIAS,
-    WEIGHT,
-    LSE,
-    DOUT,
-    DELTA,
-    DK,
-    DV,
+def _bwd_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    weight_ptr,
+    lse_ptr,
+    do_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
     stride_qb,
     stride_qh,
-    stride_qr,
+    stride_qm,
     stride_kb,
     stride_kh,
-    stride_kr,
+    stride_kn,
     stride_vb,
     stride_vh,
-    stride_vr,
-    stride_gb,
-    stride_gh,
-    stride_gr,
+    stride_vn,
+    stride_dob,
+    stride_doh,
+    stride_dom,
     scale,
     H,
     R,
@@ -345,69 +323,69 @@ def column_kernel(
     N,
     offset,
     window,
-    WINDOWED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """dk and dv [B, H, C, d], contiguous. Grid (blocks of BN columns, B · H); the longest columns come first."""
-    c0 = tl.program_id(0) * BN
+    """dk and dv [B, H, C, d], contiguous. Grid (blocks of BLOCK_N columns, B · H); the longest columns come first."""
+    c0 = tl.program_id(0) * BLOCK_N
     pair = tl.program_id(1).to(tl.int64)
     b, h = pair // H, pair % H
-    Q += b * stride_qb + h * stride_qh
-    K += b * stride_kb + h * stride_kh
-    V += b * stride_vb + h * stride_vh
-    DOUT += b * stride_gb + h * stride_gh
-    LSE += pair * R
-    DELTA += pair * R
-    if BIAS is not None:
-        BIAS += h * N
-    if WEIGHT is not None:
-        WEIGHT += h * N
-    ka = load_rows(K, c0, stride_kr, C, 0, DA, DIM, BN)
-    va = load_rows(V, c0, stride_vr, C, 0, DA, DIM, BN)
-    dk_a = tl.zeros([BN, DA], tl.float32)
-    dv_a = tl.zeros([BN, DA], tl.float32)
-    kb, vb, dk_b, dv_b = ka, va, dk_a, dv_a
-    if DB:
-        kb = load_rows(K, c0, stride_kr, C, DA, DB, DIM, BN)
-        vb = load_rows(V, c0, stride_vr, C, DA, DB, DIM, BN)
-        dk_b = tl.zeros([BN, DB], tl.float32)
-        dv_b = tl.zeros([BN, DB], tl.float32)
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    do_ptr += b * stride_dob + h * stride_doh
+    lse_ptr += pair * R
+    delta_ptr += pair * R
+    if bias_ptr is not None:
+        bias_ptr += h * N
+    if weight_ptr is not None:
+        weight_ptr += h * N
+    k_a = load_rows(k_ptr, c0, stride_kn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    v_a = load_rows(v_ptr, c0, stride_vn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    dk_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
+    dv_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
+    k_b, v_b, dk_b, dv_b = k_a, v_a, dk_a, dv_a
+    if BLOCK_DB:
+        k_b = load_rows(k_ptr, c0, stride_kn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+        v_b = load_rows(v_ptr, c0, stride_vn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+        dk_b = tl.zeros([BLOCK_N, BLOCK_DB], tl.float32)
+        dv_b = tl.zeros([BLOCK_N, BLOCK_DB], tl.float32)
     # Row r sees column c from r = c − offset to r = c − offset + window − 1.
-    first = tl.maximum(c0 - offset, 0) // BM * BM
-    full = (tl.maximum(c0 + BN - 1 - offset, 0) + BM - 1) // BM * BM
+    first = tl.maximum(c0 - offset, 0) // BLOCK_M * BLOCK_M
+    full = (tl.maximum(c0 + BLOCK_N - 1 - offset, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     last = R
     partial = R
-    if WINDOWED:
-        last = tl.minimum(R, tl.maximum(c0 + BN - 1 - offset + window, 0))
-        partial = tl.minimum(R, tl.maximum(c0 + window - offset, 0) // BM * BM)
+    if HAS_WINDOW:
+        last = tl.minimum(R, tl.maximum(c0 + BLOCK_N - 1 - offset + window, 0))
+        partial = tl.minimum(R, tl.maximum(c0 + window - offset, 0) // BLOCK_M * BLOCK_M)
         partial = tl.maximum(partial, tl.minimum(full, last))
     full = tl.minimum(full, last)
     state = (dk_a, dk_b, dv_a, dv_b)
+    block = (k_a, k_b, v_a, v_b)
+    pointers = (q_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, weight_ptr)
+    sizes = (c0, stride_qm, stride_dom, scale, R, C, N, offset, window)
     # fmt: off
-    state = _columns_against(state, ka, kb, va, vb, Q, DOUT, LSE, DELTA, BIAS, WEIGHT, first, full, c0, stride_qr,
-                             stride_gr, scale, R, C, N, offset, window,
-                             True, WINDOWED, BM, BN, DA, DB, DIM, PRECISION)
-    state = _columns_against(state, ka, kb, va, vb, Q, DOUT, LSE, DELTA, BIAS, WEIGHT, full, partial, c0, stride_qr,
-                             stride_gr, scale, R, C, N, offset, window,
-                             False, WINDOWED, BM, BN, DA, DB, DIM, PRECISION)
-    if WINDOWED:
-        state = _columns_against(state, ka, kb, va, vb, Q, DOUT, LSE, DELTA, BIAS, WEIGHT, partial, last, c0, stride_qr,
-                                 stride_gr, scale, R, C, N, offset, window,
-                                 True, WINDOWED, BM, BN, DA, DB, DIM, PRECISION)
+    state = _dkdv_against(state, first, full, block, pointers, sizes, True, HAS_WINDOW,
+                          BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _dkdv_against(state, full, partial, block, pointers, sizes, False, HAS_WINDOW,
+                          BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    if HAS_WINDOW:
+        state = _dkdv_against(state, partial, last, block, pointers, sizes, True, HAS_WINDOW,
+                              BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     dk_a, dk_b, dv_a, dv_b = state
     factor = scale
-    if WEIGHT is not None:
+    if weight_ptr is not None:
         factor = LN2
-    DK += pair * C * DIM
-    DV += pair * C * DIM
-    store_rows(DK, dk_a * factor, c0, C, 0, DA, DIM, BN)
-    store_rows(DV, dv_a, c0, C, 0, DA, DIM, BN)
-    if DB:
-        store_rows(DK, dk_b * factor, c0, C, DA, DB, DIM, BN)
-        store_rows(DV, dv_b, c0, C, DA, DB, DIM, BN)
+    dk_ptr += pair * C * HEAD_DIM
+    dv_ptr += pair * C * HEAD_DIM
+    store_rows(dk_ptr, dk_a * factor, c0, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    store_rows(dv_ptr, dv_a, c0, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    if BLOCK_DB:
+        store_rows(dk_ptr, dk_b * factor, c0, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+        store_rows(dv_ptr, dv_b, c0, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)

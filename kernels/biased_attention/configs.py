@@ -1,56 +1,49 @@
 """Tile sizes by compute capability, type and head dimension: a static table, so that all ranks agree.
 
-BM rows and BN columns of a tile; those of `rows`, the kernel that makes dq and the table gradients, are square.
+The tiles of `bwd_dq`, whose kernel sums over diagonals, are square.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from kernels.rows import padded
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tile and launch parameters of one kernel."""
-
-    BM: int
-    BN: int
-    num_warps: int
-    num_stages: int
+from kernels.launch import INPUT_PRECISION, Tile
+from kernels.rows import head_dim_constants, padded
 
 
 @dataclass(frozen=True)
 class Config:
-    """The three kernels of the op."""
+    """The tiles of the op's three kernels."""
 
-    forward: Tiles
-    rows: Tiles
-    columns: Tiles
+    fwd: Tile
+    bwd_dq: Tile
+    bwd_dkdv: Tile
 
 
 HALF = {
-    (80, 64): Config(Tiles(128, 64, 4, 2), Tiles(64, 64, 8, 1), Tiles(32, 64, 4, 2)),
-    (80, 96): Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(32, 64, 4, 2)),
-    (80, 128): Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
-    (90, 64): Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 128, 8, 2)),
-    (90, 96): Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
-    (90, 128): Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 2)),
+    (80, 64): Config(Tile(128, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
+    (80, 96): Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
+    (80, 128): Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (90, 64): Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2)),
+    (90, 96): Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (90, 128): Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
 }
 """float16 and bfloat16, keyed by (architecture, largest head dimension). Chosen by compiled registers and spills.
 
-`rows` at 64 × 64 needs more registers than there are. On sm_80 up to d = 96 one stage instead of two never spills more
-and often far less (bias + weight, d = 80: 296 bytes, not 660); at d = 128 and on sm_90 it is worse for some tables.
+`bwd_dq` at 64 × 64 needs more registers than there are. On sm_80 up to d = 96 one stage instead of two never spills
+more and often far less (bias + weight, d = 80: 296 bytes, not 660); at d = 128 and on sm_90 it is worse for some
+tables.
 """
 
 SINGLE = {
-    64: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
-    128: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    64: Config(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: Config(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
 }
 """float32, whose products are exact to float32 (no TF32), keyed by the largest head dimension."""
 
-INTERPRETED = Config(Tiles(32, 16, 1, 1), Tiles(32, 32, 1, 1), Tiles(16, 32, 1, 1))
-"""Small tiles, so that short sequences in tests have several; BM and BN differ as on GPUs."""
+INTERPRETED = Config(Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
+"""Small tiles, so that short sequences in tests have several; rows and columns differ as on GPUs."""
 
 PARTIAL_SUMS = 1024
 """Programs that keep partial table gradients [N]; enough to fill a GPU several times, and memory stays linear in N."""
@@ -65,9 +58,19 @@ def config(arch: int | None, dtype: torch.dtype, head_dim: int) -> Config:
     return HALF[90 if arch >= 90 else 80, 64 if head_dim <= 64 else 96 if head_dim <= 96 else 128]
 
 
-def row_block(rows: int, tiles: Tiles) -> int:
-    """BM of the forward pass: a few rows (decoding) do not need the whole tile, of which a dot needs 16."""
-    return padded(min(rows, tiles.BM))
+def constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, Any]:
+    """The constants that the op's kernels share."""
+    return {
+        "HAS_WINDOW": windowed,
+        **tile.blocks,
+        **head_dim_constants(head_dim),
+        "INPUT_PRECISION": INPUT_PRECISION,
+    }
+
+
+def for_rows(tile: Tile, rows: int) -> Tile:
+    """A tile of the forward pass: a few rows (decoding) do not need the whole of it, of which a dot needs 16."""
+    return replace(tile, block_m=padded(min(rows, tile.block_m)))
 
 
 def groups(rows: int, block: int, pairs: int, partial: bool) -> int:

@@ -14,82 +14,79 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _columns(
+def _attend_to(
     state,
-    qa,
-    qb,
-    K,
-    V,
-    BIAS,
-    WEIGHT,
     first,
     last,
-    top,
-    stride_k,
-    stride_v,
-    scale,
-    C,
-    N,
-    window,
+    block,
+    pointers,
+    sizes,
     MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
     """Add the columns first … last − 1 to the running (maximum, sum, output, output of the second part)."""
-    maximum, total, out_a, out_b = state
-    for c0 in range(first, last, BN):
-        scores = tl.dot(qa, tl.trans(load_rows(K, c0, stride_k, C, 0, DA, DIM, BN)), input_precision=PRECISION)
-        if DB:
-            kb = load_rows(K, c0, stride_k, C, DA, DB, DIM, BN)
-            scores = tl.dot(qb, tl.trans(kb), scores, input_precision=PRECISION)
-        if WEIGHT is not None:
-            scores *= table_tile(WEIGHT, top - c0, N, scale * LOG2E, BM, BN, False)
+    maximum, total, o_a, o_b = state
+    q_a, q_b = block
+    k_ptr, v_ptr, bias_ptr, weight_ptr = pointers
+    top, stride_kn, stride_vn, scale, C, N, window = sizes
+    for c0 in range(first, last, BLOCK_N):
+        scores = tl.dot(
+            q_a,
+            tl.trans(load_rows(k_ptr, c0, stride_kn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)),
+            input_precision=INPUT_PRECISION,
+        )
+        if BLOCK_DB:
+            k_b = load_rows(k_ptr, c0, stride_kn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision=INPUT_PRECISION)
+        if weight_ptr is not None:
+            scores *= table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
         else:
             scores *= scale * LOG2E
-        if BIAS is not None:
-            scores += table_tile(BIAS, top - c0, N, LOG2E, BM, BN, False)
+        if bias_ptr is not None:
+            scores += table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
         if MASKED:
-            columns = c0 + tl.arange(0, BN)[None, :]
-            distance = top + tl.arange(0, BM)[:, None] - columns
-            scores = tl.where(visible(distance, columns, C, window, WINDOWED), scores, -float("inf"))
+            columns = c0 + tl.arange(0, BLOCK_N)[None, :]
+            distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
+            scores = tl.where(visible(distance, columns, C, window, HAS_WINDOW), scores, -float("inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         # A row may not have met a visible column yet: −inf − (−inf) would be NaN.
         finite = tl.where(new == -float("inf"), 0.0, new)
         p = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(maximum - finite)
         total = total * shrink + tl.sum(p, 1)
-        va = load_rows(V, c0, stride_v, C, 0, DA, DIM, BN)
-        out_a = tl.dot(p.to(va.dtype), va, out_a * shrink[:, None], input_precision=PRECISION)
-        if DB:
-            vb = load_rows(V, c0, stride_v, C, DA, DB, DIM, BN)
-            out_b = tl.dot(p.to(vb.dtype), vb, out_b * shrink[:, None], input_precision=PRECISION)
+        v_a = load_rows(v_ptr, c0, stride_vn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        o_a = tl.dot(p.to(v_a.dtype), v_a, o_a * shrink[:, None], input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            v_b = load_rows(v_ptr, c0, stride_vn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            o_b = tl.dot(p.to(v_b.dtype), v_b, o_b * shrink[:, None], input_precision=INPUT_PRECISION)
         maximum = new
-    return maximum, total, out_a, out_b
+    return maximum, total, o_a, o_b
 
 
 @triton.jit
-def forward_kernel(
-    Q,
-    K,
-    V,
-    BIAS,
-    WEIGHT,
-    OUT,
-    LSE,
+def _fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    weight_ptr,
+    o_ptr,
+    lse_ptr,
     stride_qb,
     stride_qh,
-    stride_qr,
+    stride_qm,
     stride_kb,
     stride_kh,
-    stride_kr,
+    stride_kn,
     stride_vb,
     stride_vh,
-    stride_vr,
+    stride_vn,
     scale,
     H,
     R,
@@ -97,51 +94,54 @@ def forward_kernel(
     N,
     offset,
     window,
-    WINDOWED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """Grid (blocks of BM rows, B · H). OUT [B, H, R, d] and LSE [B, H, R] are contiguous; tables are [H, N] or None.
+    """Grid (blocks of BLOCK_M rows, B · H). o [B, H, R, d] and lse [B, H, R] are contiguous, tables [H, N] or None.
 
-    LSE is in base 2: converting it there and back would cost the backward pass two roundings of its largest term.
+    lse is in base 2: converting it there and back would cost the backward pass two roundings of its largest term.
     """
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the longest rows first
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     pair = tl.program_id(1).to(tl.int64)
     b, h = pair // H, pair % H
-    Q += b * stride_qb + h * stride_qh
-    K += b * stride_kb + h * stride_kh
-    V += b * stride_vb + h * stride_vh
-    if BIAS is not None:
-        BIAS += h * N
-    if WEIGHT is not None:
-        WEIGHT += h * N
-    qa = load_rows(Q, start, stride_qr, R, 0, DA, DIM, BM)
-    out_a = tl.zeros([BM, DA], tl.float32)
-    qb, out_b = qa, out_a
-    if DB:
-        qb = load_rows(Q, start, stride_qr, R, DA, DB, DIM, BM)
-        out_b = tl.zeros([BM, DB], tl.float32)
-    state = (tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32), out_a, out_b)
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    if bias_ptr is not None:
+        bias_ptr += h * N
+    if weight_ptr is not None:
+        weight_ptr += h * N
+    q_a = load_rows(q_ptr, start, stride_qm, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
+    q_b, o_b = q_a, o_a
+    if BLOCK_DB:
+        q_b = load_rows(q_ptr, start, stride_qm, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+        o_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
+    state = (tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32), o_a, o_b)
     top = offset + start
-    first, full, partial, last = column_ranges(top, C, window, BM, BN, WINDOWED)
+    first, full, partial, last = column_ranges(top, C, window, BLOCK_M, BLOCK_N, HAS_WINDOW)
+    block = (q_a, q_b)
+    pointers = (k_ptr, v_ptr, bias_ptr, weight_ptr)
+    sizes = (top, stride_kn, stride_vn, scale, C, N, window)
     # fmt: off
-    if WINDOWED:
-        state = _columns(state, qa, qb, K, V, BIAS, WEIGHT, first, full, top, stride_kr, stride_vr, scale, C, N, window,
-                         True, WINDOWED, BM, BN, DA, DB, DIM, PRECISION)
-    state = _columns(state, qa, qb, K, V, BIAS, WEIGHT, full, partial, top, stride_kr, stride_vr, scale, C, N, window,
-                     False, WINDOWED, BM, BN, DA, DB, DIM, PRECISION)
-    state = _columns(state, qa, qb, K, V, BIAS, WEIGHT, partial, last, top, stride_kr, stride_vr, scale, C, N, window,
-                     True, WINDOWED, BM, BN, DA, DB, DIM, PRECISION)
+    if HAS_WINDOW:
+        state = _attend_to(state, first, full, block, pointers, sizes, True, HAS_WINDOW,
+                           BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _attend_to(state, full, partial, block, pointers, sizes, False, HAS_WINDOW,
+                       BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _attend_to(state, partial, last, block, pointers, sizes, True, HAS_WINDOW,
+                       BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
-    maximum, total, out_a, out_b = state
+    maximum, total, o_a, o_b = state
     total = tl.where(total == 0.0, 1.0, total)  # rows beyond R, which are not stored
-    OUT += pair * R * DIM
-    store_rows(OUT, out_a / total[:, None], start, R, 0, DA, DIM, BM)
-    if DB:
-        store_rows(OUT, out_b / total[:, None], start, R, DA, DB, DIM, BM)
-    rows = start + tl.arange(0, BM)
-    tl.store(LSE + pair * R + rows, maximum + tl.log2(total), mask=rows < R)
+    o_ptr += pair * R * HEAD_DIM
+    store_rows(o_ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    if BLOCK_DB:
+        store_rows(o_ptr, o_b / total[:, None], start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+    rows = start + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + pair * R + rows, maximum + tl.log2(total), mask=rows < R)

@@ -8,12 +8,13 @@ import math
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.biased_attention import configs
-from kernels.biased_attention.backward import column_kernel, row_kernel
-from kernels.biased_attention.forward import forward_kernel
-from kernels.rows import MAX_HEAD_DIM, split_head_dim
+from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
+from kernels.biased_attention.forward import _fwd_kernel
+from kernels.rows import MAX_HEAD_DIM
 from kernels.runtime import DTYPES, capability, on_device_of
 
 
@@ -48,9 +49,7 @@ def biased_attention(
         ValueError: shapes, types or values that do not fit; a row that would see no key.
         RuntimeError: tensors on the CPU outside Triton's interpreter.
     """
-    _check(q, k, v, bias, weight, offset, window)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _forward(q, k, v, bias, weight, offset, window, scale)[0]
+    return _checked_forward(q, k, v, bias, weight, offset, window, scale)[0]
 
 
 def biased_attention_with_lse(
@@ -65,15 +64,27 @@ def biased_attention_with_lse(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same with the logsumexp of every row, float32 [B, H, R], differentiable too: to join blocks of keys."""
-    _check(q, k, v, bias, weight, offset, window)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out, lse = _forward(q, k, v, bias, weight, offset, window, scale)
+    out, lse = _checked_forward(q, k, v, bias, weight, offset, window, scale)
     return out, lse * math.log(2)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None, offset: int, window: int | None
-) -> None:
+def _checked_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    offset: int,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    _check_rows(q, k, v)
+    seen = _check_places(q, k, offset, window)
+    _check_tables(q, bias, weight, seen)
+    return _forward(q, k, v, bias, weight, offset, window, q.shape[-1] ** -0.5 if scale is None else float(scale))
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, length, head dimension]")
@@ -83,22 +94,31 @@ def _check(
             raise ValueError(f"{name} is on {x.device} and q on {q.device}")
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {list(x.shape)}; no dimension may be 0")
-    batch, heads, rows, dim = q.shape
+    batch, heads, _, dim = q.shape
     if k.shape != v.shape or (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
     if batch * heads > 65535:
         raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most 65535")
+
+
+def _check_places(q: Tensor, k: Tensor, offset: int, window: int | None) -> int:
+    """How many distances the rows see."""
     if offset < 0:
         raise ValueError(f"offset {offset}; it must not be negative, or rows see no key")
-    needed = offset + rows
+    needed = offset + q.shape[2]
     if window is not None:
         if window < 1:
             raise ValueError(f"window {window}; it must be at least 1")
         if needed - window >= k.shape[2]:
             raise ValueError(f"window {window}: the row at {needed - 1} sees none of the {k.shape[2]} keys")
         needed = min(needed, window)
+    return needed
+
+
+def _check_tables(q: Tensor, bias: Tensor | None, weight: Tensor | None, needed: int) -> None:
+    heads = q.shape[1]
     for name, table in (("bias", bias), ("weight", weight)):
         if table is None:
             continue
@@ -115,23 +135,12 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def _shared(q: Tensor) -> dict[str, Any]:
-    split = split_head_dim(q.shape[-1])
-    return {
-        "DA": split[0],
-        "DB": split[1],
-        "DIM": q.shape[-1],
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "enable_fp_fusion": True,
-    }
-
-
-def _launch(tiles: configs.Tiles) -> dict[str, int]:
-    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
 def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
@@ -150,40 +159,27 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """Output, and log2 of the softmax's denominator [B, H, R]."""
     arch = capability(q)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    bias = None if bias is None else bias.contiguous()
-    weight = None if weight is None else weight.contiguous()
+    bias, weight = _contiguous(bias), _contiguous(weight)
     batch, heads, rows, dim = q.shape
-    tiles = configs.config(arch, q.dtype, dim).forward
-    block = configs.row_block(rows, tiles)
+    tile = configs.for_rows(configs.config(arch, q.dtype, dim).fwd, rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device_of(q):
-        forward_kernel[(-(-rows // block), batch * heads)](
+        _fwd_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
             *(q, k, v, bias, weight, out, lse),
             *_strides(q, k, v),
             *(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0),
-            WINDOWED=window is not None,
-            BM=block,
-            BN=tiles.BN,
-            **_shared(q),
-            **_launch(tiles),
+            **configs.constants(tile, dim, windowed=window is not None),
+            **tile.options,
         )
     return out, lse
 
 
 @_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    offset: int,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -204,41 +200,34 @@ def _backward(
     bias_wanted: bool,
     weight_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the two tables; [0] for a table that is absent or wants none."""
     arch = capability(q)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
-    bias = None if bias is None else bias.contiguous()
-    weight = None if weight is None else weight.contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
     config = configs.config(arch, q.dtype, dim)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    groups = configs.groups(rows, config.rows.BM, batch * heads, bias_wanted or weight_wanted)
+    groups = configs.groups(rows, config.bwd_dq.block_m, batch * heads, bias_wanted or weight_wanted)
     partial = [
         torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if wanted else None
         for wanted in (bias_wanted, weight_wanted)
     ]
-    sizes = (scale, heads, rows, columns, size, offset, window or 0)
+    sizes = (*_strides(q, k, v, grad), scale, heads, rows, columns, size, offset, window or 0)
+    windowed = window is not None
     with on_device_of(q):
-        row_kernel[(groups, batch * heads)](
+        _bwd_dq_kernel[(groups, batch * heads)](
             *(q, k, v, bias, weight, out, lse, grad, grad_lse, dq, delta, *partial),
-            *_strides(q, k, v, grad),
             *sizes,
-            WINDOWED=window is not None,
-            BLOCK=config.rows.BM,
-            **_shared(q),
-            **_launch(config.rows),
+            **configs.constants(config.bwd_dq, dim, windowed=windowed),
+            **config.bwd_dq.options,
         )
-        column_kernel[(-(-columns // config.columns.BN), batch * heads)](
+        _bwd_dkdv_kernel[(triton.cdiv(columns, config.bwd_dkdv.block_n), batch * heads)](
             *(q, k, v, bias, weight, lse, grad, delta, dk, dv),
-            *_strides(q, k, v, grad),
             *sizes,
-            WINDOWED=window is not None,
-            BM=config.columns.BM,
-            BN=config.columns.BN,
-            **_shared(q),
-            **_launch(config.columns),
+            **configs.constants(config.bwd_dkdv, dim, windowed=windowed),
+            **config.bwd_dkdv.options,
         )
     absent = torch.empty(0, dtype=torch.float32, device=q.device)
     dbias, dweight = (absent.clone() if p is None else p.sum((0, 2)) for p in partial)
@@ -247,23 +236,11 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    offset: int,
-    window: int | None,
-    scale: float,
-    bias_wanted: bool,
-    weight_wanted: bool,
+    grad: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dbias = bias.new_empty(bias.shape) if bias is not None and bias_wanted else lse.new_empty(0)
-    dweight = weight.new_empty(weight.shape) if weight is not None and weight_wanted else lse.new_empty(0)
+    *_, bias_wanted, weight_wanted = rest
+    dbias = bias.new_empty(bias.shape) if bias_wanted else q.new_empty(0, dtype=torch.float32)
+    dweight = weight.new_empty(weight.shape) if weight_wanted else q.new_empty(0, dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dweight
 
 

@@ -1,8 +1,8 @@
 """Backward mixer kernels: gradient of the logits of a chunk → gradients of scores, tables and weights.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. HP, DP: H and D padded for `tl.dot`; KC: k·H padded. Tiles as in `tiles.py`. Every sum over rows, batch and
-programs has one order: a program adds up its own rows, PyTorch adds up the programs. No atomics.
+p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KH: k·H padded. Tiles as in `tiles.py`. Every sum over
+rows, batch and programs has one order: a program adds up its own rows, PyTorch adds up the programs. No atomics.
 """
 
 import triton
@@ -20,8 +20,8 @@ from kernels.cdape_attention.tiles import (
 )
 
 RUNTIME = [
-    "ROWS",
-    "COLUMNS",
+    "R",
+    "C",
     "first_row",
     "first_column",
     "share_count",
@@ -32,27 +32,63 @@ RUNTIME = [
 
 
 @triton.jit
-def through_activation(gradient, hidden, alive, SATURATE: tl.constexpr):
+def through_activation(dlogits_ptr, hidden, alive, SATURATE: tl.constexpr):
     """The gradient before LeakyReLU and saturation."""
-    gradient = gradient * tl.where(hidden > 0, 1.0, SLOPE)
+    dlogits_ptr = dlogits_ptr * tl.where(hidden > 0, 1.0, SLOPE)
     if SATURATE:
-        gradient = tl.where((hidden < LARGEST) & (hidden > -LARGEST), gradient, 0.0)
-    return tl.where(alive[:, None], gradient, 0.0)
+        dlogits_ptr = tl.where((hidden < LARGEST) & (hidden > -LARGEST), dlogits_ptr, 0.0)
+    return tl.where(alive[:, None], dlogits_ptr, 0.0)
+
+
+@triton.jit
+def dhidden_tile(
+    dlogits_ptr,
+    w2_ptr,
+    pixels,
+    hidden,
+    extent,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SATURATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """The gradient of Conv1's result on a tile, float32 [PIXELS, BLOCK_D], before LeakyReLU and saturation."""
+    row, n, j, alive = pixels
+    R, C, first_column, _, _, window = extent
+    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    dhidden = tl.zeros(hidden.shape, tl.float32)
+    for tap in tl.static_range(K):
+        reach = K // 2 - tap
+        seen = is_seen(row, n - reach, j + reach, R, window)
+        taken = map_tile(dlogits_ptr, row, j + reach, seen, R, C, first_column, H, BLOCK_H)
+        weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
+        dhidden = tl.dot(taken.to(w2_ptr.dtype.element_ty), weight, dhidden, input_precision=INPUT_PRECISION)
+    return through_activation(dhidden, hidden, alive, SATURATE)
+
+
+@triton.jit
+def store_channels(ptr, tile, entry, stored, COUNT: tl.constexpr):
+    """`tile` [entries, channels] as rows of a matrix [·, COUNT], those that are stored."""
+    channel = tl.arange(0, tile.shape[1])
+    mask = stored[:, None] & (channel < COUNT)[None, :]
+    tl.store(ptr + (entry * COUNT)[:, None] + channel[None, :], tile, mask=mask)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def mix_backward(
-    scores,  # [B, H, R, C] compute type
-    gradient,  # [B, H, R, C] float32, of the logits
-    shares,  # [p + N + rows·p, D] float32
-    w1,  # [k, HP, DP] compute type
-    w2,  # [k, DP, HP] compute type
-    score_gradient,  # [B, H, R, C] compute type, written where a row sees a column; zero elsewhere before
-    share_partial,  # [programs, blocks·(BN − 2p) + p, D] float32, by distance from −p
-    bias_partial,  # [programs, blocks·(BN − 2p), H] float32, by distance
-    edge_gradient,  # [B, R, p, D] float32, holds zeros before
-    ROWS,
-    COLUMNS,
+def _mix_bwd_kernel(
+    scores_ptr,  # [B, H, R, C] compute type
+    dlogits_ptr,  # [B, H, R, C] float32, of the logits
+    shares_ptr,  # [p + N + rows·p, D] float32
+    w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
+    w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
+    dscores_ptr,  # [B, H, R, C] compute type, written where a row sees a column; must be zero elsewhere
+    dshares_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p) + p, D] float32, by distance from −p
+    dbias_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p), H] float32, by distance
+    dedge_ptr,  # [B, R, p, D] float32, holds zeros before
+    R,
+    C,
     first_row,
     first_column,
     share_count,
@@ -62,119 +98,92 @@ def mix_backward(
     H: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
-    HP: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SATURATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BN − 2p distances of a split of the rows, all heads. Grid: distances, splits, batch.
+    """One program: BLOCK_N − 2p distances of a split of the rows, all heads. Grid: distances, splits, batch.
 
     Hidden values in a tile's halo are computed by two programs and counted by the one that keeps them; those at n < 0
     are kept by the first block.
     """
     PADDING: tl.constexpr = K // 2
-    KEPT: tl.constexpr = BN - 2 * PADDING
-    P: tl.constexpr = BM * BN
+    KEPT: tl.constexpr = BLOCK_N - 2 * PADDING
+    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (batch * tl.num_programs(1) + split).to(tl.int64)
-    head, width = tl.arange(0, HP), tl.arange(0, DP)
+    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     channel = head.to(tl.int64)
-    maps = batch.to(tl.int64) * H * ROWS * COLUMNS
-    pixel = tl.arange(0, P)
-    m = pixel % BN
+    maps = batch.to(tl.int64) * H * R * C
+    pixel = tl.arange(0, PIXELS)
+    m = pixel % BLOCK_N
     n = block * KEPT + KEPT - 1 + PADDING - m
-    middle = (m >= PADDING) & (m < BN - PADDING)
+    middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
     own = middle | (n < 0)
-    share_sum = tl.zeros((BN, DP), tl.float32)
-    bias_sum = tl.zeros((BN, HP), tl.float32)
-    first = tl.maximum(split * split_blocks, (block * KEPT - first_row) // BM)  # rows before stand left of column 0
-    last = tl.minimum((split + 1) * split_blocks, tl.cdiv(ROWS, BM))
+    share_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    bias_sum = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
+    # Rows before stand left of column 0.
+    first = tl.maximum(split * split_blocks, (block * KEPT - first_row) // BLOCK_M)
+    last = tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M))
+    extent = (R, C, first_column, share_count, edge_row, window)
     for row_block in range(first, last):
-        row = row_block * BM + pixel // BN
+        row = row_block * BLOCK_M + pixel // BLOCK_N
         j = first_row + row - n
-        alive = (row < ROWS) & (j >= 0)
-        hidden = hidden_tile(
-            scores + maps,
-            shares,
-            w1,
-            row,
-            n,
-            j,
-            alive,
-            ROWS,
-            COLUMNS,
-            first_column,
-            share_count,
-            edge_row,
-            window,
-            H,
-            D,
-            K,
-            HP,
-            DP,
-            PRECISION,
-        )
-        into_hidden = tl.zeros((P, DP), tl.float32)
-        for tap in tl.static_range(K):
-            reach = K // 2 - tap
-            seen = is_seen(row, n - reach, j + reach, ROWS, window)
-            taken = map_tile(gradient + maps, row, j + reach, seen, ROWS, COLUMNS, first_column, H, HP)
-            weight = tl.load(w2 + tap * HP * DP + width[None, :] * HP + head[:, None])
-            into_hidden = tl.dot(taken.to(w2.dtype.element_ty), weight, into_hidden, input_precision=PRECISION)
-        into_hidden = through_activation(into_hidden, hidden, alive, SATURATE)
+        alive = (row < R) & (j >= 0)
+        pixels = (row, n, j, alive)
+        # fmt: off
+        hidden = hidden_tile(scores_ptr + maps, shares_ptr, w1_ptr, pixels, extent,
+                             H, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+        dhidden = dhidden_tile(dlogits_ptr + maps, w2_ptr, pixels, hidden, extent,
+                               H, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
+        # fmt: on
 
-        inner = tl.where((own & (j >= PADDING))[:, None], into_hidden, 0.0)
-        share_sum += tl.sum(tl.reshape(inner, (BM, BN, DP)), 0)
+        inner = tl.where((own & (j >= PADDING))[:, None], dhidden, 0.0)
+        share_sum += tl.sum(tl.reshape(inner, (BLOCK_M, BLOCK_N, BLOCK_D)), 0)
         if PADDING > 0:
             at_edge = own & alive & (j < PADDING)
-            entry = (batch.to(tl.int64) * ROWS + row) * PADDING + j
-            tl.store(
-                edge_gradient + (entry * D)[:, None] + width[None, :],
-                into_hidden,
-                mask=at_edge[:, None] & (width < D)[None, :],
-            )
+            entry = (batch.to(tl.int64) * R + row) * PADDING + j
+            store_channels(dedge_ptr, dhidden, entry, at_edge, D)
 
-        kept = is_seen(row, n, j, ROWS, window) & middle
-        result = map_tile(gradient + maps, row, j, kept, ROWS, COLUMNS, first_column, H, HP)
+        kept = is_seen(row, n, j, R, window) & middle
+        result = map_tile(dlogits_ptr + maps, row, j, kept, R, C, first_column, H, BLOCK_H)
         if HAS_BIAS:
-            bias_sum += tl.sum(tl.reshape(result, (BM, BN, HP)), 0)
-        narrow = into_hidden.to(w1.dtype.element_ty)
+            bias_sum += tl.sum(tl.reshape(result, (BLOCK_M, BLOCK_N, BLOCK_H)), 0)
+        narrow = dhidden.to(w1_ptr.dtype.element_ty)
         for tap in tl.static_range(K):
-            weight = tl.load(w1 + tap * HP * DP + head[None, :] * DP + width[:, None])
-            part = tl.dot(narrow, weight, input_precision=PRECISION)
+            weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[None, :] * BLOCK_D + width[:, None])
+            part = tl.dot(narrow, weight, input_precision=INPUT_PRECISION)
             if tap != PADDING:
-                part = shifted(part, PADDING - tap, P, HP)
+                part = shifted(part, PADDING - tap, PIXELS, BLOCK_H)
             result += part
-        place = (channel * ROWS * COLUMNS)[None, :] + (row * COLUMNS + j - first_column)[:, None]
-        result = saturate(result, SATURATE).to(score_gradient.dtype.element_ty)
-        tl.store(score_gradient + maps + place, result, mask=kept[:, None] & (head < H)[None, :])
+        place = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
+        result = saturate(result, SATURATE).to(dscores_ptr.dtype.element_ty)
+        tl.store(dscores_ptr + maps + place, result, mask=kept[:, None] & (head < H)[None, :])
 
-    m = tl.arange(0, BN)
+    m = tl.arange(0, BLOCK_N)
     n = block * KEPT + KEPT - 1 + PADDING - m
-    middle = (m >= PADDING) & (m < BN - PADDING)
+    middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
     distances = tl.num_programs(0) * KEPT
     entry = program * (distances + PADDING) + n + PADDING
-    stored = (middle | (n < 0))[:, None] & (width < D)[None, :]
-    tl.store(share_partial + (entry * D)[:, None] + width[None, :], share_sum, mask=stored)
+    store_channels(dshares_ptr, share_sum, entry, middle | (n < 0), D)
     if HAS_BIAS:
-        entry = program * distances + n
-        stored = middle[:, None] & (head < H)[None, :]
-        tl.store(bias_partial + (entry * H)[:, None] + head[None, :], bias_sum, mask=stored)
+        store_channels(dbias_ptr, bias_sum, program * distances + n, middle, H)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def weight_backward(
-    scores,  # [B, H, R, C] compute type
-    gradient,  # [B, H, R, C] float32, of the logits
-    shares,  # [p + N + rows·p, D] float32
-    w1,  # [KC, DP] compute type, row t·H + h
-    w2,  # [KC, DP] compute type, row t·H + h
-    partial,  # [programs, 2, KC, DP] float32, of w1 and w2
-    ROWS,
-    COLUMNS,
+def _mix_bwd_dw_kernel(
+    scores_ptr,  # [B, H, R, C] compute type
+    dlogits_ptr,  # [B, H, R, C] float32, of the logits
+    shares_ptr,  # [p + N + rows·p, D] float32
+    w1_ptr,  # [BLOCK_KH, BLOCK_D] compute type, row t·H + h
+    w2_ptr,  # [BLOCK_KH, BLOCK_D] compute type, row t·H + h
+    dw_ptr,  # partial sums [programs, 2, BLOCK_KH, BLOCK_D] float32, of w1 and w2
+    R,
+    C,
     first_row,
     first_column,
     share_count,
@@ -184,53 +193,53 @@ def weight_backward(
     H: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
-    KC: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_KH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     SATURATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BN distances, from −p on, of a split of the rows. Grid: distances, splits, batch.
+    """One program: BLOCK_N distances, from −p on, of a split of the rows. Grid: distances, splits, batch.
 
     Taps and heads are one axis of k·H channels, so that a pixel's neighbourhood is one row of a matrix and each
     weight's gradient one product with one accumulator.
     """
     PADDING: tl.constexpr = K // 2
-    P: tl.constexpr = BM * BN
+    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (batch * tl.num_programs(1) + split).to(tl.int64) * tl.num_programs(0) + block
-    maps = batch.to(tl.int64) * H * ROWS * COLUMNS
-    compute = w1.dtype.element_ty
-    pixel = tl.arange(0, P)
-    n = block * BN + BN - 1 - PADDING - pixel % BN
-    channel, width = tl.arange(0, KC), tl.arange(0, DP)
+    maps = batch.to(tl.int64) * H * R * C
+    compute = w1_ptr.dtype.element_ty
+    pixel = tl.arange(0, PIXELS)
+    n = block * BLOCK_N + BLOCK_N - 1 - PADDING - pixel % BLOCK_N
+    channel, width = tl.arange(0, BLOCK_KH), tl.arange(0, BLOCK_D)
     head, reach = (channel % H).to(tl.int64), channel // H - PADDING
-    of_weight = channel[:, None] * DP + width[None, :]
-    first_sum = tl.zeros((KC, DP), tl.float32)
-    second_sum = tl.zeros((KC, DP), tl.float32)
-    first = tl.maximum(split * split_blocks, (block * BN - PADDING - first_row) // BM)
-    last = tl.minimum((split + 1) * split_blocks, tl.cdiv(ROWS, BM))
+    of_weight = channel[:, None] * BLOCK_D + width[None, :]
+    first_sum = tl.zeros((BLOCK_KH, BLOCK_D), tl.float32)
+    second_sum = tl.zeros((BLOCK_KH, BLOCK_D), tl.float32)
+    first = tl.maximum(split * split_blocks, (block * BLOCK_N - PADDING - first_row) // BLOCK_M)
+    last = tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M))
     for row_block in range(first, last):
-        row = row_block * BM + pixel // BN
+        row = row_block * BLOCK_M + pixel // BLOCK_N
         j = first_row + row - n
-        alive = (row < ROWS) & (j >= 0)
-        place = (head * ROWS * COLUMNS)[None, :] + (row * COLUMNS + j - first_column)[:, None]
+        alive = (row < R) & (j >= 0)
+        place = (head * R * C)[None, :] + (row * C + j - first_column)[:, None]
         real = (channel < K * H)[None, :]
 
-        seen = is_seen(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], ROWS, window) & real
-        patch = tl.load(scores + maps + place + reach[None, :], mask=seen, other=0.0)
-        hidden = share_tile(shares, row, n, j, alive, share_count, edge_row, PADDING, D, DP)
-        hidden = tl.dot(patch, tl.load(w1 + of_weight), hidden, input_precision=PRECISION)
+        seen = is_seen(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window) & real
+        patch = tl.load(scores_ptr + maps + place + reach[None, :], mask=seen, other=0.0)
+        hidden = share_tile(shares_ptr, row, n, j, alive, share_count, edge_row, PADDING, D, BLOCK_D)
+        hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
 
-        seen = is_seen(row[:, None], n[:, None] + reach[None, :], j[:, None] - reach[None, :], ROWS, window) & real
-        output = tl.load(gradient + maps + place - reach[None, :], mask=seen, other=0.0).to(compute)
-        into_hidden = tl.dot(output, tl.load(w2 + of_weight), input_precision=PRECISION)
-        into_hidden = through_activation(into_hidden, hidden, alive, SATURATE)
+        seen = is_seen(row[:, None], n[:, None] + reach[None, :], j[:, None] - reach[None, :], R, window) & real
+        output = tl.load(dlogits_ptr + maps + place - reach[None, :], mask=seen, other=0.0).to(compute)
+        dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
+        dhidden = through_activation(dhidden, hidden, alive, SATURATE)
 
-        first_sum = tl.dot(tl.trans(patch), into_hidden.to(compute), first_sum, input_precision=PRECISION)
+        first_sum = tl.dot(tl.trans(patch), dhidden.to(compute), first_sum, input_precision=INPUT_PRECISION)
         hidden = saturate(hidden, SATURATE)
         active = tl.where(alive[:, None], tl.where(hidden > 0, hidden, SLOPE * hidden), 0.0).to(compute)
-        second_sum = tl.dot(tl.trans(output), active, second_sum, input_precision=PRECISION)
-    tl.store(partial + program * 2 * KC * DP + of_weight, first_sum)
-    tl.store(partial + (program * 2 + 1) * KC * DP + of_weight, second_sum)
+        second_sum = tl.dot(tl.trans(output), active, second_sum, input_precision=INPUT_PRECISION)
+    tl.store(dw_ptr + program * 2 * BLOCK_KH * BLOCK_D + of_weight, first_sum)
+    tl.store(dw_ptr + (program * 2 + 1) * BLOCK_KH * BLOCK_D + of_weight, second_sum)

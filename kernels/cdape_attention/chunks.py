@@ -13,20 +13,17 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.cdape_attention.attend import attend, attend_backward
-from kernels.cdape_attention.backward import mix_backward, weight_backward
-from kernels.cdape_attention.configs import Blocks, Tiles, attend_blocks, splits, tiles
-from kernels.cdape_attention.forward import mix
-from kernels.rows import padded, split_head_dim
+from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel
+from kernels.cdape_attention.backward import _mix_bwd_dw_kernel, _mix_bwd_kernel
+from kernels.cdape_attention.configs import attend_constants, attend_tile, mixer_constants, mixer_tile, splits
+from kernels.cdape_attention.forward import _mix_fwd_kernel
+from kernels.launch import Tile
+from kernels.rows import padded
 
 UNBOUNDED = 1 << 30
 """The window where there is none."""
-PRECISION = "ieee"
-"""Of matrix products of float32, exact to the type; half types are not affected."""
 ALIGNED = 16
 """Maps begin at a multiple of this many columns: where they end at one too, kernels read four logits at a time."""
-FUSION = True
-"""Multiply and add in one rounding, said explicitly: Triton's default depends on its version."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +56,21 @@ class Problem:
         return self.w1.shape[2]
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """Constants of every kernel."""
-        return {
-            "H": self.heads,
-            "D": self.width,
-            "K": self.size,
-            "DP": padded(self.width),
-            "SATURATE": self.dtype == torch.float16,
-            "PRECISION": PRECISION,
-            "enable_fp_fusion": FUSION,
-        }
+    def padding(self) -> int:
+        """p: how many columns a tap reaches to either side."""
+        return self.size // 2
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias.shape[1] > 0
+
+    def tile(self, kernel: str, rows: int) -> Tile:
+        """Of a mixer kernel, for a chunk of so many rows."""
+        return mixer_tile(kernel, self.heads, self.width, self.size, rows, self.dtype)
+
+    def constants(self, kernel: str, tile: Tile) -> dict[str, Any]:
+        """Of a mixer kernel."""
+        return mixer_constants(kernel, self.heads, self.width, self.size, self.dtype, tile, has_bias=self.has_bias)
 
     def packed_w1(self) -> Tensor:
         """[k, HP, DP]."""
@@ -121,16 +122,16 @@ class Chunk:
     def extent(self, problem: Problem) -> dict[str, int]:
         """Runtime arguments that say what a row sees, the same for all kernels."""
         return {
-            "ROWS": self.rows,
-            "COLUMNS": self.right - self.left,
+            "R": self.rows,
+            "C": self.right - self.left,
             "first_row": self.position,
             "first_column": self.left,
             "window": problem.window,
         }
 
-    def launch(self, problem: Problem) -> dict[str, int]:
+    def mixer_extent(self, problem: Problem) -> dict[str, int]:
         """Runtime arguments that all mixer kernels share."""
-        shares = {"share_count": problem.offset + problem.rows + problem.size // 2, "edge_row": self.first}
+        shares = {"share_count": problem.offset + problem.rows + problem.padding, "edge_row": self.first}
         return self.extent(problem) | shares
 
 
@@ -142,183 +143,174 @@ def chunks(problem: Problem, size: int) -> Iterator[Chunk]:
         yield Chunk(first, last, left, problem.offset + last, position)
 
 
-def chunk_logits(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Maps:
+    """The maps of one chunk, [B, H, R, C]: its workspace. Two buffers hold a gradient once their values are used up.
+
+    The forward pass uses scores and logits. The backward pass fills, in this order: `scores`; `logits`; with one kernel
+    `probabilities`, whole, and over the logits `dlogits`; then over the probabilities `dscores`. The kernels write
+    gradients where a row sees a column. Elsewhere `dscores` must be zero, for it is multiplied with whole matrices:
+    the probabilities beneath it are.
+    """
+
+    scores: Tensor
+    """S = scale · q·k, compute type."""
+    logits: Tensor
+    """L, float32; undefined where a row does not see the column."""
+    probabilities: Tensor
+    """P, compute type; zero where a row does not see the column."""
+
+    @property
+    def dlogits(self) -> Tensor:
+        """dL, in the place of `logits`."""
+        return self.logits
+
+    @property
+    def dscores(self) -> Tensor:
+        """dS, in the place of `probabilities`."""
+        return self.probabilities
+
+
+def scores_of(chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
+    """S of a chunk, in the compute type."""
+    return torch.matmul(chunk.of_rows(scaled), chunk.of_columns(k).transpose(-1, -2))
+
+
+def logits_of(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
     """Logits of a chunk, float32 [B, H, R, C]; what a row does not see is left as it was."""
     logits = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-    tile = tiles("forward", problem.heads, problem.width, problem.size, chunk.rows, problem.dtype)
-    kept = tile.distances - 2 * (problem.size // 2)
+    tile = problem.tile("mix_fwd", chunk.rows)
+    kept = tile.block_n - 2 * problem.padding
     reach = min(chunk.right, problem.window)
-    mix[(triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.rows), scores.shape[0])](
-        scores,
-        logits,
-        problem.shares,
-        problem.bias,
-        problem.packed_w1(),
-        problem.packed_w2(),
-        problem.packed_b2(),
+    _mix_fwd_kernel[(triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.block_m), scores.shape[0])](
+        *(scores, logits, problem.shares, problem.bias),
+        *(problem.packed_w1(), problem.packed_w2(), problem.packed_b2()),
         bias_count=problem.bias.shape[1],
-        HP=padded(problem.heads),
-        HAS_BIAS=problem.bias.shape[1] > 0,
-        **chunk.launch(problem),
-        **problem.constants,
-        **_launch(tile),
+        **chunk.mixer_extent(problem),
+        **problem.constants("mix_fwd", tile),
+        **tile.options,
     )
     return logits
 
 
-def attend_constants(dim: int, block: Blocks) -> dict[str, Any]:
-    """Constants of `attend` and `attend_backward`, as they are launched and as they are compiled for the record."""
-    first, second = split_head_dim(dim)
-    return {"DIM": dim, "DA": first, "DB": second, "BM": block.rows, "BN": block.columns, "PRECISION": PRECISION}
-
-
 def attend_launch(kernel: str, problem: Problem, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and arguments that `attend` and `attend_backward` share."""
+    """Grid, and arguments that the attend kernels share."""
     batch, heads, columns, dim = v.shape
-    block = attend_blocks(kernel, chunk.rows, problem.dtype)
+    tile = attend_tile(kernel, chunk.rows, problem.dtype)
     options = {
         **chunk.extent(problem),
-        "all_rows": problem.rows,
-        "all_columns": columns,
-        **attend_constants(dim, block),
-        "num_warps": block.warps,
-        "num_stages": block.stages,
-        "enable_fp_fusion": FUSION,
+        "R_total": problem.rows,
+        "C_total": columns,
+        **attend_constants(dim, tile),
+        **tile.options,
     }
-    return (triton.cdiv(chunk.rows, block.rows) * batch * heads,), options
+    return (triton.cdiv(chunk.rows, tile.block_m) * batch * heads,), options
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """Output [B, H, R, d], and the softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
     batch, heads, rows = q.shape[:3]
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    statistics = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=q.device)
+    stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=q.device)
     scaled = q * scale
     for chunk in chunks(problem, size):
-        scores = torch.matmul(chunk.of_rows(scaled), chunk.of_columns(k).transpose(-1, -2))
-        logits = chunk_logits(problem, chunk, scores)
-        grid, options = attend_launch("attend", problem, chunk, v)
-        attend[grid](logits, chunk.of_columns(v), chunk.of_rows(output), statistics[..., chunk.first :], **options)
-    return output, statistics
+        logits = logits_of(problem, chunk, scores_of(chunk, scaled, k))
+        grid, options = attend_launch("attend_fwd", problem, chunk, v)
+        _attend_fwd_kernel[grid](
+            logits, chunk.of_columns(v), chunk.of_rows(output), stats[..., chunk.first :], **options
+        )
+    return output, stats
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Gradients that chunks add to, float32."""
+
+    k: Tensor
+    v: Tensor
+    shares: Tensor
+    bias: Tensor
+    w1: Tensor
+    w2: Tensor
+    """[D, H, k], as `w1`."""
 
 
 def backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    statistics: Tensor,
-    problem: Problem,
-    scale: float,
-    size: int,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, problem: Problem, scale: float, size: int
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, shares, bias, w1 and w2; the sums over chunks are float32."""
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-    scaled = q * scale
-    q_gradient = torch.empty_like(q)
-    k_sum, v_sum = torch.zeros(k.shape, **float32), torch.zeros(v.shape, **float32)
-    share_sum = torch.zeros(problem.shares.shape, **float32)
-    bias_sum = torch.zeros(problem.bias.shape, **float32)
-    w1_sum, w2_sum = torch.zeros(problem.w1.shape, **float32), torch.zeros(problem.w1.shape, **float32)
+    shapes = (k, v, problem.shares, problem.bias, problem.w1, problem.w1)
+    sums = Sums(*(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in shapes))
+    scaled, dq = q * scale, torch.empty_like(q)
     for chunk in chunks(problem, size):
-        scores = torch.matmul(chunk.of_rows(scaled), chunk.of_columns(k).transpose(-1, -2))
-        logits = chunk_logits(problem, chunk, scores)
-        probabilities = torch.empty_like(scores)
-        into_output = chunk.of_rows(gradient)
-        grid, options = attend_launch("attend_backward", problem, chunk, v)
-        attend_backward[grid](
-            logits, probabilities, chunk.of_columns(v), into_output, statistics[..., chunk.first :], **options
-        )
-        chunk.of_columns(v_sum).add_(torch.matmul(probabilities.transpose(-1, -2), into_output))
-        _add_weights(problem, chunk, scores, logits, w1_sum, w2_sum)
-        into_scores = probabilities  # their place: they are not needed any more
-        _mixer_backward(problem, chunk, scores, logits, into_scores, share_sum, bias_sum)
-        chunk.of_rows(q_gradient).copy_(torch.matmul(into_scores, chunk.of_columns(k)).mul_(scale))
-        chunk.of_columns(k_sum).add_(torch.matmul(into_scores.transpose(-1, -2), chunk.of_rows(scaled)))
-    return q_gradient, k_sum.to(k.dtype), v_sum.to(v.dtype), share_sum, bias_sum, w1_sum, w2_sum.transpose(0, 1)
+        scores = scores_of(chunk, scaled, k)
+        maps = Maps(scores, logits_of(problem, chunk, scores), torch.empty_like(scores))
+        _softmax_backward(problem, chunk, maps, v, dout, stats)
+        chunk.of_columns(sums.v).add_(torch.matmul(maps.probabilities.transpose(-1, -2), chunk.of_rows(dout)))
+        _weights_backward(problem, chunk, maps, sums)
+        _mixer_backward(problem, chunk, maps, sums)  # dS over P
+        chunk.of_rows(dq).copy_(torch.matmul(maps.dscores, chunk.of_columns(k)).mul_(scale))
+        chunk.of_columns(sums.k).add_(torch.matmul(maps.dscores.transpose(-1, -2), chunk.of_rows(scaled)))
+    return dq, sums.k.to(k.dtype), sums.v.to(v.dtype), sums.shares, sums.bias, sums.w1, sums.w2.transpose(0, 1)
 
 
-def _mixer_backward(
-    problem: Problem,
-    chunk: Chunk,
-    scores: Tensor,
-    logits_gradient: Tensor,
-    score_gradient: Tensor,
-    share_sum: Tensor,
-    bias_sum: Tensor,
-) -> None:
-    """Writes the gradient of the scores where a row sees the column, and adds the chunk's part to those of the tables.
-
-    `score_gradient` must hold zeros elsewhere; the probabilities, whose memory it takes, do.
-    """
-    padding, batch = problem.size // 2, scores.shape[0]
-    tile = tiles("backward", problem.heads, problem.width, problem.size, chunk.rows, problem.dtype)
-    kept = tile.distances - 2 * padding
-    reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
-    blocks, row_blocks = triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.rows)
-    parts = splits(blocks, batch, row_blocks)
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": scores.device}
-    share_partial = torch.empty(batch * parts, blocks * kept + padding, problem.width, **float32)
-    has_bias = problem.bias.shape[1] > 0
-    bias_partial = torch.empty(batch * parts, blocks * kept if has_bias else 0, problem.heads, **float32)
-    edge = torch.zeros(batch, chunk.rows, padding, problem.width, **float32)
-    launch = chunk.launch(problem)
-    mix_backward[(blocks, parts, batch)](
-        scores,
-        logits_gradient,
-        problem.shares,
-        problem.packed_w1(),
-        problem.packed_w2(),
-        score_gradient,
-        share_partial,
-        bias_partial,
-        edge,
-        split_blocks=triton.cdiv(row_blocks, parts),
-        HP=padded(problem.heads),
-        HAS_BIAS=has_bias,
-        **launch,
-        **problem.constants,
-        **_launch(tile),
+def _softmax_backward(problem: Problem, chunk: Chunk, maps: Maps, v: Tensor, dout: Tensor, stats: Tensor) -> None:
+    """P, and dL over L."""
+    grid, options = attend_launch("attend_bwd", problem, chunk, v)
+    _attend_bwd_kernel[grid](
+        *(maps.logits, maps.probabilities, chunk.of_columns(v), chunk.of_rows(dout), stats[..., chunk.first :]),
+        **options,
     )
-    count = launch["share_count"]
+
+
+def _mixer_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) -> None:
+    """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
+    padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
+    tile = problem.tile("mix_bwd", chunk.rows)
+    kept = tile.block_n - 2 * padding
+    reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
+    blocks, row_blocks = triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.block_m)
+    parts = splits(blocks, batch, row_blocks)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
+    dshares = torch.empty(batch * parts, blocks * kept + padding, problem.width, **float32)
+    dbias = torch.empty(batch * parts, blocks * kept if has_bias else 0, problem.heads, **float32)
+    dedge = torch.zeros(batch, chunk.rows, padding, problem.width, **float32)
+    extent = chunk.mixer_extent(problem)
+    _mix_bwd_kernel[(blocks, parts, batch)](
+        *(maps.scores, maps.dlogits, problem.shares, problem.packed_w1(), problem.packed_w2()),
+        *(maps.dscores, dshares, dbias, dedge),
+        split_blocks=triton.cdiv(row_blocks, parts),
+        **extent,
+        **problem.constants("mix_bwd", tile),
+        **tile.options,
+    )
+    count = extent["share_count"]
     covered = min(blocks * kept + padding, count)
-    share_sum[:covered] += share_partial.sum(0)[:covered]
-    at_edge = share_sum[count:].view(problem.rows, padding, problem.width)
-    at_edge[chunk.first : chunk.last] += edge.sum(0)
+    sums.shares[:covered] += dshares.sum(0)[:covered]
+    at_edge = sums.shares[count:].view(problem.rows, padding, problem.width)
+    at_edge[chunk.first : chunk.last] += dedge.sum(0)
     if has_bias:
         covered = min(blocks * kept, problem.bias.shape[1])
-        bias_sum[:, :covered] += bias_partial.sum(0)[:covered].T
+        sums.bias[:, :covered] += dbias.sum(0)[:covered].T
 
 
-def _add_weights(
-    problem: Problem, chunk: Chunk, scores: Tensor, logits_gradient: Tensor, w1_sum: Tensor, w2_sum: Tensor
-) -> None:
-    """Adds the chunk's part to the gradients of the weights, both [D, H, k]."""
-    padding, batch = problem.size // 2, scores.shape[0]
-    tile = tiles("weights", problem.heads, problem.width, problem.size, chunk.rows, problem.dtype)
+def _weights_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) -> None:
+    """Adds the chunk's part to the gradients of the weights."""
+    padding, batch = problem.padding, maps.scores.shape[0]
+    tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
-    blocks, row_blocks = triton.cdiv(reach, tile.distances), triton.cdiv(chunk.rows, tile.rows)
+    blocks, row_blocks = triton.cdiv(reach, tile.block_n), triton.cdiv(chunk.rows, tile.block_m)
     parts = splits(blocks, batch, row_blocks)
-    w1 = problem.taps_and_heads(problem.w1)
-    partial = torch.empty(batch * parts * blocks, 2, *w1.shape, dtype=torch.float32, device=scores.device)
-    weight_backward[(blocks, parts, batch)](
-        scores,
-        logits_gradient,
-        problem.shares,
-        w1,
-        problem.taps_and_heads(problem.w2.transpose(0, 1)),
-        partial,
+    w1, w2 = problem.taps_and_heads(problem.w1), problem.taps_and_heads(problem.w2.transpose(0, 1))
+    partial = torch.empty(batch * parts * blocks, 2, *w1.shape, dtype=torch.float32, device=maps.scores.device)
+    _mix_bwd_dw_kernel[(blocks, parts, batch)](
+        *(maps.scores, maps.dlogits, problem.shares, w1, w2, partial),
         split_blocks=triton.cdiv(row_blocks, parts),
-        KC=w1.shape[0],
-        **chunk.launch(problem),
-        **problem.constants,
-        **_launch(tile),
+        **chunk.mixer_extent(problem),
+        **problem.constants("mix_bwd_dw", tile),
+        **tile.options,
     )
     used = partial.sum(0)[:, : problem.size * problem.heads, : problem.width]
     first, second = used.unflatten(1, (problem.size, problem.heads)).permute(0, 3, 2, 1)
-    w1_sum += first
-    w2_sum += second
-
-
-def _launch(tile: Tiles) -> dict[str, int]:
-    return {"BM": tile.rows, "BN": tile.distances, "num_warps": tile.warps, "num_stages": tile.stages}
+    sums.w1.add_(first)
+    sums.w2.add_(second)

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from kernels.cdape_attention.attend import attend, attend_backward
-from kernels.cdape_attention.backward import mix_backward, weight_backward
-from kernels.cdape_attention.chunks import PRECISION, attend_constants
-from kernels.cdape_attention.configs import attend_blocks, tiles
-from kernels.cdape_attention.forward import mix
-from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration
-from kernels.rows import padded
+from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel
+from kernels.cdape_attention.backward import _mix_bwd_dw_kernel, _mix_bwd_kernel
+from kernels.cdape_attention.configs import attend_constants, attend_tile, mixer_constants, mixer_tile
+from kernels.cdape_attention.forward import _mix_fwd_kernel
+from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration, signature_of
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = [
@@ -26,68 +24,42 @@ SHAPES = [
 HEAD_DIMS = (32, 64, 80, 128)
 ROWS = 256
 DECODED = 1
-COMPUTE_TYPE = ("scores", "score_gradient", "w1", "w2", "probabilities", "v", "output_gradient", "output")
+MIXER = {"mix_fwd": _mix_fwd_kernel, "mix_bwd": _mix_bwd_kernel, "mix_bwd_dw": _mix_bwd_dw_kernel}
+ATTEND = {"attend_fwd": _attend_fwd_kernel, "attend_bwd": _attend_bwd_kernel}
 FLOAT32 = (
-    "logits",
-    "gradient",
-    "shares",
-    "bias",
-    "b2",
-    "share_partial",
-    "bias_partial",
-    "edge_gradient",
-    "partial",
-    "statistics",
+    *("logits_ptr", "dlogits_ptr", "shares_ptr", "bias_ptr", "b2_ptr", "stats_ptr"),
+    *("dshares_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
 )
-"""Pointer arguments of all kernels, by type; what is in neither is an integer."""
 
 
-def _signature(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, str]:
-    types = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(COMPUTE_TYPE, f"*{kind}")
-    return {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-
-
-def _mixer(kernel: Any, name: str, heads: int, width: int, size: int, kind: str, rows: int) -> Configuration:
-    tile = tiles(name, heads, width, size, rows, TYPES[kind])
-    constants: dict[str, Any] = {
-        "H": heads,
-        "D": width,
-        "K": size,
-        "DP": padded(width),
-        "BM": tile.rows,
-        "BN": tile.distances,
-        "SATURATE": kind == "fp16",
-        "PRECISION": PRECISION,
-    }
-    if name == "weights":
-        constants["KC"] = padded(size * heads)
-    else:
-        constants |= {"HP": padded(heads), "HAS_BIAS": True}
+def _mixer(name: str, heads: int, width: int, size: int, kind: str, rows: int) -> Configuration:
+    kernel, dtype = MIXER[name], TYPES[kind]
+    tile = mixer_tile(name, heads, width, size, rows, dtype)
+    constants = mixer_constants(name, heads, width, size, dtype, tile, has_bias=True)
     step = " decode" if rows == DECODED else ""
     return Configuration(
         name=f"{name}{step} H={heads} D={width} k={size} {kind}",
         kernel=kernel,
-        signature=_signature(kernel, kind, constants),
+        signature=signature_of(kernel, constants, kind, FLOAT32),
         constexprs=constants,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        options=tile.options,
         spill=SPILL_BUDGET_FLOAT32 if kind == "fp32" or width > 32 else SPILL_BUDGET,
     )
 
 
-def _attend(kernel: Any, name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
+def _attend(name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
     """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
-    block = attend_blocks(name, rows, TYPES[kind])
-    constants = attend_constants(dim, block)
+    kernel: Any = ATTEND[name]
+    tile = attend_tile(name, rows, TYPES[kind])
+    constants = attend_constants(dim, tile)
     which = " decode" if rows == DECODED else " odd" if odd else ""
-    columns = "i32" if odd or rows == DECODED else "i32:16"
+    aligned = () if odd or rows == DECODED else ("C",)
     return Configuration(
         name=f"{name}{which} d={dim} {kind}",
         kernel=kernel,
-        signature=_signature(kernel, kind, constants) | {"COLUMNS": columns},
+        signature=signature_of(kernel, constants, kind, FLOAT32, aligned),
         constexprs=constants,
-        num_warps=block.warps,
-        num_stages=block.stages,
+        options=tile.options,
     )
 
 
@@ -96,15 +68,14 @@ def configurations() -> Iterator[Configuration]:
     for heads, width, size in SHAPES:
         kinds = ("bf16", "fp16", "fp32") if (heads, width, size) == (12, 32, 3) else ("bf16",)
         for kind in kinds:
-            yield _mixer(mix, "forward", heads, width, size, kind, ROWS)
-            yield _mixer(mix_backward, "backward", heads, width, size, kind, ROWS)
-            yield _mixer(weight_backward, "weights", heads, width, size, kind, ROWS)
+            for name in MIXER:
+                yield _mixer(name, heads, width, size, kind, ROWS)
     for heads in (12, 32):
-        yield _mixer(mix, "forward", heads, 32, 3, "bf16", DECODED)
+        yield _mixer("mix_fwd", heads, 32, 3, "bf16", DECODED)
     for dim in HEAD_DIMS:
         for kind in TYPES if dim == 64 else ("bf16",):
-            yield _attend(attend, "attend", dim, kind, ROWS)
-            yield _attend(attend_backward, "attend_backward", dim, kind, ROWS)
-        yield _attend(attend, "attend", dim, "bf16", ROWS, odd=True)
-        yield _attend(attend_backward, "attend_backward", dim, "bf16", ROWS, odd=True)
-    yield _attend(attend, "attend", 64, "bf16", DECODED)
+            for name in ATTEND:
+                yield _attend(name, dim, kind, ROWS)
+        for name in ATTEND:
+            yield _attend(name, dim, "bf16", ROWS, odd=True)
+    yield _attend("attend_fwd", 64, "bf16", DECODED)

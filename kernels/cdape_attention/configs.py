@@ -7,76 +7,85 @@ belongs here once it has.
 H heads, D processor width, k kernel size, p = k//2, R query rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from kernels.rows import padded
+from kernels.launch import INPUT_PRECISION, Tile
+from kernels.rows import head_dim_constants, padded
+
+STAGES = 1
+"""Of the mixer's kernels: their loops recompute rather than stream, so loading ahead gains nothing and costs memory."""
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Launch parameters of one kernel."""
-
-    rows: int
-    distances: int
-    warps: int
-    stages: int = 1
-    """The loops recompute rather than stream, so nothing is gained by loading ahead, and shared memory is saved."""
-
-
-def tiles(kernel: str, heads: int, width: int, size: int, rows: int, dtype: torch.dtype) -> Tiles:
-    """Launch parameters of a kernel.
+def mixer_tile(kernel: str, heads: int, width: int, size: int, rows: int, dtype: torch.dtype) -> Tile:
+    """The tile of a mixer kernel; its columns are distances.
 
     Args:
-        kernel: forward, backward or weights.
+        kernel: mix_fwd, mix_bwd or mix_bwd_dw.
         rows: query rows of a chunk; few rows (decoding) are covered by flat, wide tiles.
     """
     wide = padded(heads) * padded(width) > 512
     distances = max(32, padded(2 * size))
-    if kernel == "forward":
-        chosen = Tiles(4, distances, 8 if wide else 4)
-    elif kernel == "backward":
-        chosen = Tiles(4, distances, 8) if wide and width <= 32 else Tiles(2, distances, 8 if wide else 4)
+    if kernel == "mix_fwd":
+        chosen = Tile(4, distances, 8 if wide else 4, STAGES)
+    elif kernel == "mix_bwd":
+        chosen = Tile(4, distances, 8, STAGES) if wide and width <= 32 else Tile(2, distances, 8 if wide else 4, STAGES)
     elif padded(heads * size) * padded(width) > 2048:
-        chosen = Tiles(1, distances, 8)
+        chosen = Tile(1, distances, 8, STAGES)
     else:
-        chosen = Tiles(2, distances, 4)
+        chosen = Tile(2, distances, 4, STAGES)
     if dtype == torch.float32:  # exact products keep both operands in registers, in full width
-        chosen = replace(chosen, rows=max(chosen.rows // 2, 1), warps=8 if kernel == "weights" else chosen.warps)
-    while chosen.rows > 1 and chosen.rows // 2 >= rows:
-        chosen = replace(chosen, rows=chosen.rows // 2, distances=chosen.distances * 2)
+        chosen = replace(
+            chosen, block_m=max(chosen.block_m // 2, 1), num_warps=8 if kernel == "mix_bwd_dw" else chosen.num_warps
+        )
+    while chosen.block_m > 1 and chosen.block_m // 2 >= rows:
+        chosen = replace(chosen, block_m=chosen.block_m // 2, block_n=chosen.block_n * 2)
     return chosen
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Launch parameters of `attend` and `attend_backward`."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-def attend_blocks(kernel: str, rows: int, dtype: torch.dtype) -> Blocks:
-    """Launch parameters of a kernel, the same for all head dimensions.
+def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
+    """The tile of an attend kernel, the same for all head dimensions.
 
     The kernels wait for memory, so blocks are small: several programs share a processor. With 4 warps they spill where
     the columns of a chunk are no multiple of 16 and each logit needs an address of its own.
 
     Args:
-        kernel: attend or attend_backward.
+        kernel: attend_fwd or attend_bwd.
         rows: query rows of a chunk; a few (decoding) take the lowest block that a matrix product accepts.
     """
     few = rows <= 16
     if dtype == torch.float32:
-        return Blocks(16 if few else 32 if kernel == "attend_backward" else 64, 32, 8, 2)
-    return Blocks(16, 64, 4, 3) if few else Blocks(64, 32, 8, 3)
+        return Tile(16 if few else 32 if kernel == "attend_bwd" else 64, 32, 8, 2)
+    return Tile(16, 64, 4, 3) if few else Tile(64, 32, 8, 3)
+
+
+def mixer_constants(
+    kernel: str, heads: int, width: int, size: int, dtype: torch.dtype, tile: Tile, *, has_bias: bool
+) -> dict[str, Any]:
+    """The constants of a mixer kernel."""
+    constants = {
+        "H": heads,
+        "D": width,
+        "K": size,
+        "BLOCK_D": padded(width),
+        **tile.blocks,
+        "SATURATE": dtype == torch.float16,
+        "INPUT_PRECISION": INPUT_PRECISION,
+    }
+    if kernel == "mix_bwd_dw":
+        return constants | {"BLOCK_KH": padded(size * heads)}
+    return constants | {"BLOCK_H": padded(heads), "HAS_BIAS": has_bias}
+
+
+def attend_constants(dim: int, tile: Tile) -> dict[str, Any]:
+    """The constants of an attend kernel."""
+    return {**head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
 
 
 WORKSPACE = 1 << 26
-"""Entries of one map [B, H, R, C] of a chunk; the backward pass holds three (4 bytes and twice the compute type)."""
+"""Entries of one map [B, H, R, C] of a chunk; the backward pass holds three (`chunks.Maps`)."""
 
 
 def chunk_rows(batch: int, heads: int, rows: int, columns: int) -> int:

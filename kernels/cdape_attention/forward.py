@@ -1,7 +1,7 @@
 """Forward mixer kernel: scores and bias of a chunk of rows → logits.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. HP, DP: H and D padded for `tl.dot`. Tiles as in `tiles.py`.
+p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`. Tiles as in `tiles.py`.
 """
 
 import triton
@@ -9,20 +9,20 @@ import triton.language as tl
 
 from kernels.cdape_attention.tiles import SLOPE, hidden_tile, is_seen, map_tile, saturate, shifted
 
-RUNTIME = ["ROWS", "COLUMNS", "first_row", "first_column", "share_count", "edge_row", "bias_count", "window"]
+RUNTIME = ["R", "C", "first_row", "first_column", "share_count", "edge_row", "bias_count", "window"]
 
 
 @triton.jit(do_not_specialize=RUNTIME)  # these change with every step of decoding
-def mix(
-    scores,  # [B, H, R, C] compute type
-    logits,  # [B, H, R, C] float32, written where a row sees a column
-    shares,  # [p + N + rows·p, D] float32, from tables.shares
-    bias,  # [H, bias_count] float32, added to the logits
-    w1,  # [k, HP, DP] compute type
-    w2,  # [k, DP, HP] compute type
-    b2,  # [HP] float32
-    ROWS,
-    COLUMNS,
+def _mix_fwd_kernel(
+    scores_ptr,  # [B, H, R, C] compute type
+    logits_ptr,  # [B, H, R, C] float32, written where a row sees a column
+    shares_ptr,  # [p + N + rows·p, D] float32, from tables.shares
+    bias_ptr,  # [H, bias_count] float32, added to the logits
+    w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
+    w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
+    b2_ptr,  # [BLOCK_H] float32
+    R,
+    C,
     first_row,  # position of the chunk's row 0
     first_column,  # position of the maps' column 0
     share_count,  # p + N
@@ -32,67 +32,51 @@ def mix(
     H: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
-    HP: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SATURATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BM rows, BN − 2p distances of them, all heads. Grid: distances, rows, batch."""
+    """One program: BLOCK_M rows, BLOCK_N − 2p distances of them, all heads. Grid: distances, rows, batch."""
     PADDING: tl.constexpr = K // 2
-    KEPT: tl.constexpr = BN - 2 * PADDING
-    P: tl.constexpr = BM * BN
+    KEPT: tl.constexpr = BLOCK_N - 2 * PADDING
+    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, row_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if block * KEPT > first_row + tl.minimum(row_block * BM + BM, ROWS) - 1:
+    if block * KEPT > first_row + tl.minimum(row_block * BLOCK_M + BLOCK_M, R) - 1:
         return  # left of column 0 for all rows
-    pixel = tl.arange(0, P)
-    m = pixel % BN
-    row = row_block * BM + pixel // BN
+    pixel = tl.arange(0, PIXELS)
+    m = pixel % BLOCK_N
+    row = row_block * BLOCK_M + pixel // BLOCK_N
     n = block * KEPT + KEPT - 1 + PADDING - m
     j = first_row + row - n
-    alive = (row < ROWS) & (j >= 0)
-    maps = batch.to(tl.int64) * H * ROWS * COLUMNS
-    hidden = hidden_tile(
-        scores + maps,
-        shares,
-        w1,
-        row,
-        n,
-        j,
-        alive,
-        ROWS,
-        COLUMNS,
-        first_column,
-        share_count,
-        edge_row,
-        window,
-        H,
-        D,
-        K,
-        HP,
-        DP,
-        PRECISION,
-    )
+    alive = (row < R) & (j >= 0)
+    maps = batch.to(tl.int64) * H * R * C
+    extent = (R, C, first_column, share_count, edge_row, window)
+    # fmt: off
+    hidden = hidden_tile(scores_ptr + maps, shares_ptr, w1_ptr, (row, n, j, alive), extent,
+                         H, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+    # fmt: on
     hidden = saturate(hidden, SATURATE)
-    active = tl.where(alive[:, None], tl.where(hidden > 0, hidden, SLOPE * hidden), 0.0).to(w2.dtype.element_ty)
+    active = tl.where(alive[:, None], tl.where(hidden > 0, hidden, SLOPE * hidden), 0.0).to(w2_ptr.dtype.element_ty)
 
-    head, width = tl.arange(0, HP), tl.arange(0, DP)
-    processed = tl.zeros((P, HP), tl.float32) + tl.load(b2 + head)[None, :]
+    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    processed = tl.zeros((PIXELS, BLOCK_H), tl.float32) + tl.load(b2_ptr + head)[None, :]
     for tap in tl.static_range(K):
-        weight = tl.load(w2 + tap * HP * DP + width[:, None] * HP + head[None, :])
-        part = tl.dot(active, weight, input_precision=PRECISION)
+        weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[:, None] * BLOCK_H + head[None, :])
+        part = tl.dot(active, weight, input_precision=INPUT_PRECISION)
         if tap != PADDING:
-            part = shifted(part, tap - PADDING, P, HP)
+            part = shifted(part, tap - PADDING, PIXELS, BLOCK_H)
         processed += part
     result = saturate(processed, SATURATE)
 
-    kept = is_seen(row, n, j, ROWS, window) & (m >= PADDING) & (m < BN - PADDING)
-    result += map_tile(scores + maps, row, j, kept, ROWS, COLUMNS, first_column, H, HP).to(tl.float32)
+    kept = is_seen(row, n, j, R, window) & (m >= PADDING) & (m < BLOCK_N - PADDING)
+    result += map_tile(scores_ptr + maps, row, j, kept, R, C, first_column, H, BLOCK_H).to(tl.float32)
     stored = kept[:, None] & (head < H)[None, :]
     channel = head.to(tl.int64)
     if HAS_BIAS:
-        result += tl.load(bias + (channel * bias_count)[None, :] + n[:, None], mask=stored, other=0.0)
-    place = (channel * ROWS * COLUMNS)[None, :] + (row * COLUMNS + j - first_column)[:, None]
-    tl.store(logits + maps + place, result, mask=stored)
+        result += tl.load(bias_ptr + (channel * bias_count)[None, :] + n[:, None], mask=stored, other=0.0)
+    place = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
+    tl.store(logits_ptr + maps + place, result, mask=stored)

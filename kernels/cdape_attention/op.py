@@ -180,30 +180,17 @@ def _attention(
 
 
 @_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shares: Tensor,
-    residual: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    offset: int,
-    window: int,
-    scale: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
 
 
 @torch.library.custom_op("farfield::cdape_attention_backward", mutates_args=())
 def _attention_backward(
-    gradient: Tensor,
+    dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    statistics: Tensor,
+    stats: Tensor,
     shares: Tensor,
     residual: Tensor,
     w1: Tensor,
@@ -218,28 +205,24 @@ def _attention_backward(
     capability(q)  # raises where no kernel can run
     problem = _problem(shares, residual, w1, w2, b2, q, offset, window)
     with on_device_of(q):
-        q_, k_, v_, share_, bias_, w1_, w2_ = chunks.backward(
-            gradient.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), statistics, problem, scale, chunk
+        dq, dk, dv, dshares, dresidual, dw1, dw2 = chunks.backward(
+            dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), stats, problem, scale, chunk
         )
-    return q_, k_, v_, share_, bias_, w1_.to(w1.dtype), w2_.to(w2.dtype).contiguous()
+    return dq, dk, dv, dshares, dresidual, dw1.to(w1.dtype), dw2.to(w2.dtype).contiguous()
 
 
 @_attention_backward.register_fake
 def _(
-    gradient: Tensor,
+    dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    statistics: Tensor,
+    stats: Tensor,
     shares: Tensor,
     residual: Tensor,
     w1: Tensor,
     w2: Tensor,
-    b2: Tensor,
-    offset: int,
-    window: int,
-    scale: float,
-    chunk: int,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         q.new_empty(q.shape),
@@ -259,9 +242,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, shares, residual, w1, w2, b2, statistics = ctx.saved_tensors
-    found = _attention_backward(gradient, q, k, v, statistics, shares, residual, w1, w2, b2, *ctx.options)
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, shares, residual, w1, w2, b2, stats = ctx.saved_tensors
+    found = _attention_backward(dout, q, k, v, stats, shares, residual, w1, w2, b2, *ctx.options)
     return (*found, torch.zeros_like(b2), None, None, None, None)
 
 

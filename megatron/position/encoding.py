@@ -33,25 +33,6 @@ class Terms(NamedTuple):
     weight: Tensor | None = None
 
 
-class Network(NamedTuple):
-    """A bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length, f a network 1 → W → H with
-    ReLU, for kernels that fuse it. All tensors are float32."""
-
-    c: Tensor
-    """[1]."""
-    multiplier: Tensor
-    """[1]."""
-    weight1: Tensor
-    """[W, 1]."""
-    bias1: Tensor
-    """[W]."""
-    weight2: Tensor
-    """[H, W]."""
-    bias2: Tensor
-    """[H]."""
-    half_length: float
-
-
 class Encoding(Method):
     """Base of all position encodings. A subclass overrides the hooks it needs and describes itself.
 
@@ -111,10 +92,6 @@ class Encoding(Method):
     def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
         """Bias and weight [h, R, C] for rows and columns; entries with j > i are never used but must be finite."""
         return Terms()
-
-    def network(self) -> Network | None:
-        """Its parameters, if `dense` is such a network; None if it is something else."""
-        return None
 
     def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor | None:
         """Terms [B, h, R, C] added to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C]."""

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from .forms import Form
 from .shape import Shape
 
 GIVEN = ("self", "shape", "has_bias")
@@ -43,6 +44,10 @@ class Method(nn.Module):
     def start_options(cls) -> set[str]:
         """Options that say where parameters start, on which a trained model no longer depends."""
         return {name for name in cls.options() if name == "std" or name.endswith(STARTS)}
+
+    def form(self) -> Form | None:
+        """Its parameters in a form that kernels fuse; None if only its code says what it computes."""
+        return None
 
     @classmethod
     def traits(cls) -> tuple[str, ...]:

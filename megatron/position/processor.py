@@ -27,21 +27,6 @@ class Share(NamedTuple):
         return torch.cat([self.edge[:, query.start : query.stop], inside], dim=-1) if reach else inside
 
 
-class Convolutions(NamedTuple):
-    """A processor that is S + B + Conv2(LeakyReLU(Conv1([S, B]))) along the keys, for kernels that fuse it."""
-
-    weight1: Tensor
-    """[W, 2H, 1, k], scores first; [W, H, 1, k] without a bias."""
-    bias1: Tensor
-    """[W]."""
-    weight2: Tensor
-    """[H, W, 1, k]."""
-    bias2: Tensor
-    """[H]."""
-    residual_bias: bool
-    """Is B added at the end?"""
-
-
 class Processor(Method):
     """Base of all score processors (DAPE and its kin).
 
@@ -64,10 +49,6 @@ class Processor(Method):
     def has_effect(self) -> bool:
         """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""
         return True
-
-    def convolutions(self) -> Convolutions | None:
-        """Its weights, if it is two convolutions; None if it is something else."""
-        return None
 
     def share(self, table: Tensor) -> Share | None:
         """What the processor makes of the bias alone before the scores join it: computed once for all rows.

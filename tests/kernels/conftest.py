@@ -92,10 +92,10 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     The interpreter takes as long for a tile of any size, so these are few, and short sequences still have several.
     """
     from kernels.cdape_attention import chunks
-    from kernels.cdape_attention.configs import attend_blocks, tiles
+    from kernels.cdape_attention.configs import attend_tile, mixer_tile
 
-    monkeypatch.setattr(chunks, "tiles", lambda *args: replace(tiles(*args), rows=16, distances=16))
-    monkeypatch.setattr(chunks, "attend_blocks", lambda *args: replace(attend_blocks(*args), rows=16, columns=16))
+    monkeypatch.setattr(chunks, "mixer_tile", lambda *args: replace(mixer_tile(*args), block_m=16, block_n=16))
+    monkeypatch.setattr(chunks, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=16))
     monkeypatch.setattr(chunks, "splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 

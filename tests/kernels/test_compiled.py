@@ -57,11 +57,12 @@ def test_what_is_beyond_a_limit_is_named_and_fails(
 def test_an_interpreted_kernel_is_not_compiled() -> None:
     one = next(iter(configurations()))
     if os.environ.get("TRITON_INTERPRET") == "1":
-        with pytest.raises(RuntimeError, match="spread_kernel is interpreted"):
-            resources(one.kernel, one.signature, one.constexprs, arch=80)
+        with pytest.raises(RuntimeError, match="_toeplitz_fwd_kernel is interpreted"):
+            resources(one.kernel, one.signature, one.constexprs, arch=80, options=one.options)
     else:
-        with pytest.raises(ValueError, match="named in neither or wrongly: TABLE"):
-            resources(one.kernel, {k: v for k, v in one.signature.items() if k != "TABLE"}, one.constexprs, arch=80)
+        signature = {name: kind for name, kind in one.signature.items() if name != "table_ptr"}
+        with pytest.raises(ValueError, match="named in neither or wrongly: table_ptr"):
+            resources(one.kernel, signature, one.constexprs, arch=80, options=one.options)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megatron.model.options import ModelOptions, PositionOptions
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor
 from megatron.position.randomized import draw_positions
-from megatron.position.registry import build_encoding, encoding_class, processor_class, processors
+from megatron.position.registry import build_encoding, build_processor, encoding_class, processor_class, processors
 from megatron.position.scores import table_for
 from megatron.position.shape import Shape, Span
 
@@ -106,6 +106,13 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
     exact = [None if module is None else module.cpu().double() for module in built]
     qkv = [x.cpu().double() for x in (q[:, :, start:], k, v)]
     assert_rounding_alone(found, lambda: results(Eager(), exact, qkv, query, key, window), torch.float32)
+
+
+def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
+    e, _ = on(device, "kerple_log", "none")
+    p = build_processor("cdape", SHAPE, {"residual_bias": False}, has_bias=True).to(device)
+    rows = Rows(*random_on(device, 9, batch=1), Span(0, 9), Span(0, 9), e, p)
+    torch.testing.assert_close(Triton(Unused())(rows), Eager()(rows), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +228,7 @@ def test_dropout_drops_the_same_weights_forward_and_backward(encoding: str, devi
 
 def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
     e, p = on(device, "kerple_log", "none")
-    rows = Rows(*random_on(device, 7, batch=1), Span(0, 7), Span(0, 7), e, p)
+    rows = Rows(*random_on(device, 11, batch=1), Span(0, 11), Span(0, 11), e, p)
     q, k, v = (x.expand(100, -1, -1, -1) for x in (rows.q, rows.k, rows.v))
     draws = Triton(Unused())(replace(rows, q=q, k=k, v=v, dropout=0.5)).detach()
     # To six times the standard error of the mean of 100 draws.

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.model.backends.backend import Rows
 from megatron.model.backends.blocks import row_blocks
-from megatron.position.encoding import Network, Terms
+from megatron.position.encoding import Terms
+from megatron.position.forms import Network
 from megatron.position.shape import Span, causal
 
 BLOCK = 256

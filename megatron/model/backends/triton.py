@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.model.backends.backend import Backend, Rows
 from megatron.model.backends.bias_matrix import attend_with_matrix, with_network_in_kernel
 from megatron.position.encoding import Encoding, Terms
+from megatron.position.forms import Convolutions, Network
 from megatron.position.processor import Processor
 from megatron.position.scores import table_for
 
@@ -68,9 +69,9 @@ class Triton:
             case Route.FUSED_PROCESSOR:
                 return _processed(rows, table.bias)
             case Route.MATRIX:
-                return attend_with_matrix(rows, table.bias, rows.encoding.network())
+                return attend_with_matrix(rows, table.bias, _network(rows.encoding))
             case Route.PROCESSED_MATRIX:
-                network = rows.encoding.network()
+                network = _network(rows.encoding)
                 assert network is not None
                 return self.rest(with_network_in_kernel(rows, network))
             case Route.PYTORCH:
@@ -97,7 +98,7 @@ def plan(rows: Rows, table: Terms) -> tuple[Route, str]:
     """
     from kernels.runtime import DTYPES, interpreted
 
-    dtype, network = rows.q.dtype, rows.encoding.network()
+    dtype, network = rows.q.dtype, _network(rows.encoding)
     if not (rows.q.is_cuda or interpreted()):
         return Route.PYTORCH, "a model on the CPU"
     if dtype not in DTYPES or (interpreted() and dtype == torch.bfloat16):
@@ -127,10 +128,15 @@ def _say(why: str) -> None:
     logger.warning("attention_backend triton: %s is left to PyTorch's row blocks", why)
 
 
+def _network(encoding: Encoding) -> Network | None:
+    form = encoding.form()
+    return form if isinstance(form, Network) else None
+
+
 def _refuses_network(encoding: Encoding) -> str | None:
     from kernels.bias.configs import MAX_HEADS, MAX_WIDTH
 
-    network = encoding.network()
+    network = _network(encoding)
     if network is None:
         return "it cannot compute a bias that is not a function of the distance"
     heads, width = network.weight2.shape
@@ -142,8 +148,8 @@ def _refuses_network(encoding: Encoding) -> str | None:
 def _refuses_processor(encoding: Encoding, processor: Processor) -> str | None:
     from kernels.cdape_attention.op import WIDEST
 
-    convolutions = processor.convolutions()
-    if convolutions is None:
+    convolutions = processor.form()
+    if not isinstance(convolutions, Convolutions):
         return "it cannot compute this processor"
     if convolutions.weight1.shape[0] > WIDEST:
         return f"its processors have a width of at most {WIDEST}, not {convolutions.weight1.shape[0]}"
@@ -162,8 +168,8 @@ def _processed(rows: Rows, bias: Tensor | None) -> Tensor:
     from kernels.cdape_attention.op import cdape_attention
 
     assert rows.processor is not None
-    convolutions = rows.processor.convolutions()
-    assert convolutions is not None
+    convolutions = rows.processor.form()
+    assert isinstance(convolutions, Convolutions)
     return cdape_attention(
         rows.q,
         rows.k,

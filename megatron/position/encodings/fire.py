@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..encoding import Encoding, Network, Terms
+from ..encoding import Encoding, Terms
+from ..forms import Network
 from ..parameters import Bounded, constant, uniform
 from ..shape import Shape, Span
 
@@ -40,12 +41,12 @@ class Fire(Encoding):
         self.weight2 = Bounded((shape.num_heads, width), uniform(-bound, bound))
         self.bias2 = Bounded((shape.num_heads,), uniform(-bound, bound))
 
-    def network(self) -> Network:
+    def form(self) -> Network:
         layers = (self.weight1(), self.bias1(), self.weight2(), self.bias2())
         return Network(self.c(), self.multiplier(), *layers, half_length=self.shape.train_length / 2)
 
     def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
-        c, multiplier, weight1, bias1, weight2, bias2, half_length = self.network()
+        c, multiplier, weight1, bias1, weight2, bias2, half_length = self.form()
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)
         n = (i[:, None] - j[None, :]).clamp(min=0)

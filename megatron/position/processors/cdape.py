@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..processor import Convolutions, Processor, Share
+from ..forms import Convolutions
+from ..processor import Processor, Share
 from ..shape import ALL_HEADS, Shape, Span, at_least_float32, causal
 from ..toeplitz import toeplitz
 
@@ -105,7 +106,7 @@ class Cdape(Processor):
     def has_effect(self) -> bool:
         return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)
 
-    def convolutions(self) -> Convolutions | None:
+    def form(self) -> Convolutions:
         (weight1, bias1), (weight2, bias2) = self.hidden(None), self.output(None)
         return Convolutions(weight1, bias1, weight2, bias2, self.residual_bias)
 

@@ -11,9 +11,9 @@ from rounding import assert_rounding_alone
 from torch import Tensor
 
 from kernels.cdape_attention import chunks
-from kernels.cdape_attention.attend import attend, attend_backward
+from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel
 from kernels.cdape_attention.chunks import UNBOUNDED, Chunk, Problem, attend_launch
-from kernels.cdape_attention.configs import attend_blocks
+from kernels.cdape_attention.configs import attend_tile
 from kernels.runtime import on_device_of
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
@@ -56,7 +56,7 @@ def test_equals_the_softmax_and_its_gradient(
     case: tuple[int, int, int | None, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(chunks, "attend_blocks", lambda *args: replace(attend_blocks(*args), rows=16, columns=columns))
+    monkeypatch.setattr(chunks, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=columns))
     problem, chunk, seen, logits = _maps(device, *case)
     rows, dim = problem.rows, case[3]
     v = torch.randn(BATCH, HEADS, chunk.right + 3, dim).to(device)
@@ -71,18 +71,20 @@ def test_equals_the_softmax_and_its_gradient(
         return {"output": output, "probabilities": probabilities, "gradient": gradient}
 
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
-    grid, options = attend_launch("attend", problem, chunk, v)
+    grid, options = attend_launch("attend_fwd", problem, chunk, v)
     with on_device_of(v):
-        attend[grid](logits, chunk.of_columns(v), chunk.of_rows(output), statistics[..., chunk.first :], **options)
+        _attend_fwd_kernel[grid](
+            logits, chunk.of_columns(v), chunk.of_rows(output), statistics[..., chunk.first :], **options
+        )
     assert output[:, :, : chunk.first].isnan().all()
     assert statistics[..., : chunk.first].isnan().all()
 
     probabilities = torch.empty_like(logits)
-    grid, options = attend_launch("attend_backward", problem, chunk, v)
+    grid, options = attend_launch("attend_bwd", problem, chunk, v)
     gradient = logits.clone()
     arguments = (gradient, probabilities, chunk.of_columns(v), chunk.of_rows(into), statistics[..., chunk.first :])
     with on_device_of(v):
-        attend_backward[grid](*arguments, **options)
+        _attend_bwd_kernel[grid](*arguments, **options)
     assert (probabilities[..., ~seen] == 0).all()
     found = {"output": chunk.of_rows(output), "probabilities": probabilities}
     assert_rounding_alone(found | {"gradient": gradient.masked_fill(~seen, 0)}, compute, torch.float32)
@@ -90,14 +92,14 @@ def test_equals_the_softmax_and_its_gradient(
 
 def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many equal probabilities: neither they nor their sum may round at float16, where 2049 is 2048."""
-    monkeypatch.setattr(chunks, "attend_blocks", lambda *args: replace(attend_blocks(*args), columns=256))
+    monkeypatch.setattr(chunks, "attend_tile", lambda *args: replace(attend_tile(*args), block_n=256))
     problem, chunk, seen, logits = _maps(device, 3, 2100, None, 16, 3)
     logits = logits.masked_fill(seen, 0.0)
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)
     output = torch.empty(BATCH, HEADS, 3, 16, dtype=v.dtype, device=device)
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
-    grid, options = attend_launch("attend", replace(problem, dtype=v.dtype), chunk, v)
+    grid, options = attend_launch("attend_fwd", replace(problem, dtype=v.dtype), chunk, v)
     with on_device_of(v):
-        attend[grid](logits, v, output, statistics, **options)
+        _attend_fwd_kernel[grid](logits, v, output, statistics, **options)
     assert (output == 1).all()
     assert (statistics[1] == torch.tensor([2101.0, 2102.0, 2103.0], device=device)).all()

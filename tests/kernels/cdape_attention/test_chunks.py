@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, Problem, chunks
-from kernels.cdape_attention.configs import WORKSPACE, chunk_rows, splits, tiles
+from kernels.cdape_attention.configs import WORKSPACE, chunk_rows, mixer_tile, splits
 from kernels.rows import padded
 
 TYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
@@ -19,7 +19,7 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(batch: int, heads: int, r
 
 
 @given(
-    st.sampled_from(["forward", "backward", "weights"]),
+    st.sampled_from(["mix_fwd", "mix_bwd", "mix_bwd_dw"]),
     st.integers(1, 64),
     st.integers(1, 64),
     st.integers(0, 3),
@@ -29,12 +29,12 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(batch: int, heads: int, r
 def test_tiles_are_powers_of_two_that_keep_distances(
     kernel: str, heads: int, width: int, reach: int, rows: int, dtype: torch.dtype
 ) -> None:
-    tile = tiles(kernel, heads, width, 2 * reach + 1, rows, dtype)
-    assert tile.rows & (tile.rows - 1) == 0
-    assert tile.distances & (tile.distances - 1) == 0
-    assert tile.distances > 2 * reach
-    assert tile.rows * tile.distances >= 16  # what a matrix product takes
-    assert tile.rows == 1 or tile.rows < 2 * rows
+    tile = mixer_tile(kernel, heads, width, 2 * reach + 1, rows, dtype)
+    assert tile.block_m & (tile.block_m - 1) == 0
+    assert tile.block_n & (tile.block_n - 1) == 0
+    assert tile.block_n > 2 * reach
+    assert tile.block_m * tile.block_n >= 16  # what a matrix product takes
+    assert tile.block_m == 1 or tile.block_m < 2 * rows
 
 
 @given(st.integers(1, 2048))
