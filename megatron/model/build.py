@@ -7,7 +7,7 @@ import torch
 
 from megatron.errors import UserError
 from megatron.model.attention import LayerPosition, PositionedAttention
-from megatron.model.backends.choose import choose_backend
+from megatron.model.backends.choose import choose_backend, why_row_blocks
 from megatron.model.gpt import GPT
 from megatron.model.layer import Attention, Layer
 from megatron.model.megatron_core import (
@@ -206,5 +206,6 @@ def _build(
         processes=processes,
         position=shared,
         randomized=position.randomized_positions,
+        why_row_blocks=why_row_blocks(backend, *methods[0]),
         checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,
     )

@@ -32,6 +32,7 @@ class GPT(GPTModel):
         position: the encoding shared by all layers, or None if every layer has its own.
         randomized: positions that a sequence's own are drawn from; None for the places themselves.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
+        why_row_blocks: why attention is computed in row blocks, for the console; None if it is not.
         Others are megatron-core's.
     """
 
@@ -42,6 +43,7 @@ class GPT(GPTModel):
         position: Encoding | None,
         randomized: int | None = None,
         checkpoint_layers: int = 0,
+        why_row_blocks: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -49,6 +51,7 @@ class GPT(GPTModel):
         self.position = position
         self.randomized = randomized
         self.checkpoint_layers = checkpoint_layers
+        self.why_row_blocks = why_row_blocks
 
     @property
     def max_length(self) -> int | None:

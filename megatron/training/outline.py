@@ -55,9 +55,11 @@ def first_line(run: Run, step: int, seconds: float) -> str:
     layout = f" ({', '.join(parts)})" if parts else ""
     tokens = count(training.train_iters * batch * length)
     done = f"from step {step:,}, " if step else ""
+    why = run.engine.model.why_row_blocks if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
         f"{count(run.parameters)} parameters on {place} in {training.compute_type}; {training.train_iters:,} steps of "
         f"{batch:,} × {length:,} tokens{layout} are {tokens} tokens; {done}{about(seconds)}"
+        f"{f'; attention in {why}' if why else ''}"
     )
 
 

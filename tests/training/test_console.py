@@ -3,6 +3,8 @@
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from megatron.training.console import ConsoleReporter, about, duration, speed
 from megatron.training.hardware import matmul_speed
 from megatron.training.loop import train
 from megatron.training.metrics import TrainRecord
+from megatron.training.setup import Run
 
 RECORD = TrainRecord(
     step=1, loss=2.0, perplexity=7.4, learning_rate=1e-3, grad_norm=0.5, tokens_per_second=1e4, ms_per_step=41.5,
@@ -142,6 +145,21 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
         "2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"
     )
     assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"
+
+
+def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    config = tiny_config(corpus, train_batch_size=4)
+    model = build_model(config.model, config.position, 61, device="meta")
+    lines = {}
+    for device in ("cpu", "cuda"):
+        processes = SimpleNamespace(device=torch.device(device), world=1)
+        run = SimpleNamespace(config=config, processes=processes, parameters=5, engine=SimpleNamespace(model=model))
+        lines[device] = outline.first_line(cast(Run, run), 0, 1.0)
+    assert "attention" not in lines["cpu"]
+    assert lines["cuda"].endswith(
+        "; attention in row blocks, kept up to 1,024 keys in training: sdpa cannot add a position bias to the scores"
+    )
 
 
 def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ class RowBlocks:
         return self.recomputed(rows)
 
 
+def why_row_blocks(name: str, encoding: Encoding, processor: Processor | None) -> str | None:
+    """That `auto` computes attention in row blocks, and why; None where it fuses, and where a backend was named."""
+    refusal = Sdpa().refuses(encoding, processor) if name == "auto" else None
+    if refusal is None:
+        return None
+    return f"row blocks, kept up to {KEPT_UP_TO:,} keys in training: sdpa {refusal.removeprefix('it ')}"
+
+
 def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Processor | None) -> Backend:
     """The backend called `name`; `auto` is the fastest that can do the combination.
 
@@ -52,12 +60,9 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
         # Not triton: its kernels have not run on a GPU yet (docs/log.md), so they are for those who ask for them.
-        refusal = backends["sdpa"].refuses(encoding, processor)
-        if refusal is None:
-            logger.info("attention backend: sdpa")
-            return backends["sdpa"]
-        logger.info("attention backend: row blocks, kept up to %d keys in training (sdpa: %s)", KEPT_UP_TO, refusal)
-        return plain
+        reason = why_row_blocks(name, encoding, processor)
+        logger.info("attention backend: %s", reason or "sdpa")
+        return plain if reason else backends["sdpa"]
     refusal = backends[name].refuses(encoding, processor)
     if refusal is not None:
         able = [other for other, backend in backends.items() if backend.refuses(encoding, processor) is None]
