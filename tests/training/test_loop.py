@@ -175,7 +175,8 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
         text, result = printed(tiny_config(corpus, tmp_path / "run"))
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
-    assert text.splitlines()[-1].startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ")
+    said = text.splitlines()[-2:]  # the thread that acknowledges the signal may speak last on a busy machine
+    assert sum(line.startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ") for line in said) == 1
     assert folder.newest(tmp_path / "run") == result.checkpoint
     train(tiny_config(corpus, tmp_path / "run", load=str(tmp_path / "run")))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
