@@ -2,8 +2,9 @@
 
 The estimate works job by job: what starting up still takes, and what is left of the work divided by its speed. Both are
 the job's own once work has been seen twice, so that starting up can be told from working; before that they are those of
-other jobs of its kind, else of any. Work can be in any unit that is alike within a kind (FLOPs here), so an estimate is
-bad only where speeds differ within a kind, and corrects itself when that job runs.
+other jobs of its kind, else of any. Those of its kind still count for a little while after it. Work can be in any unit
+that is alike within a kind (FLOPs here), so an estimate is bad only where speeds differ within a kind, and corrects
+itself when that job runs.
 
 On a terminal this is one moving bar. In a pipe or a log file it is a plain line at the beginning of each job and one
 now and then, since a bar's control characters would fill the file.
@@ -17,6 +18,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+EXPECTED = 0.05
+"""The share of a job's work after which its own speed counts as much as that of others."""
 
 
 @dataclass
@@ -85,12 +89,26 @@ def seconds_left(jobs: Sequence[Job]) -> float | None:
     for job in jobs:
         if job.finished:
             continue
-        pace = job.pace or Pace.of([other for other in jobs if other.kind == job.kind]) or Pace.of(jobs)
+        alike = Pace.of([other for other in jobs if other.kind == job.kind and other is not job])
+        pace = _blended(job, alike) or alike or Pace.of(jobs)
         if pace is None:
             return None
         start = 0.0 if job.done > 0 else max(0.0, pace.start - job.seconds)
         left += start + (job.work - job.done) / pace.speed
     return left
+
+
+def _blended(job: Job, alike: Pace | None) -> Pace | None:
+    """A job's own pace, as if `EXPECTED` of its work had been seen to go at the pace of its kind.
+
+    A speed between two looks that are a moment apart is mostly chance.
+    """
+    own = job.pace
+    if own is None or alike is None or job.first is None:
+        return own
+    done, seconds = job.done - job.first[0], job.seconds - job.first[1]
+    imagined = EXPECTED * job.work
+    return Pace(own.start, (done + imagined) / (seconds + imagined / alike.speed))
 
 
 def flop(count: float) -> str:

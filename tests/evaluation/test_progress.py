@@ -34,7 +34,8 @@ def test_a_job_is_estimated_by_its_own_pace_then_its_kind_then_any() -> None:
     running = seen("b", "train", 100, (10, 40), (20, 60))  # 0.5 per second, after 20 s of starting
     waiting = Job("c", "train", 60)  # as a and b together: 120 in 90 s, after 20 s
     other = Job("d", "evaluate", 30)  # as all: the same
-    both = 80 / 0.5 + 20 + 60 * 90 / 120
+    # b has been seen to do 10 in 20 s, and 5% of its work counts as if done at a's speed.
+    both = 80 / ((10 + 5) / (20 + 5 / 2)) + 20 + 60 * 90 / 120
     assert seconds_left([done, running, waiting, other]) == pytest.approx(both + 20 + 30 * 90 / 120)
     measured = seen("e", "evaluate", 10, (0, 3), (10, 4))  # too short to be seen at work: 10 in 4 s
     assert seconds_left([done, running, waiting, other, measured]) == pytest.approx(both + 30 / 2.5)
@@ -51,8 +52,8 @@ def test_starting_up_is_no_jump() -> None:
     assert left == pytest.approx([30, 25, 20, 15])
     job.advance(10, 21)  # seen once: starting up is over, and its own speed not known yet
     assert seconds_left([done, job]) == pytest.approx(9)
-    job.advance(20, 23)
-    assert seconds_left([done, job]) == pytest.approx(80 / 5)
+    job.advance(20, 23)  # at half the speed of the other, which counts for another 5 of work
+    assert seconds_left([done, job]) == pytest.approx(80 / ((10 + 5) / (2 + 5 / 10)))
 
 
 def test_many_short_jobs_are_estimated_by_their_whole_time() -> None:
