@@ -122,7 +122,7 @@ def _outlook(todo: dict[Member, Work]) -> str:
     """How much there is to do, before any speed is known."""
     runs = sum(each.any for each in todo.values())
     if not runs:
-        return f"all {len(todo)} runs are done"
+        return f"nothing to do: {len(todo)} of {len(todo)} runs are done"
     training = sum(each.training.work for each in todo.values())
     evaluation = sum(each.evaluation.work for each in todo.values())
     return (

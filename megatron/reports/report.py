@@ -122,8 +122,9 @@ def render(
         raise UserError("no records to report")
     groups = layouts(records)
     metrics = list(dict.fromkeys(layout.metric for layout in groups))
+    to_come = f" ({missing} run{'s' * (missing > 1)} to come)" if missing else ""
     return _PAGE.substitute(
-        title=html.escape((title or _title(groups)) + (f" ({missing} runs to come)" if missing else "")),
+        title=html.escape((title or _title(groups)) + to_come),
         metrics=html.escape(" and ".join(metric.title for metric in metrics)),
         definitions=html.escape(
             " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)

@@ -39,7 +39,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
 
     again, said = run()
     assert again == found
-    assert "all 1 runs are done" in said
+    assert "nothing to do: 1 of 1 runs are done" in said
     assert "trained already" in said
     assert "evaluated already" in said
 
@@ -78,7 +78,7 @@ def test_a_failure_keeps_what_is_finished_and_the_same_command_carries_on(traine
     )
     kept = json.loads(Path("out/results.json").read_text())
     assert [item["method"] for item in kept] == ["rotary", "rotary"]
-    assert "1 runs to come" in Path("out/report.html").read_text()
+    assert "1 run to come" in Path("out/report.html").read_text()
 
     trainer.fails_at = None
     trainer.calls()

@@ -84,7 +84,7 @@ def test_processes_that_were_started_decide() -> None:
 
 def test_a_configuration_that_no_file_gave_is_checked_too() -> None:
     good = config()
-    wrong = good.model_copy(update={"model": good.model.model_copy(update={"num_attention_heads": 3})})
+    wrong = good.replace(num_attention_heads=3)
     with pytest.raises(UserError, match="hidden_size 8 is not divisible by num_attention_heads 3"):
         preflight(wrong, LOGIN_NODE)
 
