@@ -128,7 +128,7 @@ def test_a_product_of_batch_sizes_that_is_too_large():
 def test_the_mesh_of_a_configuration():
     config = load([], [*SMALL, "pipe_parallel_size=0"]).config
     assert mesh_sizes(config, 6) == Sizes(data=6)
-    shared = config.replace(model_parallel_size=2)
+    shared = config.model_copy(update={"launch": config.launch.model_copy(update={"model_parallel_size": 2})})
     assert mesh_sizes(shared, 6) == Sizes(tensor=2, data=3)
     with pytest.raises(UserError, match="model_parallel_size 2 × pipe_parallel_size 1 does not divide the 5 processes"):
         mesh_sizes(shared, 5)
