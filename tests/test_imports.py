@@ -12,7 +12,7 @@ from megatron.uncompiled import uncompiled
 
 ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
-OURS = ("megatron.errors", "megatron.options")
+OURS = ("megatron.errors", "megatron.options", "megatron.files", "megatron.quantities", "megatron.suggest")
 OPTIONS = (
     "megatron.model.options",
     "megatron.data.options",
@@ -30,6 +30,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/errors.py": (),
     "megatron/options.py": ("pydantic",),
     "megatron/uncompiled.py": ("torch",),
+    "megatron/quantities.py": (),
+    "megatron/suggest.py": (),
+    "megatron/meter.py": ("rich", "megatron.quantities"),
     "megatron/position": ("torch",),
     "kernels": ("torch", "triton"),
     "megatron/parallel": (*NUMERIC, *OURS),
@@ -47,6 +50,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/training": (
+        "megatron.meter",
         *NUMERIC,
         "deepspeed",
         "rich",
@@ -62,13 +66,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/files.py": ("megatron.errors",),
-    "megatron/reports": ("matplotlib", "rich", "pydantic", "megatron.files", "megatron.errors"),
+    "megatron/reports": ("matplotlib", "rich", "pydantic", *OURS),
     "megatron/evaluation": (
+        "megatron.meter",
         *NUMERIC,
         "rich",
         "pydantic",
         "megatron.reports",
-        "megatron.files",
         "megatron.config",
         "megatron.data",
         "megatron.model",
@@ -78,6 +82,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/launch": (
+        "megatron.meter",
         "torch",
         "rich",
         "pydantic",
@@ -86,10 +91,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.parallel",
         "megatron.checkpoint",
         "megatron.training",
-        "megatron.files",
         *OURS,
     ),
     "megatron/experiments": (
+        "megatron.meter",
         "rich",
         "pydantic",
         "megatron.config",
@@ -101,7 +106,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.evaluation",
         "megatron.reports",
         "megatron.launch",
-        "megatron.files",
         *OURS,
     ),
 }

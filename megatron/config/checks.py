@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 
 from megatron.config import names
@@ -12,6 +11,7 @@ from megatron.data.options import conflicts as data_conflicts
 from megatron.data.options import split_shares
 from megatron.errors import UserError
 from megatron.model.options import conflicts as model_conflicts
+from megatron.suggest import choose_from, did_you_mean
 
 Problem = tuple[str, str]
 
@@ -36,9 +36,7 @@ def wrong_method(kind: str, name: str, valid: list[str]) -> Iterator[Problem]:
             else:
                 yield kind, f"{kind}: {name!r} is no choice of it but of {key}: {key}={ours}"
             return
-        near = difflib.get_close_matches(name, valid, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        yield kind, f"{kind} {name} is not available; {hint}choose from {', '.join(valid)}"
+        yield kind, f"{kind} {name} is not available; {choose_from(name, valid)}"
 
 
 def _method(
@@ -49,8 +47,7 @@ def _method(
         return
     for option in options:
         if known is not None and option not in known:
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = "; ".join(("", did_you_mean(option, known))).rstrip("; ")
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
             yield f"{kind}_options.{option}", f"{kind} {name} has no option {option!r}; {takes}{hint}"
 

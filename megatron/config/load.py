@@ -9,7 +9,6 @@ All problems of a load are reported together, one line each, with file and line.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from megatron.config.schema import SECTIONS, Config, Path_, owners
 from megatron.config.settings import Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
 from megatron.errors import UserError
+from megatron.suggest import did_you_mean
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 SUFFIXES = ("", ".yml", ".yaml")
@@ -129,8 +129,8 @@ def _hint(stem: str, known: set[str]) -> str:
         return f"; {stem!r} is {ours!r} here" + ("" if ours in known else f": {key}={ours}")
     if stem in neox.POSITIONS:
         return f"; it is a value: pos_emb={stem}"
-    near = difflib.get_close_matches(stem, sorted(known), 3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = did_you_mean(stem, sorted(known), most=3)
+    return f"; {hint}" if hint else ""
 
 
 def _folder(folder: str | os.PathLike[str]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from pydantic import ValidationError
 
 from megatron.config.schema import Key, Path_, keys
 from megatron.config.settings import show
+from megatron.suggest import choose_from
 
 KINDS = {
     "int_type": "a whole number",
@@ -47,9 +47,7 @@ def _valid(error: dict[str, Any], key: Key | None) -> str:
         # pydantic's words are 'a', 'b' or 'c'.
         words = str(context.get("expected")).replace(" or ", ", ").replace("'", "")
         choices = [show(choice) for choice in key.choices] if key else words.split(", ")
-        near = difflib.get_close_matches(show(error["input"]), choices, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        text = f"{hint}choose from {', '.join(choices)}" if len(choices) > 1 else f"it must be {choices[0]}"
+        text = choose_from(show(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
         return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
     return error["msg"][0].lower() + error["msg"][1:]
 

@@ -6,8 +6,6 @@ has exactly one owner. Only optimizer, zero_optimization, fp16, bf16 and the two
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +18,7 @@ from pydantic.fields import FieldInfo
 from megatron.checkpoint.options import CheckpointOptions
 from megatron.config.yaml_files import dump
 from megatron.data.options import DataOptions
-from megatron.errors import RunError
+from megatron.files import write_text
 from megatron.launch.options import LaunchOptions
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.options import Role, Section
@@ -105,22 +103,12 @@ class Config(BaseModel):
         return "\n".join(parts)
 
     def save(self, path: str | Path) -> None:
-        """Write the configuration, whole or not at all. Raises RunError if the disk refuses."""
-        path = Path(path)
-        temporary = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(self.text())
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)  # mkstemp's 0600 would hide the file from the user's group
-            os.replace(temporary, path)
-        except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
-            raise RunError(f"{path}: the configuration cannot be written: {error.strerror}") from error
+        """Write the configuration, whole or not at all.
+
+        Raises:
+            UserError: it may not be written there; RunError if the disk refuses.
+        """
+        write_text(path, self.text())
 
 
 SECTIONS: dict[str, type[Section]] = {

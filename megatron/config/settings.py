@@ -8,7 +8,6 @@ key by key (`optimizer: {params: {lr: 1e-3}}` leaves the optimizer's other param
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from megatron.config import neox
 from megatron.config.schema import Path_, keys
 from megatron.config.yaml_files import Document
+from megatron.suggest import did_you_mean
 
 COMMAND_LINE = "command line"
 PRECISION = ("precision",)
@@ -249,9 +249,9 @@ def unknown(path: Path_) -> str:
     siblings = {key[-1]: ".".join(key) for key in keys() if key[:-1] == path[:-1]}
     if len(path) == 1:
         siblings |= {key: key for key, rule in neox.RULES.items() if isinstance(rule, neox.Renamed | neox.Option)}
-    near = [siblings[match] for match in difflib.get_close_matches(path[-1], siblings, 2, cutoff=0.63)]
     everywhere = [".".join(key) for key in keys()]
     same = [other for other in everywhere if other.split(".")[-1] == path[-1]]  # a bare `stage`, or `params.lr`
-    near = same or near or difflib.get_close_matches(name, everywhere, 1, cutoff=0.8)
-    hint = f"; did you mean {' or '.join(near)}?" if near else "; `./deepy.py keys` lists all keys"
-    return f"unknown key {name!r}{hint}"
+    hint = f"did you mean {' or '.join(same)}?" if same else ""
+    hint = hint or did_you_mean(path[-1], siblings, most=2, cutoff=0.63, shown=siblings)
+    hint = hint or did_you_mean(name, everywhere, cutoff=0.8) or "`./deepy.py keys` lists all keys"
+    return f"unknown key {name!r}; {hint}"

@@ -43,8 +43,9 @@ from megatron.data.indexed import open_indexed
 from megatron.data.paths import SPLITS, WHOLE, basename
 from megatron.data.sources import RawDocument, SourceFile, cut, decode, document_names, raw_documents, scan
 from megatron.data.splits import assign, check_shares
-from megatron.data.tokenizers import TOKENIZERS, Tokenizer, nearest, open_tokenizer, train_bpe
+from megatron.data.tokenizers import TOKENIZERS, Tokenizer, open_tokenizer, train_bpe
 from megatron.errors import FarfieldError, RunError, UserError
+from megatron.suggest import choose_from
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many bytes of the sources are done, of how many."""
@@ -195,7 +196,7 @@ def _open_or_none(
         return None
     if type not in TOKENIZERS:
         choices = (*TOKENIZERS, TRAINED)
-        raise UserError(f"tokenizer: {type!r} is unknown{nearest(type, choices)}; choose from {', '.join(choices)}")
+        raise UserError(f"tokenizer: {type!r} is unknown; {choose_from(type, choices)}")
     if vocab_size is not None:
         raise UserError(f"vocab_size: only tokenizer {TRAINED} takes one; {type} has its own")
     return open_tokenizer(type, vocab_file, merge_file)

@@ -222,6 +222,3 @@ def _check(part: Part, split: Split, seq_length: int, known: Vocabulary) -> None
             f"{what} has token {largest}, but tokenizer {known.name} has only {known.size} tokens: a tokenizer that "
             "does not fit the data"
         )
-
-
-__all__ = ["Datasets", "Vocabulary", "build_datasets", "load_tokenizer", "sequence_range", "token_stream", "vocabulary"]

@@ -17,7 +17,6 @@ import hashlib
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,6 +27,7 @@ from megatron.data.description import CORPUS_FILE, LARGEST_VOCABULARY, read_desc
 from megatron.data.options import DataOptions, TokenizerType
 from megatron.data.paths import all_prefixes, description_of
 from megatron.errors import RunError, UserError
+from megatron.suggest import choose_from
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
 """Names under which tokenizers know the end of a document, the most usual first."""
@@ -175,8 +175,7 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 def open_tokenizer(type: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None) -> Tokenizer:
     """The tokenizer of a type, from its files. UserError names the file or choice that is wrong, missing or unused."""
     if type not in TOKENIZERS:
-        choices = ", ".join(TOKENIZERS)
-        raise UserError(f"tokenizer: {type!r} is unknown{nearest(type, TOKENIZERS)}; choose from {choices}")
+        raise UserError(f"tokenizer: {type!r} is unknown; {choose_from(type, TOKENIZERS)}")
     needs = {
         "HFTokenizer": ("tokenizer.json", None),
         "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
@@ -246,13 +245,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path))
-
-
-def nearest(value: str, choices: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for a typo, or nothing: to be put into an error line."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    match = get_close_matches(value.lower(), by_lower, n=1)
-    return f" (did you mean {by_lower[match[0]]!r}?)" if match else ""
 
 
 def _end_of_document(ids: dict[str, int], path: Path) -> int:

@@ -1,6 +1,5 @@
 """What can be wrong in the `sweep:` mapping, one line per problem."""
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments.options import CorpusOptions, SweepOptions
 from megatron.options import Section
+from megatron.suggest import did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Names of variants: they are folder names too."""
@@ -87,5 +87,4 @@ def _inconsistent(options: SweepOptions, where: Callable[[Path_], str]) -> Itera
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(known)}"
+    return f"; {did_you_mean(name, known) or 'keys are ' + ', '.join(known)}"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.errors import UserError
-from megatron.evaluation.progress import Job
 from megatron.experiments import receipts
 from megatron.experiments.spec import Member, Sweep
+from megatron.meter import Job
 
 if TYPE_CHECKING:
     from megatron.evaluation.sketch import Sketch

@@ -22,7 +22,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
 from megatron.experiments import receipts, supervision
 from megatron.experiments.estimate import Work, work
 from megatron.experiments.options import CorpusOptions
@@ -30,6 +29,8 @@ from megatron.experiments.spec import Member, Sweep, read
 from megatron.files import check_folder
 from megatron.launch.console import explained, run_console
 from megatron.launch.local import terminable
+from megatron.meter import Job, Meter, seconds_left
+from megatron.quantities import duration, flop
 from megatron.reports import tables
 from megatron.reports.records import Record
 from megatron.training.records import METRICS

@@ -8,17 +8,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
 from megatron.launch.console import explained, run_console, temporary_log
+from megatron.meter import Job, Meter
 
 
 def prepare_corpus(sources: Sequence[str], output: Path, **choices: Any) -> None:
@@ -26,42 +19,16 @@ def prepare_corpus(sources: Sequence[str], output: Path, **choices: Any) -> None
     with temporary_log() as log, run_console(log) as console, explained(log):
         from megatron.data.corpus import Corpus, prepare
 
-        with _Bar(console) as bar:
-            corpus: Corpus = prepare(sources, output, progress=bar.report, **choices)
+        job = Job(f"corpus {output}", "prepare", 1.0)
+        with Meter(console if console.is_terminal else None, [job]) as meter:
+            meter.begin(job)
+            corpus: Corpus = prepare(
+                sources,
+                output,
+                progress=lambda stage, done, total: meter.update(done / max(total, 1), stage),
+                **choices,
+            )
         _summary(console, corpus)
-
-
-class _Bar:
-    """Shows the stages of the preparation, each with the bytes of text done; nothing where there is no terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._stage: str | None = None
-        self._task = self._progress.add_task("scanning", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def report(self, stage: str, done: int, total: int) -> None:
-        """So many bytes of this stage are done."""
-        if stage != self._stage:
-            self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(stage, total=total)
-            self._stage = stage
-        self._progress.update(self._task, completed=done, total=total)
 
 
 def _summary(console: Console, corpus: Any) -> None:

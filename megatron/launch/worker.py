@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.config.load import read
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, UserError
+from megatron.files import write_text
 from megatron.launch.console import UnexpectedError, explained, run_console
 from megatron.launch.parent import end_with_parent
 from megatron.launch.streams import StoppingStream
@@ -49,9 +50,7 @@ def main(arguments: list[str]) -> int:
     except FarfieldError as error:
         kind = "user" if isinstance(error, UserError) else "unexpected" if isinstance(error, UnexpectedError) else "run"
         report = {"kind": kind, "message": str(error), "key": getattr(error, "key", None), "time": time.time()}
-        temporary = job / f".error_{rank}"
-        temporary.write_text(json.dumps(report), encoding="utf-8")
-        temporary.rename(error_file(job, rank))
+        write_text(error_file(job, rank), json.dumps(report))
         return error.exit_code
 
 

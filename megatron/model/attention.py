@@ -6,6 +6,7 @@ T sequence, B batch, H heads, h heads of this rank, d head dimension.
 
 from dataclasses import dataclass
 
+from einops import rearrange
 from torch import Tensor
 
 from megatron.model.backends.backend import Backend, Rows
@@ -77,9 +78,8 @@ class PositionedAttention(MegatronModule):
 
         megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
-        length, batch, heads, dim = query.shape
-        reading = attention_mask if attention_mask is not None else Reading(Span(0, length))
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        reading = attention_mask if attention_mask is not None else Reading(Span(0, query.shape[0]))
+        q, k, v = (rearrange(x, "t b h d -> b h t d") for x in (query, key, value))
         q, k = (self.encoding.rotate(x, reading.query) for x in (q, k))
         seen = reading.query
         if reading.cache is not None:
@@ -102,4 +102,4 @@ class PositionedAttention(MegatronModule):
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
         )
-        return output.permute(2, 0, 1, 3).reshape(length, batch, heads * dim)
+        return rearrange(output, "b h t d -> t b (h d)")

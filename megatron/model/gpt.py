@@ -8,6 +8,7 @@ can compute the output layer for the last positions only. B batch, T sequence, D
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -130,11 +131,12 @@ class GPT(GPTModel):
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=tied)  # [T, B, V]
         if labels is None:
-            return gather_vocabulary(logits, self.processes).transpose(0, 1)
+            return rearrange(gather_vocabulary(logits, self.processes), "t b v -> b t v")
         if self.processes.mesh.tensor.size > 1:
             return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).t()
-        losses = F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten(), reduction="none")
-        return losses.view(labels.shape[::-1]).t()
+        flat = rearrange(logits.float(), "t b v -> (t b) v")
+        losses = F.cross_entropy(flat, rearrange(labels, "b t -> (t b)"), reduction="none")
+        return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 
     def _layers(self, hidden: Tensor, reading: Reading) -> Tensor:
         layers = list(self.decoder.layers)

@@ -4,11 +4,12 @@ A record holds one value of one metric, under the metric's name (`megatron.repor
 ask the metric for everything that differs between metrics, so a new one is an entry of `METRICS` and nothing else.
 """
 
-import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from megatron.suggest import choose_from
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,7 @@ METRICS = {
 def find(name: str) -> Metric:
     """The metric of that name. Raises ValueError, with the choices, if there is none."""
     if name not in METRICS:
-        near = difflib.get_close_matches(name, METRICS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"{name!r} is no metric; {hint}choose from {', '.join(METRICS)}")
+        raise ValueError(f"{name!r} is no metric; {choose_from(name, METRICS)}")
     return METRICS[name]
 
 

@@ -17,7 +17,6 @@ a difference, is the metric's (`megatron.reports.metrics`):
 """
 
 import csv
-import difflib
 import io
 import json
 import os
@@ -31,6 +30,7 @@ from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.reports import metrics
 from megatron.reports.metrics import METRICS, Metric
+from megatron.suggest import did_you_mean
 
 RESULTS = "results.json"
 
@@ -154,8 +154,7 @@ def of_row(row: dict[str, Any]) -> Record:
     known = _columns(given or METRICS)
     for name in row:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"fields are {', '.join(known)}"
             raise UserError(f"unknown field {name}; {hint}")
     if not given:
         raise UserError(f"no value; give one of {', '.join(METRICS)}")

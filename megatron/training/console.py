@@ -4,37 +4,16 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import Progress, TextColumn
 
+from megatron.meter import moving_bar
+from megatron.quantities import about, duration, speed
 from megatron.training.metrics import EvaluationRecord, TrainRecord
 
 QUIET = 30.0
 """Seconds after which a validation says how far it is where there is no bar, and again after as many."""
 SETTLED = 5.0
 """Seconds of training before the first steps are taken for the speed of the run."""
-
-
-def duration(seconds: float) -> str:
-    """0:07, 12:05, 3:04:00; from two days on 180 days."""
-    whole = max(0, round(seconds))
-    if whole >= 2 * 86400:
-        return f"{whole / 86400:,.0f} days"
-    minutes, s = divmod(whole, 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
-
-
-def about(seconds: float) -> str:
-    """A rough time in one unit: about 40 s, about 7 min, about 20 h, about 180 days."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"about {seconds / size:,.0f} {unit}"
-    return f"about {max(1, round(seconds))} s"
-
-
-def speed(tflops: float) -> str:
-    """12.3 GFLOP/s, 1.23 TFLOP/s: in the unit in which the number is not tiny."""
-    return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def train_line(record: TrainRecord, train_iters: int) -> str:
@@ -90,15 +69,7 @@ class ConsoleReporter:
         self._estimate: float | None = None  # seconds, until a measured time has been told in its place
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[step]}/{task.total:.0f}"),
-                TextColumn("[cyan]{task.fields[left]}"),
-                console=console,
-                transient=True,
-                expand=True,
-            )
+            self._bar = moving_bar(console, TextColumn("{task.fields[step]}/{task.total:.0f}"))
             self._task = self._bar.add_task("training", total=train_iters, left="", step=0)
 
     def say(self, line: str) -> None:

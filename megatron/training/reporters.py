@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
+from megatron.files import write_text
 from megatron.training.metrics import EvaluationRecord, TrainRecord
 from megatron.training.records import METRICS, lines
 
@@ -57,9 +58,7 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [line for line, record in lines(path) if first_step and record["step"] <= first_step]
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            os.replace(temporary, path)
+            write_text(path, "".join(kept))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megatron.config.load import load, read
 from megatron.config.ranks import with_batch
 from megatron.config.schema import SECTIONS, Config, keys, owners
-from megatron.errors import RunError
+from megatron.errors import UserError
 from megatron.options import Role, Section
 
 SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
@@ -58,7 +58,7 @@ def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
 
 def test_saving_to_a_place_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         small().save(tmp_path / "file" / "config.yml")
 
 

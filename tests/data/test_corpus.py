@@ -242,7 +242,7 @@ def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokenizer": "byte"}, r"'byte' is unknown \(did you mean 'bytes'\?\).*bpe"),
+        ({"tokenizer": "byte"}, r"'byte' is unknown; did you mean bytes\?.*bpe"),
         ({"tokenizer": "bpe"}, "vocab_size: tokenizer bpe needs it"),
         ({"tokenizer": "bpe", "vocab_size": 20}, "vocab_size: 20 is too small"),
         ({"tokenizer": "bpe", "vocab_size": 300, "vocab_file": "x"}, "vocab_file: x: tokenizer bpe is trained here"),

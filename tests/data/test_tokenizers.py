@@ -121,7 +121,7 @@ def test_errors_name_what_is_wrong(tmp_path, files):
     broken.write_text("{")
     hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "no-end.json"))
     for arguments, message in [
-        (("HFTokeniser", broken), r"'HFTokeniser' is unknown \(did you mean 'HFTokenizer'\?\); choose from bytes, HF"),
+        (("HFTokeniser", broken), r"'HFTokeniser' is unknown; did you mean HFTokenizer\? choose from bytes, HF"),
         (("HFTokenizer",), "vocab_file: tokenizer HFTokenizer needs its tokenizer.json"),
         (("HFTokenizer", tmp_path / "none"), "vocab_file: .*none: no such file"),
         (("HFTokenizer", tmp_path), "is a folder"),

@@ -14,8 +14,9 @@ from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.launch.console import run_console
+from megatron.quantities import about, duration, speed
 from megatron.training import loop, outline
-from megatron.training.console import ConsoleReporter, about, duration, speed
+from megatron.training.console import ConsoleReporter
 from megatron.training.hardware import matmul_speed
 from megatron.training.loop import train
 from megatron.training.metrics import TrainRecord
@@ -116,7 +117,7 @@ def test_validation_reports_every_micro_batch(corpus: Path, monkeypatch: pytest.
 
 
 def test_words_for_times_speeds_and_counts() -> None:
-    assert [duration(s) for s in (0.4, 65, 10921, 15552000)] == ["0:00", "1:05", "3:02:01", "180 days"]
+    assert [duration(s) for s in (0.4, 65, 10921, 15552000)] == ["0 s", "1 min 05 s", "3 h 02 min", "180 days"]
     assert [about(s) for s in (0.01, 45, 125, 3600 * 5, 180.2 * 86400)] == [
         "about 1 s", "about 45 s", "about 2 min", "about 5 h", "about 180 days"
     ]  # fmt: skip

@@ -147,7 +147,7 @@ def test_a_line_says_what_is_worth_saying() -> None:
     line = train_line(record(50), 1000)
     assert line == (
         "step   50/1000  loss 2.0000  ppl 7.39  lr 1.00e-03  grad 0.50  12,346 tok/s  41.5 ms  123 GFLOP/s  "
-        "1.50 GiB  2:05 left"
+        "1.50 GiB  2 min 05 s left"
     )
     line = train_line(record(1000, loss=None, perplexity=None, mfu=0.423, loss_scale=4096.0, skipped_steps=3), 1000)
     assert "loss –" in line

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron.evaluation.progress import Job, Meter, duration, flop, seconds_left
+from megatron.meter import Job, Meter, seconds_left
+from megatron.quantities import duration, flop
 
 
 class Clock:

@@ -17,7 +17,16 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from megatron.quantities import duration
 
 EXPECTED = 0.05
 """The share of a job's work after which its own speed counts as much as that of others."""
@@ -111,21 +120,17 @@ def _blended(job: Job, alike: Pace | None) -> Pace | None:
     return Pace(own.start, (done + imagined) / (seconds + imagined / alike.speed))
 
 
-def flop(count: float) -> str:
-    """Floating-point operations: 950 FLOP, 12.3 GFLOP, 4.56 TFLOP."""
-    units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-    power = min(max(len(f"{count:.0f}") - 1, 0) // 3, len(units) - 1)
-    return f"{count / 1000**power:.3g} {units[power]}FLOP"
-
-
-def duration(seconds: float) -> str:
-    """45 s, 3 min 05 s, 2 h 04 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+def moving_bar(console: Console, *columns: ProgressColumn) -> Progress:
+    """A bar over the width of the terminal, gone when it stops: description, bar, `columns`, and the time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        *columns,
+        TextColumn("[cyan]{task.fields[left]}"),
+        console=console,
+        expand=True,
+        transient=True,
+    )
 
 
 class Meter:
@@ -155,16 +160,7 @@ class Meter:
         self._since = self._spoke = clock()
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TaskProgressColumn(),
-                TimeElapsedColumn(),
-                TextColumn("[cyan]{task.fields[left]}"),
-                console=console,
-                expand=True,
-                transient=True,
-            )
+            self._bar = moving_bar(console, TaskProgressColumn(), TimeElapsedColumn())
             self._task = self._bar.add_task("", total=1.0, left="")
 
     def __enter__(self) -> "Meter":

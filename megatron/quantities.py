@@ -1,0 +1,33 @@
+"""Numbers with a unit as people read them on a console: times, operations, speeds."""
+
+
+def duration(seconds: float) -> str:
+    """A time that was measured: 45 s, 3 min 05 s, 2 h 04 min, 3 days."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole / 86400:,.0f} days"
+
+
+def about(seconds: float) -> str:
+    """A time that was guessed, in one unit: about 40 s, about 7 min, about 20 h, about 180 days."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:,.0f} {unit}"
+    return f"about {max(1, round(seconds))} s"
+
+
+def flop(count: float) -> str:
+    """Floating-point operations: 950 FLOP, 12.3 GFLOP, 4.56 TFLOP."""
+    units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+    power = min(max(len(f"{count:.0f}") - 1, 0) // 3, len(units) - 1)
+    return f"{count / 1000**power:.3g} {units[power]}FLOP"
+
+
+def speed(tflops: float) -> str:
+    """12.3 GFLOP/s, 1.23 TFLOP/s: in the unit in which the number is not tiny."""
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"

@@ -1,0 +1,26 @@
+"""What somebody may have meant who mistyped a name."""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, shown: Mapping[str, str] | None = None
+) -> str:
+    """`did you mean rotary?` for `rotry`; nothing if no name is near. Case does not matter.
+
+    Args:
+        name: what was written.
+        known: what could have been.
+        most: so many names are told, joined by or.
+        cutoff: difflib's, the least similarity, from 0 to 1.
+        shown: how to write a known name, if not as it is.
+    """
+    by_lower = {each.lower(): each for each in known}
+    near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, most, cutoff)]
+    return f"did you mean {' or '.join(shown[each] if shown else each for each in near)}?" if near else ""
+
+
+def choose_from(name: str, known: Collection[str]) -> str:
+    """`did you mean rotary? choose from alibi, rotary` for a name that is none of them."""
+    return f"{did_you_mean(name, known)} choose from {', '.join(known)}".lstrip()
