@@ -130,6 +130,7 @@ def test_learned_is_its_table_and_ends_with_it() -> None:
         ("t5", {"max_distance": True}, "must be of type int"),
         ("kerple", {}, "did you mean kerple_log"),
         ("alibi", {"slope": 1}, "it has none"),
+        ("fire", {"activation": "gelu"}, "activation of fire is .gelu.; choose from relu, leaky_relu"),
     ],
 )
 def test_bad_names_and_options_are_refused_by_name(name: str, options: dict, complaint: str) -> None:
@@ -206,8 +207,9 @@ def test_sandwich() -> None:
     _close(bias, np.stack([5 / (8 * h) * total for h in range(1, 6)]))
 
 
-def test_fire_against_a_loop() -> None:
-    encoding = _build("fire", heads=3, width=7)
+@pytest.mark.parametrize(("activation", "slope"), [("relu", 0.0), ("leaky_relu", 0.01)])
+def test_fire_against_a_loop(activation: str, slope: float) -> None:
+    encoding = _build("fire", heads=3, width=7, activation=activation)
     p = {name: value.detach().double() for name, value in encoding.named_parameters()}
     half = 16 / 2
     for query, key in ((Span(0, 12), Span(0, 12)), (Span(40, 3), Span(0, 43))):
@@ -215,7 +217,8 @@ def test_fire_against_a_loop() -> None:
         for r, i in enumerate(range(query.start, query.stop)):
             for j in range(min(i + 1, key.stop)):
                 x = math.log(1 + p["c.value"] * (i - j)) / (math.log(1 + p["c.value"] * max(half, i)) + 1e-6)
-                hidden = torch.relu(p["weight1.value"][:, 0] * x + p["bias1.value"])
+                inner = p["weight1.value"][:, 0] * x + p["bias1.value"]
+                hidden = torch.where(inner > 0, inner, slope * inner)
                 exact = p["weight2.value"] @ hidden + p["bias2.value"]
                 assert_alike(bias[:, r, j], exact, terms=7, sums=4)  # two logarithms, their ratio, two layers
 

@@ -15,10 +15,16 @@ from ..parameters import Bounded, constant, uniform
 from ..shape import Shape, Span
 
 
+ACTIVATIONS = {"relu": F.relu, "leaky_relu": F.leaky_relu}
+
+
 class Fire(Encoding):
     formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
     parameters_text = "c = c_start ≥ 0.0001; multiplier = multiplier_start ≥ 0; MLP as torch.nn.Linear starts"
-    source = "FIRE: Li et al. 2023, equation 3; normaliser and start values of its released code"
+    source = (
+        "FIRE: Li et al. 2023, equation 3; normaliser and start values of its released code. Its MLP has ReLU; inside "
+        "CDAPE-FIRE, DAPE V2's released code has LeakyReLU with slope 0.01 (activation: leaky_relu)"
+    )
     advice = (
         "May be the better one with enough training length and tokens to train its network; with DAPE it diverged "
         "when trained at 128 and did well at 512 (DAPE V2, appendix A). Without a processor it does not extrapolate "
@@ -26,14 +32,25 @@ class Fire(Encoding):
     )
     relative = False
 
-    def __init__(self, shape: Shape, *, width: int = 32, c_start: float = 0.1, multiplier_start: float = 1.0) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        width: int = 32,
+        activation: str = "relu",
+        c_start: float = 0.1,
+        multiplier_start: float = 1.0,
+    ) -> None:
         super().__init__(shape)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"option activation of fire is {activation!r}; choose from {', '.join(ACTIVATIONS)}")
         if width < 1:
             raise ValueError(f"option width of fire is {width}; it must be at least 1")
         if c_start < 1e-4:
             raise ValueError(f"option c_start of fire is {c_start}; it must be at least 0.0001")
         if multiplier_start < 0:
             raise ValueError(f"option multiplier_start of fire is {multiplier_start}; it must not be negative")
+        self.activation = activation
         self.c = Bounded((1,), constant(c_start), low=1e-4)
         self.multiplier = Bounded((1,), constant(multiplier_start), low=0.0)
         bound = 1 / math.sqrt(width)
@@ -41,16 +58,19 @@ class Fire(Encoding):
         self.weight2 = Bounded((shape.num_heads, width), uniform(-bound, bound))
         self.bias2 = Bounded((shape.num_heads,), uniform(-bound, bound))
 
-    def form(self) -> Network:
+    def form(self) -> Network | None:
+        return self._network() if self.activation == "relu" else None  # as the kernel has it
+
+    def _network(self) -> Network:
         layers = (self.weight1(), self.bias1(), self.weight2(), self.bias2())
         return Network(self.c(), self.multiplier(), *layers, half_length=self.shape.train_length / 2)
 
     def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
-        c, multiplier, weight1, bias1, weight2, bias2, half_length = self.form()
+        c, multiplier, weight1, bias1, weight2, bias2, half_length = self._network()
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)
         n = (i[:, None] - j[None, :]).clamp(min=0)
         normaliser = torch.maximum(multiplier * half_length, i)
         x = torch.log1p(c * n) / (torch.log1p(c * normaliser) + 1e-6)[:, None]  # [R, C]
-        hidden = F.relu(F.linear(x[..., None], weight1, bias1))
+        hidden = ACTIVATIONS[self.activation](F.linear(x[..., None], weight1, bias1))
         return Terms(bias=F.linear(hidden, weight2[heads], bias2[heads]).permute(2, 0, 1))
