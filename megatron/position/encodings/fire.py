@@ -14,7 +14,6 @@ from ..forms import Network
 from ..parameters import Bounded, constant, uniform
 from ..shape import Shape, Span
 
-
 ACTIVATIONS = {"relu": F.relu, "leaky_relu": F.leaky_relu}
 
 
