@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from rounding import FACTOR, Results, Rounding, assert_alike, assert_rounding_alone, excess
 from torch import Tensor
+
+from tools.rounding import FACTOR, Results, Rounding, assert_alike, assert_rounding_alone, excess
 
 TERMS = 1000
 
@@ -110,3 +111,17 @@ def test_running_sums_and_gates_are_disturbed() -> None:
     assert_rounding_alone({name: value.float() for name, value in compute().items()}, compute, torch.float32)
     faulty = {"gates": x.float().sigmoid(), "count": x.sigmoid().float().cumsum(0) + 1e-5}
     assert excess(faulty, compute, torch.float32)["count"] > FACTOR
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_what_rounds_every_result_is_told_from_what_rounds_factors_alone(dtype: torch.dtype) -> None:
+    a, b = _terms(dtype)
+
+    def compute(a: Tensor, b: Tensor) -> Results:
+        return {"found": (a * b + a).exp() / (1 + b * b)}
+
+    found, exact = compute(a, b), lambda: compute(a.double(), b.double())
+    assert_rounding_alone(found, exact, dtype, throughout=True)
+    wide = {"found": compute(a.float(), b.float())["found"]}
+    assert excess(wide, exact, dtype)["found"] <= FACTOR
+    assert excess({"found": found["found"].float()}, exact, dtype)["found"] > FACTOR

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from tools.kernel_clock import Timing, clock, quartiles, resident_growth  # noqa: E402
-from tools.kernel_gate import JUDGES, Verdict, gate, in_a_line, products_in_full  # noqa: E402
+from tools.kernel_gate import Verdict, gate, in_a_line, products_in_full  # noqa: E402
 from tools.kernel_peers import OPS, Attention, Problem, peers  # noqa: E402
 from tools.kernel_tables import HEADINGS, PICTURES, in_columns, line, markdown, plot  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
@@ -41,16 +41,18 @@ OURS = ("triton", "chunked")
 """The peer that ratios are taken to: the first that is there."""
 ROUND_MS = 100.0
 """A GPU's peer takes up to ten passes per round while they fit into this."""
-JUDGED_UP_TO = 8192
-"""Longer problems are judged at this length: float64 would take minutes, and has nothing new to say."""
+JUDGED_UP_TO = {"cpu": 256, "cuda": 2048}
+"""Longer problems are judged at this length: a dozen passes in float64 would take minutes, and have nothing new to
+say. Both have several of every kernel's tiles."""
 Times = dict[str, list[Timing]]
 
 
 def bench(problem: Problem, rounds: int, wanted: list[str] | None, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """One record per peer; no rounds leave it at the gate. Records of an interrupted problem say `cut`."""
     torch.compiler.reset()  # every problem is compiled for itself, far from Dynamo's limit of recompilations
-    judged = problem if problem.length <= JUDGED_UP_TO else replace(problem, length=JUDGED_UP_TO)
-    verdicts = gate(judged, _chosen(judged, [*wanted, *JUDGES] if wanted else None))
+    longest = JUDGED_UP_TO[problem.device]
+    judged = problem if problem.length <= longest else replace(problem, length=longest)
+    verdicts = gate(judged, _chosen(judged, wanted))
     found = _chosen(problem, wanted)
     times: Times = {name: [] for name in found if verdicts[name].refusal is None} if rounds else {}
     warm: Times = {name: [] for name in times}

@@ -1,20 +1,25 @@
-"""Who may have a speed: every peer of a problem is judged against float64, in the output and all gradients."""
+"""Who may have a speed: every peer of a problem is held to the rounding of its type, in the output and all gradients.
+
+How far rounding may take a result is derived (`tools/rounding.py`), not taken from another backend, whose error is one
+machine's luck. A kernel rounds the factors of its products and what it stores; a peer of ROUNDED_THROUGHOUT may round
+every result to the type, as code does that nobody fused by hand.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tools.kernel_peers import FLOORS, FROZEN, Attention, Problem, peers
+from tools.rounding import FACTOR, allowed, times
 
-JUDGES = ("eager", "chunked")
-"""The peer whose error in the same type sets the gate: the first that is there (eager's maps do not fit long ones)."""
 PARTS = {"output, dq, dk, dv": slice(0, 4), "the parameters' gradients": slice(4, None)}
-"""What the gate compares apart: sums over all scores round coarser than rows do, and would hide a wrong row."""
-SLACK = dict(zip(PARTS, (1, 8), strict=True))
-"""Roundings that are allowed beside twice the judge's error: of few sums over all scores the judge's may be lucky."""
+"""What a record tells apart: sums over all scores round coarser than rows do."""
 UNGATED = {**dict.fromkeys(FLOORS, tuple(PARTS)), **dict.fromkeys(FROZEN, tuple(PARTS)[1:])}
 """What a peer does not compute."""
+ROUNDED_THROUGHOUT = ("sdpa mask", "appendix", "appendix compiled", "by hand compiled", "flex learned", "flex frozen")
+"""Peers that hold bias, hidden values or their gradients in the compute type."""
 
 
 @dataclass(frozen=True)
@@ -68,31 +73,64 @@ def errors(problem: Problem, ours: list[Tensor], exact: list[Tensor]) -> dict[st
     return {name: max(wrong[part]) for name, part in PARTS.items()}
 
 
+class Gate:
+    """The truth of a problem, and how far from it rounding may take a peer."""
+
+    def __init__(self, problem: Problem) -> None:
+        products_in_full()
+        self.problem, self.exact_problem = problem, problem.in_float64()
+        self.attention = peers(self.exact_problem)["chunked"]  # memory linear in the length
+        self.exact = passes(self.exact_problem, self.attention)
+        self.sizes: dict[bool, list[Tensor]] = {}
+
+    def sizes_of(self, name: str, kinds: list[torch.dtype]) -> list[Tensor]:
+        """Of the rounding errors of each result, as a peer rounds. Conv2's constant has no gradient of its own: what it
+        gets is of the size of its weight's."""
+        throughout = name in ROUNDED_THROUGHOUT
+        if throughout not in self.sizes:
+            found = allowed(
+                _named(kinds),
+                _named(self.exact),
+                lambda: _named(passes(self.exact_problem, self.attention)),
+                self.problem.dtype,
+                stored=True,
+                throughout=throughout,
+            )
+            sizes = list(found.values())
+            if self.problem.op == "cdape":
+                sizes[-1] = torch.maximum(sizes[-1], sizes[-2])
+            self.sizes[throughout] = sizes
+        return self.sizes[throughout]
+
+    def judge(self, name: str, attention: Attention) -> Verdict:
+        """What a peer's errors are, and whether it gets a speed."""
+        try:
+            found = passes(self.problem, attention)
+        except Exception as failure:  # out of memory, or refused by a compiler: the other peers still count
+            return Verdict({}, in_a_line(failure))
+        measured = errors(self.problem, found, self.exact)
+        measured = {part: value for part, value in measured.items() if part not in UNGATED.get(name, ())}
+        for part in measured:
+            ratio = self._excess(name, found, PARTS[part])
+            if ratio > FACTOR:
+                text = f"errs in {part} by {ratio:.3g} times what rounding in {self.problem.dtype} gives"
+                return Verdict(measured, f"{text}: no speed is reported")
+        return Verdict(measured)
+
+    def _excess(self, name: str, found: list[Tensor], part: slice) -> float:
+        sizes = self.sizes_of(name, [x.dtype for x in found])
+        judged = zip(found[part], self.exact[part], sizes[part], strict=True)
+        return max(times(mine.double() - exact, size) for mine, exact, size in judged)
+
+
 def gate(problem: Problem, found: dict[str, Attention]) -> dict[str, Verdict]:
-    """The errors of every peer, and who gets no speed: a peer that raises, or in some part errs more than twice as much
-    as the judge in the same type."""
-    products_in_full()
-    exact_problem = problem.in_float64()
-    exact = passes(exact_problem, peers(exact_problem)["chunked"])
-    verdicts = {name: _verdict(problem, name, attention, exact) for name, attention in found.items()}
-    judge = next((name for name in JUDGES if name in verdicts and verdicts[name].error is not None), None)
-    for name, verdict in verdicts.items():
-        for part, value in verdict.errors.items():
-            judged = verdicts[judge].errors[part] if judge else float("nan")  # without a judge nobody passes
-            allowed = 2 * judged + SLACK[part] * torch.finfo(problem.dtype).eps
-            if not value <= allowed or value == float("inf"):
-                refusal = f"errs by {value:.2g} in {part}, {judge} by {judged:.2g}: no speed is reported"
-                verdicts[name] = Verdict(verdict.errors, refusal)
-    return verdicts
+    """The errors of every peer, and who gets no speed: a peer that raises, or errs by more than rounding."""
+    judge = Gate(problem)
+    return {name: judge.judge(name, attention) for name, attention in found.items()}
 
 
-def _verdict(problem: Problem, name: str, attention: Attention, exact: list[Tensor]) -> Verdict:
-    try:
-        ours = passes(problem, attention)
-    except Exception as failure:  # out of memory, or refused by a compiler: the other peers still count
-        return Verdict({}, in_a_line(failure))
-    found = errors(problem, ours, exact)
-    return Verdict({part: value for part, value in found.items() if part not in UNGATED.get(name, ())})
+def _named(values: list[Any]) -> dict[str, Any]:
+    return {str(index): value for index, value in enumerate(values)}
 
 
 def in_a_line(failure: Exception) -> str:

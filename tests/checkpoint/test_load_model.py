@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rounding import apart
 from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
@@ -16,6 +15,7 @@ from megatron.errors import RunError
 from megatron.parallel.mesh import Axis
 from megatron.parallel.processes import alone
 from megatron.training.loop import train
+from tools.rounding import apart
 
 
 @pytest.fixture(scope="module")

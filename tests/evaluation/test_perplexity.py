@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rounding import apart, sums_of_gpt
 from torch import nn
 
 from megatron.data.datasets import Vocabulary
@@ -14,6 +13,7 @@ from megatron.errors import RunError, UserError
 from megatron.evaluation.options import EvaluationOptions as Options
 from megatron.evaluation.perplexity import summarize, window_losses
 from megatron.evaluation.protocols import default_targets
+from tools.rounding import apart, sums_of_gpt
 
 from .conftest import VOCABULARY, RunningMean, loaded, scored, tiny_gpt
 

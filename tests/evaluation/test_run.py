@@ -12,7 +12,6 @@ import pytest
 import torch
 from models import build_model
 from rich.console import Console
-from rounding import apart, sums_of_gpt
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
@@ -29,6 +28,7 @@ from megatron.evaluation.request import read_options
 from megatron.evaluation.run import evaluate_runs
 from megatron.reports import plots, records
 from megatron.reports.records import Record
+from tools.rounding import apart, sums_of_gpt
 
 from .conftest import scored
 

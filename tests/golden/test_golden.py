@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from rounding import apart, sums_of_gpt
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.run import evaluate_runs
 from megatron.training.loop import train
+from tools.rounding import apart, sums_of_gpt
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # Forward passes differ by float32 rounding. Adam's first steps divide gradients by their own size, so an entry whose

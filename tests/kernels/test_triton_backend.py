@@ -6,7 +6,6 @@ import pytest
 import torch
 from models import build_model
 from position_methods import MAPPED, build, random_qkv
-from rounding import assert_rounding_alone
 
 from kernels.bias.configs import MAX_WIDTH
 from kernels.biased_attention.op import biased_attention
@@ -25,6 +24,7 @@ from megatron.position.randomized import draw_positions
 from megatron.position.registry import build_encoding, build_processor, encoding_class, processor_class, processors
 from megatron.position.scores import table_for
 from megatron.position.shape import Shape, Span
+from tools.rounding import assert_rounding_alone
 
 SHAPE = Shape(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
 ABLE = [pair for pair in MAPPED if Triton(Eager()).refuses(*build(*pair, SHAPE)) is None]

@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 from position_methods import build, random_qkv
-from rounding import assert_alike
 
 from megatron.errors import UserError
 from megatron.model.backends import choose
@@ -15,6 +14,7 @@ from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.sdpa import Sdpa
 from megatron.position.shape import Span
+from tools.rounding import assert_alike
 
 
 class Counted:

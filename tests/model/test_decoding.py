@@ -6,12 +6,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import build_model
 from position_methods import ALL
-from rounding import apart, assert_alike, sums_of_gpt
 
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.position import registry
+from tools.rounding import apart, assert_alike, sums_of_gpt
 
 VOCABULARY = 40
 LENGTH = 26

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from models import build_model
-from rounding import assert_alike, sums_of_gpt
 from torch.nn import functional as F
 
 from megatron.errors import UserError
@@ -13,6 +12,7 @@ from megatron.model.build import padded_vocabulary
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.model.parameters import parameter_groups
 from tools.plain_gpt import PlainGPT
+from tools.rounding import assert_alike, sums_of_gpt
 
 VOCABULARY = 61
 TERMS, SUMS = sums_of_gpt(24, layers=2)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from forked import Forked
 from position_methods import ALL
-from rounding import assert_alike, sums_of_gpt
 from tensor_parallel_cases import gradients
 
 from megatron.parallel.processes import alone
+from tools.rounding import assert_alike, sums_of_gpt
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SWIGLU = {"activation": "swiglu", "no_weight_tying": True, "gpt_j_residual": True}

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from rounding import assert_alike
 
 from megatron.position import registry
 from megatron.position.encodings.alibi import slopes
 from megatron.position.scores import distances
 from megatron.position.shape import ALL_HEADS, Shape, Span
+from tools.rounding import assert_alike
 
 N = 300
 n = np.arange(N, dtype=np.float64)

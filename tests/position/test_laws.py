@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random_qkv
-from rounding import FACTOR, assert_alike, assert_rounding_alone, excess
 from torch import Tensor
 
 from megatron.model.backends.backend import Rows
@@ -21,6 +20,7 @@ from megatron.position.processors.cdape import Cdape
 from megatron.position.randomized import draw_positions
 from megatron.position.scores import distances, logits, table_for
 from megatron.position.shape import ALL_HEADS, DrawnPositions, Shape, Span
+from tools.rounding import FACTOR, assert_alike, assert_rounding_alone, excess
 
 # The longest sum of these shapes is CDAPE's second convolution, and at most five follow on one another: turned keys,
 # scores, two convolutions, values. Values and scores are of order one.

@@ -5,12 +5,12 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rounding import assert_alike
 
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.scores import attend, distances, logits
 from megatron.position.shape import Shape, Span
 from megatron.position.toeplitz import toeplitz
+from tools.rounding import assert_alike
 
 SHAPE = Shape(2, 4, 8, 16, 16)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from models import build_model
 from position_methods import SHAPE
-from rounding import apart, sums_of_gpt
 from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
 
@@ -22,6 +21,7 @@ from megatron.position import registry
 from megatron.position.parameters import Bounded
 from megatron.training.engine import Engine
 from megatron.training.optimizer import BoundedAdamW
+from tools.rounding import apart, sums_of_gpt
 
 STAGES = (0, 1, 2, 3)
 BOUNDED = [

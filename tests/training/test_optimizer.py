@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from rounding import apart
 from torch import nn
 
 from megatron.position.parameters import Bounded, uniform
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from megatron.training.options import AdamParams, OptimizerChoice, OptimizerOptions
+from tools.rounding import apart
 
 OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=AdamParams(lr=0.05, betas=[0.8, 0.9])))
 

@@ -6,12 +6,12 @@ Starting processes takes seconds, so all runs of two share one pair.
 from pathlib import Path
 
 import pytest
-from rounding import apart, sums_of_gpt
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import folder
 from megatron.errors import UserError
 from megatron.training.loop import train
+from tools.rounding import apart, sums_of_gpt
 
 # Adam takes rounding for a gradient only in parameters that the loss does not depend on.
 ROUNDING = apart(*sums_of_gpt(32, layers=2))

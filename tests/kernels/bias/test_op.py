@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding import FACTOR, assert_rounding_alone, excess
 from torch import Tensor
 
 from kernels.bias import configs, reference
 from kernels.bias.cases import SMALL, Case
 from kernels.bias.op import fire_bias, toeplitz_bias
+from tools.rounding import FACTOR, assert_rounding_alone, excess
 
 FIRE = ("c", "multiplier", "weight1", "bias1", "weight2", "bias2")
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding import FACTOR, assert_rounding_alone, excess
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.biased_attention import configs, reference
 from kernels.biased_attention.cases import SMALL, Case
 from kernels.biased_attention.op import biased_attention, biased_attention_with_lse
+from tools.rounding import FACTOR, assert_rounding_alone, excess
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight")
 Values = dict[str, Tensor]

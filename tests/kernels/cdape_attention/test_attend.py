@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rounding import assert_rounding_alone
 from torch import Tensor
 
 from kernels.cdape_attention import chunks
@@ -15,6 +14,7 @@ from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kerne
 from kernels.cdape_attention.chunks import UNBOUNDED, Chunk, Problem, attend_launch
 from kernels.cdape_attention.configs import attend_tile
 from kernels.runtime import on_device_of
+from tools.rounding import assert_rounding_alone
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 

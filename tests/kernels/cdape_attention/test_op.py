@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from rounding import FACTOR, assert_rounding_alone, excess
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ from kernels.cdape_attention import chunks, op
 from kernels.cdape_attention.cases import SATURATED, SMALL, Case
 from kernels.cdape_attention.op import cdape_attention
 from kernels.cdape_attention.reference import reference
+from tools.rounding import FACTOR, assert_rounding_alone, excess
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
 TINY = Case(1, 2, 5, 5, 4, 3, 3)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 Results = Mapping[str, Tensor]
 FACTOR = 4.0
@@ -41,17 +42,23 @@ class Rounding(TorchDispatchMode):
         dtype: the compute type.
         seed: of the disturbances.
         stored: whether matrix products (not convolutions) go through memory, and are rounded to the type once more.
+        throughout: whether every result is rounded to the type, as in code that nobody fused.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int, *, stored: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, *, stored: bool = False, throughout: bool = False) -> None:
         super().__init__()
-        self.dtype, self.stored = dtype, stored
+        self.dtype, self.stored, self.throughout = dtype, stored, throughout
         self.unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
 
     def noise(self, like: Tensor) -> Tensor:
-        """Uniform in ±u, of the tensor's shape."""
-        return (2 * torch.rand(like.shape, generator=self.generator, dtype=torch.float64) - 1) * self.unit
+        """Uniform in ±u, of the tensor's shape, on its device."""
+        device = like.device
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        drawn = torch.rand(like.shape, generator=self.generators[device], dtype=torch.float64, device=device)
+        return (2 * drawn - 1) * self.unit
 
     def disturbed(self, x: Tensor, units: float | Tensor = 1.0) -> Tensor:
         """x·(1 + δ), |δ| ≤ units · u."""
@@ -59,11 +66,11 @@ class Rounding(TorchDispatchMode):
 
     def summed(self, x: Tensor, terms: float | Tensor, sizes: Tensor) -> Tensor:
         """A sum x of so many terms, whose sizes add up to `sizes`."""
-        return x + torch.sqrt(torch.as_tensor(terms)) * sizes * self.noise(x)
+        return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.noise(x)
 
     def factor(self, x: Tensor) -> Tensor:
         """A factor of a product: rounded to the type. What the type holds exactly, an input for example, stays."""
-        return x.to(self.dtype).to(x.dtype) if self.dtype.itemsize < 4 else x
+        return x.to(self.dtype).to(x.dtype) if isinstance(x, Tensor) and self.dtype.itemsize < 4 else x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,13 +78,16 @@ class Rounding(TorchDispatchMode):
         if packet in EXACT or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
             return func(*args, **kwargs)
         if packet in RULES:
-            return RULES[packet](self, func, args, kwargs)
+            found = RULES[packet](self, func, args, kwargs)
+            return tree_map(self.factor, found) if self.throughout else found
         out = func(*args, **kwargs)
         if not out.is_floating_point():
             return out
         if packet not in UNITS:
             raise NotImplementedError(f"how {func} rounds is not in {__file__}")
         disturbed = self.disturbed(out, UNITS[packet])
+        if self.throughout:
+            disturbed = self.factor(disturbed)
         return out.copy_(disturbed) if func._schema.is_mutable else disturbed
 
 
@@ -192,52 +202,77 @@ RULES: dict[Any, Callable[[Rounding, Any, Sequence[Any], Any], Any]] = {
 }
 
 
-def deviations(compute: Callable[[], Results], dtype: torch.dtype, *, stored: bool = False) -> list[dict[str, Tensor]]:
-    """Differences from `compute()` of DRAWS disturbed evaluations of it. `compute` works in float64 on the CPU."""
+def deviations(compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> list[dict[str, Tensor]]:
+    """Differences from `compute()` of DRAWS disturbed evaluations of it, which works in float64. `model` as `Rounding`
+    has it: stored, throughout."""
     truth = compute()
     found = []
     for seed in range(DRAWS):
-        with Rounding(dtype, seed, stored=stored):
+        with Rounding(dtype, seed, **model):
             drawn = compute()
         found.append({name: drawn[name].detach() - exact.detach() for name, exact in truth.items()})
     return found
 
 
-def excess(
-    found: Results, compute: Callable[[], Results], dtype: torch.dtype, *, stored: bool = False
-) -> dict[str, float]:
+def sizes(error: Tensor) -> Tensor:
+    """The two sizes of an error that are judged: its norm and its largest element."""
+    if not error.numel():
+        return torch.zeros(2, dtype=torch.float64)
+    return torch.stack([torch.linalg.vector_norm(error), error.abs().max()]).double().cpu()
+
+
+def allowed(
+    kinds: Mapping[str, torch.dtype],
+    truth: Results,
+    compute: Callable[[], Results],
+    dtype: torch.dtype,
+    **model: bool,
+) -> dict[str, Tensor]:
+    """The `sizes` of rounding errors: root mean squares over disturbed evaluations.
+
+    Args:
+        kinds: the type of each result, to which it is rounded once more.
+        truth: `compute()`.
+        compute, dtype, model: as in `deviations`.
+    """
+    drawn = deviations(compute, dtype, **model)
+    return {
+        name: torch.stack([sizes((exact + one[name]).to(kinds[name]).double() - exact) for one in drawn])
+        .square()
+        .mean(0)
+        .sqrt()
+        for name, exact in truth.items()
+    }
+
+
+def times(error: Tensor, size: Tensor) -> float:
+    """By how much an error exceeds a size: the larger of norm and maximum; ∞ for NaN."""
+    ratios = [0.0 if mine == 0 else (mine / theirs).item() for mine, theirs in zip(sizes(error), size, strict=True)]
+    return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
+
+
+def excess(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> dict[str, float]:
     """By how much each result's error exceeds the size of rounding errors: the larger of norm and maximum; ∞ for NaN.
 
     Args:
         found: results in any type, on any device. Their own type's rounding is allowed once more.
-        compute: the same results in float64 on the CPU, from the same inputs.
-        dtype, stored: as in `Rounding`.
+        compute: the same results in float64, from the same inputs.
+        dtype, model: as in `Rounding`.
     """
     truth = {name: x.detach() for name, x in compute().items()}
     assert found.keys() == truth.keys(), f"{sorted(found)} against {sorted(truth)}"
-    drawn = deviations(compute, dtype, stored=stored)
+    kinds = {name: x.dtype for name, x in found.items()}
+    size = allowed(kinds, truth, compute, dtype, **model)
     result = {}
     for name, exact in truth.items():
         assert found[name].shape == exact.shape, name
-        mine = found[name].detach().cpu().double() - exact
-        kind = found[name].dtype
-        others = torch.stack([(exact + one[name]).to(kind).double() - exact for one in drawn])
-        ratios = [0.0]
-        for size, error in (
-            (torch.linalg.vector_norm(others.flatten(1), dim=1), torch.linalg.vector_norm(mine)),
-            (others.flatten(1).abs().amax(1), mine.abs().max()),
-        ):
-            allowed = size.square().mean().sqrt() if exact.numel() else size.new_zeros(())
-            ratios.append(0.0 if error == 0 else (error / allowed).item())
-        result[name] = math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
+        result[name] = times(found[name].detach().to(exact.device).double() - exact, size[name])
     return result
 
 
-def assert_rounding_alone(
-    found: Results, compute: Callable[[], Results], dtype: torch.dtype, *, stored: bool = False
-) -> None:
+def assert_rounding_alone(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> None:
     """Every result's error is at most FACTOR times what rounding gives. Arguments as in `excess`."""
-    for name, ratio in excess(found, compute, dtype, stored=stored).items():
+    for name, ratio in excess(found, compute, dtype, **model).items():
         assert ratio <= FACTOR, f"{name}: its error is {ratio:.3g} times what rounding in {dtype} gives"
 
 
