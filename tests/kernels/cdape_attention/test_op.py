@@ -128,6 +128,21 @@ def test_a_bias_beyond_float16_saturates(residual: bool, device: str) -> None:
 
 
 @pytest.mark.usefixtures("tall_tiles")
+def test_the_second_convolution_saturates_at_float16_too(device: str) -> None:
+    """All of its values, so that the scores alone make a difference."""
+    inputs = SATURATED.inputs(torch.float16, device)
+    inputs[3], inputs[4], inputs[6] = inputs[3].abs() * 1e6, inputs[4].abs(), inputs[6].abs()
+    exact, options = _doubled(inputs), {"residual_bias": False}
+    found = {"output": cdape_attention(*inputs, **options)}
+    assert_rounding_alone(
+        found,
+        lambda: {"output": reference(*exact, **options, saturate_like=torch.float16)},
+        torch.float16,
+        stored=True,
+    )
+
+
+@pytest.mark.usefixtures("tall_tiles")
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_decoding_step_equals_its_row_of_the_whole(window: int | None, device: str) -> None:
     case = Case(2, 3, 20, 20, 8, 6, 5, window=window)
