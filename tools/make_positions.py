@@ -64,35 +64,39 @@ Per layer and head, for query i and key j ≤ i at the distance n = i − j:
    from `dense`.
 3. logits = processor(S, bias), or S + bias without a processor. The bias is added after the scaling by 1/√d.
 4. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
-5. softmax in float32, then · v. Positions are integers and distances float32 whatever the compute type.
+5. The softmax is taken in float32, then comes the product with v. Positions are integers and distances are float32,
+   whatever the compute type.
 
-A hook that a method does not override answers nothing, so encodings and processors combine freely.
+A hook that a method does not define adds nothing, so encodings and processors combine freely.
 `megatron/position/scores.py` is this contract in executable form.
 """
 
 CHOOSING = """\
 ## Which one to take
 
-DAPE V2's advice (appendix A): take `kerple_log` if you do not know which, since it does well in almost all settings
-and has few parameters; `fire` may be better with longer training lengths or more tokens; not `alibi` unless
-necessary, since it soon becomes local attention. Its best model is `cdape` on `kerple_log` with a set of parameters
-per layer (overlay `cdape_kerple_log`).
+DAPE V2 advises (appendix A): take `kerple_log` if you do not know which, since it does well in almost all settings
+and has few parameters; `fire` may be better with longer training lengths or more tokens; do not take `alibi` unless
+necessary, since it soon becomes local attention. The best model of that paper is `cdape` on `kerple_log` with a set
+of parameters per layer (overlay `cdape_kerple_log`).
 
-Exploring Transformer Extrapolation (theorem 3.4): a model is sure to extrapolate if Σ exp(bias(n)) converges. So it
-does with `alibi`, `type1`, `type2`, `kerple_power` and those heads of `kerple_log` whose r1 exceeds 1 (appendix B);
-`inverse` and `inverse_nlogn` are its counter-examples. It is a statement about the bias alone: a processor or a
-contextual term is outside it.
+Exploring Transformer Extrapolation proves (theorem 3.4) that a model is sure to extrapolate if the series
+Σ exp(bias(n)) converges. It converges for `alibi`, `type1`, `type2`, `kerple_power` and those heads of `kerple_log`
+whose r1 exceeds 1 (appendix B), but not for `inverse` and `inverse_nlogn`, the paper's counter-examples. The theorem
+is about the bias alone and says nothing of processors and contextual terms.
 
-Perplexities and times in the advice below are those of the papers named with them, not measurements of this code.
+Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and
+DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below
+are theirs, at their sizes and on their data. What this code measures at a small size is in
+[results/zoo.md](results/zoo.md).
 """
 
 SHARING = f"""\
 ## One set of parameters or one per layer
 
 `pos_emb_per_layer: false`, the default, gives all layers one set, as KERPLE does; `true` gives each layer its own,
-as DAPE does. What is added to the embeddings cannot be per layer, and asking for it is an error. Finetuning
-(`finetune: true`) may go from one set to one per layer: each layer begins with a copy. A processor always has
-parameters of its own in each layer.
+as DAPE does. What is added to the embeddings (`learned`, `sinusoidal`) is there once for all layers: asking for one
+set per layer is an error. Finetuning (`finetune: true`) may go from one set to one per layer: each layer then begins
+with a copy. A processor always has parameters of its own in each layer.
 
 Counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layers and a training length of
 {SHAPE.train_length} (the 125M model), made by building the method.
@@ -108,15 +112,16 @@ ADDING = """\
 3. One test in `tests/position/test_formulas.py` against the paper's equation in float64; then `make docs`.
 
 The registry finds the file; the laws of `tests/position/test_laws.py`, `./deepy.py positions` and this page then
-cover it.
+cover it. [The tutorial](tutorial.md) does all of this step by step.
 """
 
 PICTURES = f"""\
 ## How to read the pictures
 
-All are drawn from the methods' own hooks at their start values (seed {SEED}), so learned ones show where training
-begins, not where it ends. The dashed line is the training length, {SHAPE.train_length}; curves reach to {FAR:,},
-with the distance on a logarithmic axis. Biases below −{-LOWEST:g}, a factor of {math.exp(LOWEST):.0e}, are cut off.
+All are drawn from the methods' own hooks at their start values (seed {SEED}), so the picture of a method with learned
+parameters shows where training begins, not where it ends. The dashed line is the training length,
+{SHAPE.train_length}; curves reach to {FAR:,}, with the distance on a logarithmic axis.
+Biases below −{-LOWEST:g}, a factor of {math.exp(LOWEST):.0e}, are cut off.
 Maps show the factor that a bias puts on the attention of query i to key j, exp(bias), or the weight on its score; on
 a logarithmic scale where they span more than a decade.
 
@@ -124,8 +129,19 @@ a logarithmic scale where they span more than a decade.
 - Rotated: the cosine between a query and a key that were both (1, …, 1) before they were turned.
 - Contextual terms: their values for queries and keys drawn from N(0, 1).
 - No hook at all: the attention of the causal mask when all scores are equal.
-- Processors: row {NEAR - 1} before and after, what is added, and what one score raised by 1 adds elsewhere; on
-  `{BASE}`, for queries and keys from N(0, 1), except that the last has no bias.
+- Processors: row {NEAR - 1} before and after, what is added to it, and what is added elsewhere when one score rises
+  by 1. They work on `{BASE}` here, with queries and keys drawn from N(0, 1); the last panel has no bias.
+"""
+
+
+READING = """\
+## How to read an entry
+
+Below the formula stand the parameters with their start values and the bounds that training keeps. For example,
+`r1 [H] ~ U(0, r1_below) ≥ 0.01` is one number per head, drawn uniformly between 0 and the option `r1_below` and never
+below 0.01; `in [0.01, 2]` bounds both sides. N(0, std²) is a normal distribution with the deviation `std`. Options go
+into `pos_emb_options` or `score_processor_options`. "Toeplitz" says that the bias is the same along every diagonal of
+the score map, since it depends on n = i − j alone.
 """
 
 
@@ -145,6 +161,7 @@ def markdown() -> str:
             _names(),
             ADDING,
             PICTURES,
+            READING,
             "## Encodings\n",
             *(_encoding(record) for record in encodings),
             "## Processors\n",
@@ -189,10 +206,16 @@ def _introduction(encodings: list[dict[str, Any]], processors: list[dict[str, An
 
 {len(encodings)} encodings (`pos_emb`) and {len(processors)} processors (`score_processor`), one file each; every
 encoding works with every processor. `./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the
-distance, H heads, d head dimension, D hidden size, T length.
+distance; H is the number of heads, d their dimension, D the hidden size and T the length of the sequence.
 
 {table(headings, rows)}
-Parameters: one set, for all layers or for each (see [below](#one-set-of-parameters-or-one-per-layer)).
+- **hooks:** where the method acts; [the attention contract](#the-attention-contract) names the five places.
+- **parameters:** learned numbers of one set, for all layers or for each
+  (see [below](#one-set-of-parameters-or-one-per-layer)).
+- **relative:** whether moving all positions by the same amount changes nothing.
+- **length:** the longest sequence that the method is defined for, which does not say that it does well there.
+
+A score processor takes the scores S and biases B of all heads and computes new ones from them.
 
 {table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}"""
 
@@ -226,21 +249,24 @@ def _windows(encodings: list[dict[str, Any]]) -> str:
     return f"""\
 ## Windows and randomized positions
 
-Both combine with every method, except that {deaf}, told no positions, cannot have them drawn.
+A window combines with every method. Randomized positions combine with all but {deaf}: these are told no
+positions, so there is nothing to draw, and asking for it is an error.
 
 {table(["key", "default", "values", "meaning"], rows)}
 **A window** of w keys is a bias of 0 for n < w and of −∞ beyond. It has no weights, so finetuning may choose
-another, and `./deepy.py evaluate RUN --window w` reads a run within one that it was not trained with. It is what a
-method has to beat: attention within a window extrapolates by construction (Exploring Transformer Extrapolation,
-section 2.4), and KERPLE's section 5.5 finds `kerple_log` better than `kerple_log` within a window of the training
-length, and `alibi` worse than that.
+another, and `./deepy.py evaluate RUN --window w` reads a run within one that it was not trained with. A window is what
+a method has to beat past the training length: attention within a window extrapolates (Exploring Transformer
+Extrapolation, sections 2.3 and 2.4), but no layer looks beyond it. KERPLE makes the comparison for models trained on
+512 tokens and read on 4,096 (section 5.5). `kerple_log` has a lower perplexity when it sees all tokens
+than when a window of 512 hides the far ones, so it uses them; `alibi` has a higher one than `kerple_log` with that
+window at almost all positions.
 
 **Randomized positions** (Ruoss et al. 2023, Randomized positional encodings boost length generalization of
 transformers): the T tokens of a training sequence stand at T distinct positions of 0 … `randomized_positions` − 1,
-drawn anew for every forward pass, in ascending order. Training thus meets the distances of long sequences; DAPE V2
-trains so on algorithmic tasks (section 4, appendix G). All sequences of a batch share one draw. Evaluation reads at
-drawn positions too; that draw depends on the length alone and is the same every time. A sequence with more tokens
-than there are positions is refused, and so are fewer positions than `seq_length`, or more than a table of absolute
+drawn anew for every forward pass, in ascending order. Training thus meets the distances of long sequences. DAPE V2
+trains in this way on algorithmic tasks (section 4, appendix G). All sequences of a batch share one draw.
+Evaluation reads at drawn positions too; that draw depends on the length alone and is the same every time.
+A sequence with more tokens than there are positions is refused, and so are fewer positions than `seq_length`, or more than a table of absolute
 positions has rows.
 """
 
@@ -264,7 +290,8 @@ def _names() -> str:
     return f"""\
 ## Names in GPT-NeoX, KERPLE and DAPE
 
-Their configuration files load as they are; names that are not listed are the same here.
+The configuration files of these projects load as they are. A name that is not listed is the same here. An empty
+cell says that the name leaves the key to the file and its default.
 
 {table(headings, rows)}
 {table(["their key", "option"], options)}"""
@@ -343,7 +370,7 @@ def _processor(record: dict[str, Any]) -> str:
         if reach
         else "mixes heads, each key by itself",
         "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer, all heads together; "
-        f"q·k and ·v are {4 * SHAPE.num_heads * SHAPE.head_dim:,}",
+        f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}",
         "When": record["advice"],
         "Source": record["source"],
     }

@@ -25,9 +25,9 @@ class Fire(Encoding):
         "CDAPE-FIRE, DAPE V2's released code has LeakyReLU with slope 0.01 (activation: leaky_relu)"
     )
     advice = (
-        "May be the better one with enough training length and tokens to train its network; with DAPE it diverged "
-        "when trained at 128 and did well at 512 (DAPE V2, appendix A). Without a processor it does not extrapolate "
-        "(4.06 at 1,024 tokens, 441 at 8,192; DAPE V2, table 2)."
+        "May be better than kerple_log if training length and tokens are enough to train its network; with dape it "
+        "diverged when trained at 128 tokens and did well at 512 (DAPE V2, appendix A). Without a processor it does "
+        "not extrapolate (perplexity 4.06 at the training length of 1,024 tokens, 441 at 8,192; DAPE V2, table 2)."
     )
     relative = False
 

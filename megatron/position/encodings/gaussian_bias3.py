@@ -1,4 +1,4 @@
-"""A generalised Gaussian bump added to the scores."""
+"""A Gaussian bump with a learned exponent in place of the square, added to the scores."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Scores multiplied by a Gaussian of the distance."""
+"""Scores multiplied by a Gaussian of the distance: far scores shrink to zero."""
 
 import torch
 from torch import Tensor

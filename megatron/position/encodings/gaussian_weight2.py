@@ -1,4 +1,4 @@
-"""Scores multiplied by a generalised Gaussian of the distance."""
+"""Scores multiplied by a Gaussian of the distance with a learned exponent in place of the square."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ class GaussianWeight2(Encoding):
     parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, appendix A.3, 2-para-wht"
     advice = (
-        "The best of KERPLE's Gaussian kernels, and it extrapolates (24.8 at 512 tokens, 23.2 at 8,192), but not as "
+        "The best of KERPLE's Gaussian kernels: it extrapolates (perplexity 24.8 at 512 tokens, 23.2 at 8,192), not as "
         "well as kerple_log (23.9 and 21.3, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
 

@@ -1,4 +1,4 @@
-"""The harmonic series Σ 1/n as a bias: it diverges, and the model does not extrapolate."""
+"""A bias whose exponentials 1/(n + 1) form a series that diverges, so the model does not extrapolate."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ class Inverse(Encoding):
     formula = "−ln(n + 1)"
     source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 4, the diverging example 1/n"
     advice = (
-        "A counter-example: it favours near tokens, yet perplexity grows past the training length (24.7 at 512 "
-        "tokens, 58.5 at 9,216; Exploring Transformer Extrapolation, table 6)."
+        "A counter-example: it favours near tokens, yet its perplexity grows (24.7 at the training length of 512 "
+        "tokens, 58.5 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, table 6)."
     )
 
     def table(self, distances: Tensor) -> Terms:

@@ -14,8 +14,8 @@ class KerpleLog3(Encoding):
     parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01; r3 [H] = r3_start in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, section 5.3, 3-para-log"
     advice = (
-        "For comparison: slightly lower perplexity than kerple_log at lower speed, no clear advantage (KERPLE, "
-        "sections 4 and 5.3)."
+        "For comparison: its perplexity is slightly lower than kerple_log's and its speed is lower too, so there is no "
+        "clear advantage (KERPLE, sections 4 and 5.3)."
     )
 
     def __init__(self, shape: Shape, *, r1_below: float = 2.0, r2_below: float = 1.0, r3_start: float = 1.0) -> None:

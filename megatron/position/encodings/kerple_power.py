@@ -13,9 +13,9 @@ class KerplePower(Encoding):
     parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, section 4, power variant; start values of its released code"
     advice = (
-        "For comparison: kerple_log is faster and has the lower perplexity at all lengths (KERPLE, section 5.2). Its "
-        "learned curves soon reach very negative values, as ALiBi's do, so far tokens count for little (KERPLE, "
-        "section 5.4)."
+        "For comparison: kerple_log is faster and has the lower perplexity at all lengths (KERPLE, section 5.2). The "
+        "learned curves of kerple_power soon reach very negative values, as ALiBi's do, so far tokens count for little "
+        "(KERPLE, section 5.4)."
     )
 
     def __init__(self, shape: Shape, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:

@@ -12,7 +12,7 @@ class Rotary(Encoding):
     formula = "(R_i q_i)·(R_j k_j)/√d, R_i turns the pair (m, m + r/2) by i/base^(2m/r), r = fraction·d"
     source = "RoFormer: Su et al. 2021, equation 15 (pairs in two halves, as GPT-NeoX lays them out)"
     advice = (
-        "The usual choice within the training length, a baseline past it: perplexity goes from 4.07 to 86 at twice "
+        "The usual choice within the training length, a baseline past it: perplexity rises from 4.07 to 86 at twice "
         "that length (DAPE V2, table 2). cdape improves it, dape makes it worse (DAPE V2, section 4.4)."
     )
 

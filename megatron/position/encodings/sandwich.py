@@ -11,7 +11,7 @@ class Sandwich(Encoding):
     formula = "k_h·(Σ_{j=1}^{m/2} cos(n/base^(2j/m)) − m/2), k_h = H/(8h), m = dimension"
     source = "Chi et al. 2023, Dissecting transformer length extrapolation via receptive field analysis"
     advice = (
-        "A fixed bias that is stable past the training length; its perplexity is at or above that of alibi, "
+        "A fixed bias that is stable past the training length; its perplexity is never below that of alibi, "
         "kerple_log and type1 (Exploring Transformer Extrapolation, tables 4 and 5)."
     )
 

@@ -15,9 +15,9 @@ class T5(Encoding):
         "b[bucket(n)]; bucket = n below e = num_buckets/2, then e + ⌊log(n/e)/log(max_distance/e)·e⌋, at most 2e − 1"
     )
     parameters_text = "b [num_buckets, H] ~ N(0, std²)"
-    source = "Raffel et al. 2020 (causal buckets of the released code; KERPLE section 4 prints it without the 16 +)"
+    source = "Raffel et al. 2020 (causal buckets of the released code; KERPLE's section 4 prints them without “e +”)"
     advice = (
-        "The best in KERPLE's table 3 up to two or four times the training length, behind kerple_log further out. "
+        "Lowest in KERPLE's table 3 up to two or four times the training length, behind kerple_log further out. "
         "kerple_log is 9.7% faster (KERPLE, section 5.2), and in a 1.3B model t5 is weaker than kerple_log and alibi "
         "(KERPLE, appendix A.4)."
     )

@@ -1,6 +1,7 @@
-"""Transformer-XL's relative positions: projected sinusoids meet the query, and two learned vectors stand in for it.
+"""Transformer-XL's relative positions: the query meets the key and, projected, a sinusoid of the distance.
 
-The score (q + u)·k/√d + (q + v)·W_R·R_n/√d is q·k/√d plus contextual terms.
+Each of the two products has a learned vector (u, v) of its own, which is added to the query. The score
+(q + u)·k/√d + (q + v)·W_R·R_n/√d is q·k/√d plus contextual terms.
 """
 
 import torch
@@ -17,8 +18,8 @@ class TransformerXL(Encoding):
     parameters_text = "u, v [H, d] ~ N(0, std²); W_R [H·d, D] ~ N(0, std²)"
     source = "Transformer-XL: Dai et al. 2019, section 3.3"
     advice = (
-        "For comparison with other encodings that look at the context: at 64 times the training length it is at 41.1, "
-        "cope at 90.7, and dape on kerple_log at 25.0 (DAPE V2, table 9)."
+        "For comparison with other encodings that look at the context: at 64 times the training length its perplexity "
+        "is 41.1, that of cope 90.7 and that of dape on kerple_log 25.0 (DAPE V2, table 9)."
     )
 
     def __init__(self, shape: Shape, *, base: float = 10000.0, std: float = 0.02) -> None:

@@ -1,4 +1,4 @@
-"""The series Σ 1/n² as a bias: it converges, so the model extrapolates."""
+"""A bias whose exponentials 1/(n + 1)² form a series that converges, so the model extrapolates."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ class Type1(Encoding):
     formula = "−2·ln(n + 1)"
     source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1"
     advice = (
-        "A fixed bias that is sure to extrapolate, with the wider receptive field of the two: about as good as alibi, "
-        "close to kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
+        "A fixed bias that is sure to extrapolate and looks further than type2: about as good as alibi, close to "
+        "kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
     )
 
     def table(self, distances: Tensor) -> Terms:

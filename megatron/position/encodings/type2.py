@@ -1,4 +1,4 @@
-"""The series Σ exp(−ln² n) as a bias: it converges faster than Type 1, so it looks less far."""
+"""A bias whose exponentials exp(−ln²(n + 1)) form a series that converges faster than type1's: it looks less far."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ class Type2(Encoding):
     formula = "−ln²(n + 1)"
     source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 2"
     advice = (
-        "A fixed bias that is sure to extrapolate, for a small receptive field; never better than type1 (Exploring "
+        "A fixed bias that is sure to extrapolate and looks less far than type1, which is never worse (Exploring "
         "Transformer Extrapolation, section 3.4, tables 4 and 5)."
     )
 

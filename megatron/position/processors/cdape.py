@@ -72,8 +72,8 @@ class Cdape(Processor):
     parameters_text = "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], as torch.nn.Conv2d starts them; per layer"
     source = "DAPE V2, equation 5 and appendix N; residual_bias: false is equation 2"
     advice = (
-        "With kerple_log the best of DAPE V2 within and beyond the training length (section 4.1), and it improves "
-        "rotary too (section 4.4). Start with kernel_size 3; the best size differs between tasks and data (sections "
+        "On kerple_log the best of DAPE V2 within and beyond the training length (section 4.1); it improves rotary "
+        "too (section 4.4). Start with kernel_size 3; the best size differs between tasks and data (sections "
         "4.6 and 4.7). It takes 33% longer than kerple_log alone at 350M and 12% at 6.7B (appendix H)."
     )
 

@@ -9,7 +9,7 @@ class Dape(Cdape):
     parameters_text = "[W, 2H] + [W], [H, W] + [H], as torch.nn.Conv2d starts them; per layer"
     source = "DAPE: Zheng et al. 2024; DAPE V2 equations 2 and 3"
     advice = (
-        "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for none; it makes rotary worse "
+        "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; makes rotary worse "
         "(DAPE V2, sections 3.2 and 4.4). A narrower cdape is better at about the same cost (DAPE V2, section 4.5)."
     )
 
