@@ -127,7 +127,7 @@ def train_with_processes(
 ) -> list[str | None]:
     """Train configurations one after the other with several processes; the error of each run, or None.
 
-    terminate: a rank that gets SIGTERM as soon as the last run has reported something.
+    terminate: a rank that gets SIGTERM as soon as the last run has reported a training step.
     """
     job.mkdir(parents=True)
     for i, config in enumerate(configs):
@@ -142,7 +142,7 @@ def train_with_processes(
             metrics = Path(configs[-1].checkpoint.save or "") / "metrics.jsonl"
             deadline = time.monotonic() + timeout
             while time.monotonic() < deadline and all(child.poll() is None for child in children):
-                if metrics.is_file() and metrics.stat().st_size:
+                if metrics.is_file() and '"kind": "train"' in metrics.read_text(encoding="utf-8"):
                     children[terminate].send_signal(signal.SIGTERM)
                     break
                 time.sleep(0.02)

@@ -4,6 +4,7 @@ The bias depends on i through the normaliser, so it is not Toeplitz: rows beyond
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..forms import Network
 from ..parameters import Bounded, constant, uniform
 from ..shape import Shape, Span
 
-ACTIVATIONS = {"relu": F.relu, "leaky_relu": F.leaky_relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_relu": F.leaky_relu}
 
 
 class Fire(Encoding):
