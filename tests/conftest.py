@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,9 +57,15 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="module")
+_frozen = 0  # modules that were imported when garbage collection last left out all there was
+
+
+@pytest.fixture(autouse=True)
 def _imports_are_not_searched() -> None:
     """DeepSpeed collects garbage with every engine, which takes as long as there are objects: a third of a second for
     all that is imported here, unless that is left out."""
-    gc.collect()
-    gc.freeze()
+    global _frozen
+    if len(sys.modules) > _frozen + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen = len(sys.modules)
