@@ -1,6 +1,7 @@
 """The direction of imports that docs/architecture.md promises, read off the source files."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,34 @@ def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
         for name in _imports(path):
             fine = name.split(".")[0] in STANDARD or _within(name, allowed)
             assert fine, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def _modules() -> dict[str, Path]:
+    """Our modules by the names that they are imported by."""
+    paths = [path for part in ("megatron", "kernels", "tools") for path in (ROOT / part).rglob("*.py")]
+    dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    return {name.removesuffix(".__init__"): path for path, name in dotted.items()}
+
+
+def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Our modules that a file imports, anywhere in it; `from package import module` names the module."""
+    found = {name for name in _imports(path) if name in modules}
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = (
+                ".".join((*package[: len(package) - node.level + 1], node.module or "")) if node.level else node.module
+            )
+            found |= {f"{base}.{alias.name}".replace("..", ".") for alias in node.names} & set(modules)
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    """Not even through an import inside a function: two files that need each other are one, or three."""
+    modules = _modules()
+    graph = {name: _imported(path, modules) - {name} for name, path in modules.items()}
+    assert sum(map(len, graph.values())) > 300  # there is something to go round in
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
 
 
 def test_every_part_has_a_rule() -> None:

@@ -21,23 +21,21 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron.data.datasets import check_content
 from megatron.data.folders import whole_folder
 from megatron.data.indexed import Indexed
 from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
 from megatron.data.megatron_core import Split as CoreSplit
 from megatron.data.options import Split
+from megatron.data.parts import Part, check_content
 from megatron.data.sample_index import UNREADABLE, IndexedSamples, damage, read_index, write_index
+from megatron.data.vocabulary import Vocabulary
 from megatron.errors import FarfieldError, RunError
 from megatron.parallel.processes import Processes
-
-if TYPE_CHECKING:
-    from megatron.data.datasets import Part, Vocabulary
 
 Sample = dict[str, torch.Tensor]
 
@@ -105,7 +103,7 @@ def build_samples(
     seed: int,
     cache: Path | None,
     processes: Processes,
-    vocabulary: "Vocabulary",
+    vocabulary: Vocabulary,
     eod_mask_loss: bool,
     notes: list[str],
 ) -> Samples:
@@ -135,12 +133,12 @@ class _LinkBuilder:
 
     def __init__(
         self,
-        part: "Part",
+        part: Part,
         split: Split,
         seq_length: int,
         cache: Path | None,
         processes: Processes,
-        vocabulary: "Vocabulary",
+        vocabulary: Vocabulary,
         eod_mask_loss: bool,
         notes: list[str],
     ) -> None:

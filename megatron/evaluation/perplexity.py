@@ -32,7 +32,7 @@ LARGEST_NLL = 700.0
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.data.datasets import Vocabulary
+    from megatron.data.vocabulary import Vocabulary
     from megatron.model.gpt import GPT
 
 Progress = Callable[[int, float, float], None]

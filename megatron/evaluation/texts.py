@@ -14,12 +14,14 @@ import numpy as np
 
 from megatron.config.schema import Config
 from megatron.data.corpus import read_corpus
-from megatron.data.datasets import Vocabulary, load_tokenizer, sequence_range, token_stream, vocabulary
+from megatron.data.datasets import token_stream
 from megatron.data.encode import Encoder, chunks, encode_all
 from megatron.data.options import DataOptions
+from megatron.data.parts import sequence_range
 from megatron.data.paths import Split, basename, description_of, split_prefixes
 from megatron.data.sources import SUFFIXES, raw_documents, scan
-from megatron.data.tokenizers import ByteTokenizer, Tokenizer
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megatron.data.vocabulary import Vocabulary, vocabulary
 from megatron.errors import UserError
 
 DIGESTED = 1 << 20

@@ -14,7 +14,7 @@ from megatron.checkpoint.manifest import newest_whole
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.stored import config_of
 from megatron.config.settings import show
-from megatron.data.datasets import sequence_range
+from megatron.data.parts import sequence_range
 from megatron.errors import UserError
 from megatron.experiments.spec import Member
 from megatron.files import write_text

@@ -19,7 +19,8 @@ from megatron.checkpoint.resume import Start
 from megatron.checkpoint.stored import config_of
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, batches
-from megatron.data.datasets import Datasets, Vocabulary, build_datasets, vocabulary
+from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.vocabulary import Vocabulary, vocabulary
 from megatron.model.build import build_model, check_position
 from megatron.parallel import seeds
 from megatron.parallel.devices import Machine

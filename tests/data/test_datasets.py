@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.corpus import prepare
-from megatron.data.datasets import build_datasets, sequence_range, token_stream, vocabulary
+from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.options import DataOptions
+from megatron.data.parts import sequence_range
+from megatron.data.vocabulary import vocabulary
 from megatron.errors import RunError, UserError
 from megatron.parallel.mesh import Sizes
 from megatron.parallel.place import Place

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.data.datasets import Vocabulary
+from megatron.data.vocabulary import Vocabulary
 from megatron.errors import RunError, UserError
 from megatron.evaluation.options import EvaluationOptions as Options
 from megatron.evaluation.perplexity import summarize, window_losses

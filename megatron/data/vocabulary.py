@@ -1,0 +1,51 @@
+"""The vocabulary of a run's data: which tokenizer made them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.data.options import DataOptions
+from megatron.data.paths import all_prefixes, description_of
+from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
+from megatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids are in [0, size). `name` identifies the tokenizer, `eod` ends documents."""
+
+    size: int
+    name: str
+    eod: int
+
+
+def vocabulary(data: DataOptions) -> Vocabulary:
+    """The vocabulary of a run's data: from the corpus.json beside them, else from the tokenizer keys.
+
+    Raises UserError if there is neither, if datasets were made by different tokenizers, or if `tokenizer_type` and its
+    files contradict corpus.json.
+    """
+    found: dict[Path, Vocabulary] = {}
+    for prefix in all_prefixes(data):
+        if description_of(prefix) is not None:
+            same = next((other for other in found if other.parent == prefix.parent), None)
+            found[prefix] = found[same] if same else _of(load_tokenizer(prefix.parent))
+    if found:
+        (first, expected), *others = found.items()
+        for prefix, other in others:
+            if other != expected:
+                raise UserError(f"{prefix}: made by tokenizer {other.name}, but {first} by {expected.name}")
+    if data.tokenizer_type is None:
+        if not found:
+            raise UserError("tokenizer_type: the data have no corpus.json beside them; say which tokenizer made them")
+        return expected
+    named_only = data.vocab_file is None and data.merge_file is None
+    if found and named_only and data.tokenizer_type == expected.name.split("-")[0]:
+        return expected
+    tokenizer = open_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    if found and tokenizer.name != expected.name:
+        raise UserError(f"tokenizer_type: {tokenizer.name} does not fit the data: {first} was made by {expected.name}")
+    return _of(tokenizer)
+
+
+def _of(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod)
