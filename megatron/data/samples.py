@@ -94,7 +94,7 @@ class Samples(torch.utils.data.Dataset):
 
 
 def build_samples(
-    parts: "Sequence[Part]",
+    parts: Sequence[Part],
     *,
     split: Split,
     seq_length: int,
