@@ -61,8 +61,17 @@ def fake_gpu() -> Iterator[None]:
         "max_memory_allocated": lambda device=None: 1_000_000 + PEAK,
         "reset_peak_memory_stats": lambda device=None: None,
         "Event": Event,
+        # Which a build of torch with CUDA would start CUDA for, and fail without a driver.
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
     }
     with pytest.MonkeyPatch.context() as patch, OnCpu():
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
+        patch.setattr(torch.accelerator, "is_available", lambda: False)  # else its stream is asked for
+        if torch.backends.cuda.is_built():
+            # Dynamo would ask the driver for the device's properties; a build without CUDA has none to ask.
+            patch.setattr(torch, "compile", lambda function=None, **options: function or (lambda given: given))
         yield
