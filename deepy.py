@@ -156,20 +156,15 @@ def train(
     from megatron.training.preflight import preflight
 
     loaded = _load(arguments, conf_dir)
-    try:
-        settled = preflight(loaded.config, Machine.here(), dry=dry_run)
-    except UserError:
-        if dry_run:
-            print(loaded.config.text(), end="")
-        raise
+    settled = preflight(loaded.config, Machine.here(), dry=dry_run)
     if dry_run:
         config = settled.config
-        print(config.text(), end="")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # third parties', about packages that are not needed
             from megatron.model.build import check_position
         with loaded.placing_errors():
             check_position(config.model, config.position)
+        print(config.text(), end="")  # nothing of a configuration that is refused: it may be meant for a file
         _note(settled.notes)
         return 0
     _note(settled.notes)

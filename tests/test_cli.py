@@ -178,8 +178,7 @@ def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
 
 def test_dry_run_says_what_would_be_refused(tmp_path, inside):
     done = inside("train", "162M", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "num_layers: 12" in done.stdout
+    assert (done.returncode, done.stdout) == (2, "")  # `--dry-run > run.yml` leaves nothing that looks right
     assert done.stderr.startswith("error: no data to train on")
 
 

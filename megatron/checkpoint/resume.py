@@ -16,6 +16,7 @@ from megatron.checkpoint.save import DEEPSPEED
 from megatron.checkpoint.stored import config_of
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
+from megatron.config.settings import show
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.model.identity import settled
 from megatron.model.parameters import dispensable, shared_names
@@ -169,7 +170,8 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
         if new.get(key) != old.get(key):
             what = "finetuning cannot change this" if finetune else "a run cannot change its model"
             raise UserError(
-                f"{key}: this run has {new.get(key)!r}, but {checkpoint} was trained with {old.get(key)!r}; {what}"
+                f"{key}: this run has {show(new.get(key))}, but {checkpoint} was trained with "
+                f"{show(old.get(key))}; {what}"
             )
 
 

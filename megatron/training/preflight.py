@@ -63,6 +63,9 @@ def preflight(config: Config, machine: Machine, *, world: int | None = None, dry
     backend = "gloo" if device == "cpu" or launch.distributed_backend == "gloo" else "nccl"
     if launch.distributed_backend not in ("auto", backend):  # GPT-NeoX's files say nccl everywhere
         notes.append(f"distributed_backend {launch.distributed_backend} needs GPUs; {backend} is used on this machine")
+    if late := [step for step in config.checkpoint.extra_save_iters if step > config.training.train_iters]:
+        steps = ", ".join(map(str, late))
+        notes.append(f"extra_save_iters {steps}: beyond train_iters {config.training.train_iters}, so nothing is saved")
     if config.checkpoint.save is None:
         notes.append("save is not set: this run will leave no checkpoints, metrics or log behind")
     config = config.replace(device=device, num_gpus=ranks, distributed_backend=backend)

@@ -14,6 +14,7 @@ from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 
 from megatron.checkpoint import folder
 from megatron.checkpoint.load_model import load_model
+from megatron.config.settings import show
 from megatron.data.corpus import prepare
 from megatron.errors import UserError
 from megatron.training.loop import train
@@ -119,18 +120,18 @@ def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path
 @pytest.mark.parametrize(
     ("key", "value", "old"),
     [
-        ("pos_emb", "alibi", "'kerple_log'"),
+        ("pos_emb", "alibi", "kerple_log"),
         ("hidden_size", 64, "32"),
-        ("score_processor", "dape", "'none'"),
-        ("pos_emb_per_layer", True, "False"),
+        ("score_processor", "dape", "none"),
+        ("pos_emb_per_layer", True, "false"),
         ("seq_length", 8, "16"),
-        ("activation", "relu", "'gelu'"),
+        ("activation", "relu", "gelu"),
     ],
 )
 def test_a_changed_model_is_refused_naming_the_field(
     trained: Path, corpus: Path, tmp_path: Path, key: str, value: object, old: str
 ) -> None:
-    with pytest.raises(UserError, match=f"^{key}: this run has {value!r}, but .* was trained with {old}"):
+    with pytest.raises(UserError, match=f"^{key}: this run has {show(value)}, but .* was trained with {old}"):
         train(tiny_config(corpus, tmp_path / "new", load=str(trained), **{key: value}))
 
 

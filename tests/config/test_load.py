@@ -296,3 +296,8 @@ def test_precision_has_one_truth(write):
     assert "contradicts" in only_problem(["base"], ["precision=fp16", "bf16.enabled=true"])
     assert "choose from fp32, bf16, fp16" in only_problem(["base"], ["precision=half"])
     assert "true or false" in only_problem(["base"], ["fp16.enabled=maybe"])
+
+
+def test_a_folder_is_no_configuration(tmp_path):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: is a folder; name a configuration file in it"):
+        load([tmp_path])

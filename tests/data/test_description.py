@@ -200,7 +200,7 @@ def test_a_content_is_read_once(bpe, tmp_path, monkeypatch):
     for _ in range(3):
         train_on(folder)
     assert sorted(read) == ["train_text_document.bin", "train_text_document.idx"]
-    monkeypatch.setattr("megatron.data.datasets.CHECKED_WHOLE", 100)  # a larger file is left to `prepare`
+    monkeypatch.setattr("megatron.data.parts.CHECKED_WHOLE", 100)  # a larger file is left to `prepare`
     monkeypatch.setattr("megatron.data.description._sha256_once", lambda path, *_: read.append(path.name) or "0" * 64)
     train_on(folder)
     assert set(read[2:]) == {"train_text_document.idx"}

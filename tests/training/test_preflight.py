@@ -128,3 +128,8 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_checkpoint_beyond_the_last_step_is_said() -> None:
+    notes = preflight(config("save=runs/a", "extra_save_iters=[1, 2, 9]"), LOGIN_NODE).notes
+    assert notes == ("extra_save_iters 9: beyond train_iters 2, so nothing is saved",)
