@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import Forked
 
 from megatron.config.names import encodings, processors
 from megatron.config.reference import lookup
@@ -297,24 +299,22 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
 
 
 def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
-    """Ctrl-C on a terminal saves and exits with 130; the losses of the steps until then."""
+    """Ctrl-C on a terminal saves and exits with 130; the losses of the steps until then.
+
+    The command is a fork, which spares its imports; the processes of two ranks are started as always.
+    """
     main, side = pty.openpty()
-    save = f"runs/interrupted{ranks}"
-    process = subprocess.Popen(
-        [sys.executable, str(DEEPY), "train", "tiny", "train_iters=100000", f"num_gpus={ranks}", f"save={save}"],
-        cwd=corpus,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-        stdin=subprocess.DEVNULL,
-        stdout=side,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    os.close(side)
+    save, errors = f"runs/interrupted{ranks}", corpus / f"errors{ranks}.txt"
+    words = ("train", "tiny", "train_iters=100000", f"num_gpus={ranks}", f"save={save}")
+    terminal = Path(os.ttyname(side))
+    process = Forked(DEEPY, *words, cwd=corpus, output=terminal, errors=errors, env={"TERM": "xterm"})
     seen = b""
     deadline = time.time() + 90
     try:
-        while b"step " not in seen and time.time() < deadline:
-            seen += os.read(main, 4096)
+        while b"step " not in seen and time.time() < deadline and process.poll() is None:
+            if select.select([main], [], [], 0.1)[0]:
+                seen += os.read(main, 4096)
+        os.close(side)
         os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the whole group
         while time.time() < deadline + 60:
             try:
@@ -324,11 +324,12 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
             if not chunk:
                 break
             seen += chunk
-        error = process.communicate(timeout=60)[1].decode()
+        code = process.wait(60)
     finally:
         process.kill()
         os.close(main)
-    assert process.returncode == 130, error
+    error = errors.read_text()
+    assert code == 130, error
     assert "Traceback" not in error + seen.decode(errors="replace")
     assert "stopping after this step; again to end at once" in seen.decode(errors="replace")
     assert list((corpus / save / "checkpoints").glob("step_*/manifest.json"))

@@ -3,7 +3,7 @@
 Importing torch, DeepSpeed and megatron-core takes seconds of processor time, and a test of two ranks pays for it twice.
 `forked.py` starts one such server per test process and writes requests to its standard input, one JSON object a line:
 
-    {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x", "output": "/tmp/x/output.txt"}
+    {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x", "output": "/tmp/x/out", "errors": "/tmp/x/err"}
 
 Each is answered by the process number of the fork that runs the script, and later by that number and its exit code.
 The server ends, and all that it started with it, when its standard input does.
@@ -24,7 +24,12 @@ PRELOADED = (
     "megatron.checkpoint.deepspeed_files",
     "megatron.checkpoint.save",
     "megatron.data.samples",
+    "megatron.launch.console",
+    "megatron.launch.prepare",
+    "megatron.launch.worker",
     "megatron.training.loop",
+    "torch._inductor.config",  # torch.use_deterministic_algorithms imports it, and with it all of PyTorch's compiler
+    "typer.main",
 )
 
 
@@ -33,12 +38,14 @@ def run(request: dict[str, Any], keep: int) -> None:
     code = 1
     try:
         os.close(keep)
+        os.setsid()
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
-        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        output, errors = (
+            os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("output", "errors")
+        )
+        for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (errors, 2)):
             os.dup2(source, target)
         sys.argv = list(request["argv"])
         sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))

@@ -1,7 +1,7 @@
 """Scripts in processes of their own that need not import anything first (`fork_server.py`).
 
-For tests of processes that work together or are killed, where what a process imports is not what is tested. What users
-start is tested with the programs that users start.
+For tests of what processes do, together or when they are killed, where how they start is not what is tested. Each of
+the programs that users start is started once as they do.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -19,22 +20,52 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def run(
+    script: Path, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, root: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder to its end, as `subprocess.run` does; two minutes at most.
+
+    Args:
+        cwd: the folder.
+        env: is added to our environment.
+        root: the copy of the project that the script imports.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        child = Forked(script, *arguments, output=out, errors=err, cwd=cwd, env=env, root=root)
+        try:
+            code = child.wait(120)
+        finally:
+            child.kill()
+        return subprocess.CompletedProcess([str(script), *arguments], code, out.read_text(), err.read_text())
+
+
 class Forked:
     """A running script; as `subprocess.Popen`, as far as tests need it."""
 
-    def __init__(self, script: Path, *arguments: str, output: Path, env: Mapping[str, str] | None = None) -> None:
-        """Start it in the current folder. `output` gets what it prints; `env` is added to our environment."""
+    def __init__(
+        self, script: Path, *arguments: str, output: Path, errors: Path | None = None, cwd: Path | None = None,
+        env: Mapping[str, str] | None = None, root: Path = ROOT,
+    ) -> None:  # fmt: skip
+        """Start it in a session of its own, in the current folder if no other is named.
+
+        Args:
+            output: gets what it prints; a terminal becomes that of its session.
+            errors: gets what it prints as errors; `output` if not given.
+            env: is added to our environment.
+            root: the copy of the project that it imports.
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        words = [str(script), *arguments]
-        self.output, self.returncode = output, None
-        self.pid = _server().start({"argv": words, "env": environment, "cwd": os.getcwd(), "output": str(output)})
+        request = {"argv": [str(script), *arguments], "env": environment, "cwd": str(cwd or Path.cwd())}
+        self.output, self.returncode, self.server = output, None, _server(root)
+        self.pid = self.server.start(request | {"output": str(output), "errors": str(errors or output)})
 
     returncode: int | None
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
-            self.returncode = _server().code(self.pid)
+            self.returncode = self.server.code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -61,11 +92,11 @@ class Forked:
 
 
 class _Server:
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fork_server.py"))]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=root,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         )  # fmt: skip
         assert self.process.stdin is not None
         assert self.process.stdout is not None
