@@ -5,6 +5,7 @@ Other projects' names for the same methods are the business of `megatron.config`
 
 import difflib
 import importlib
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ def processors() -> list[str]:
     return _names("processors")
 
 
+@cache
 def _find(folder: str, name: str, base: type[Found]) -> type[Found]:
     names = _names(folder)
     if name not in names:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random_qkv
 from torch import Tensor
@@ -30,9 +30,12 @@ TABLES = [name for name in registry.encodings() if registry.encoding_class(name)
 LEARNED_TABLES = [name for name in TABLES if list(build(name, "none")[0].parameters())]
 
 lengths = st.integers(2, 40)
+few_shapes = settings(max_examples=7)
+"""For laws that are tried with every pair: what depends on a shape is code that many pairs share."""
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@few_shapes
 @given(length=lengths, data=st.data())
 def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, processor: str, length: int, data) -> None:
     e, p = build(encoding, processor)
@@ -68,6 +71,7 @@ def test_the_causality_law_catches_a_processor_without_tril() -> None:
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@few_shapes
 @given(length=lengths, data=st.data())
 def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processor, length: int, data) -> None:
     """The same law makes cached decoding and sharding by rows exact."""
@@ -81,6 +85,7 @@ def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processo
 
 
 @pytest.mark.parametrize(("encoding", "processor"), [pair for pair in RELATIVE if pair in MAPPED])
+@few_shapes
 @given(length=st.integers(2, 24), offset=st.integers(1, 5000))
 def test_moving_all_positions_changes_nothing(encoding: str, processor: str, length: int, offset: int) -> None:
     e, p = build(encoding, processor)
@@ -91,6 +96,7 @@ def test_moving_all_positions_changes_nothing(encoding: str, processor: str, len
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@few_shapes
 @given(length=st.integers(2, 30), window=st.integers(1, 12), data=st.data())
 def test_a_window_hides_what_is_before_it(encoding, processor, length: int, window: int, data) -> None:
     """No output and no gradient reaches a key before the window, and none of the window is missing."""
@@ -110,6 +116,7 @@ def test_a_window_hides_what_is_before_it(encoding, processor, length: int, wind
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@few_shapes
 @given(length=st.integers(1, 30), window=st.integers(1, 12), block=st.integers(1, 9))
 def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, processor, length, window, block) -> None:
     """CDAPE's hidden map is alive on masked columns: leaving one too many out would show."""
@@ -124,6 +131,7 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@few_shapes
 @given(length=st.integers(1, 20), spread=st.integers(1, 9), data=st.data())
 def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: int, spread: int, data) -> None:
     """Consecutive draws equal the places they begin at; a spread-out draw is a longer sequence with tokens left out,
