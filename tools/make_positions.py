@@ -263,7 +263,7 @@ window at almost all positions.
 
 **Randomized positions** (Ruoss et al. 2023, Randomized positional encodings boost length generalization of
 transformers): the T tokens of a training sequence stand at T distinct positions of 0 … `randomized_positions` − 1,
-drawn anew for every forward pass, in ascending order. Training thus meets the distances of long sequences. DAPE V2
+drawn anew for every optimizer step, in ascending order. Training thus meets the distances of long sequences. DAPE V2
 trains in this way on algorithmic tasks (section 4, appendix G). All sequences of a batch share one draw.
 Evaluation reads at drawn positions too; that draw depends on the length alone and is the same every time.
 A sequence with more tokens than there are positions is refused, and so are fewer positions than `seq_length`, or more

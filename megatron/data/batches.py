@@ -5,17 +5,20 @@ With D data-parallel ranks, micro-step g of the one with index r reads the sampl
     start + (g · D + r) · micro_batch   …   start + (g · D + r + 1) · micro_batch − 1
 
 so an optimizer step of `a` micro-steps reads `a · D · micro_batch` consecutive samples: the same ones for any D with
-the same global batch, and for a run that was stopped after `start` samples and resumed. Ranks that differ in another
-dimension of the mesh read the same.
+the same global batch, and for a run that was stopped after `start` samples and resumed. Ranks that share a sequence
+(context parallelism) read the same samples and keep their places of them; those that differ in another dimension of the
+mesh read the same.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from megatron.errors import RunError, UserError
-from megatron.parallel.mesh import Axis
+from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.places import held
 
 Batch = dict[str, torch.Tensor]
 
@@ -38,22 +41,33 @@ class GlobalOrder(Sampler[list[int]]):
             yield list(range(first, first + self.micro_batch))
 
 
-def batches(dataset: Dataset, *, micro_batch: int, data: Axis, start: int = 0, num_workers: int = 0) -> Iterator[Batch]:
-    """The micro-batches of one data-parallel rank from global sample `start` to the end of the dataset.
+def batches(dataset: Dataset, *, micro_batch: int, mesh: Mesh, start: int = 0, num_workers: int = 0) -> Iterator[Batch]:
+    """The micro-batches of one rank from global sample `start` to the end of the dataset.
 
     Yields dictionaries of stacked samples: `tokens` and `labels` int64 [B, T], `loss_mask` float32 [B, T], B =
-    micro_batch; in pinned memory where there is a GPU. `num_workers` processes read ahead; they change no batch.
-    Drawing batches leaves torch's random state as it was.
+    micro_batch and T the places that the rank holds; in pinned memory where there is a GPU. `num_workers` processes
+    read ahead; they change no batch. Drawing batches leaves torch's random state as it was.
     """
-    order = GlobalOrder(len(dataset), micro_batch=micro_batch, data=data, start=start)  # type: ignore[arg-type]
+    order = GlobalOrder(len(dataset), micro_batch=micro_batch, data=mesh.data, start=start)  # type: ignore[arg-type]
     loader = DataLoader(
         dataset,
         batch_sampler=order,
         num_workers=num_workers,
+        collate_fn=partial(_stacked, context=mesh.context),
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
     )
     return _plain_errors(loader)
+
+
+def _stacked(samples: list[Batch], context: Axis) -> Batch:
+    """Samples as rows [B, T], of which a context-parallel rank keeps its places."""
+    batch: Batch = default_collate(samples)
+    if context.size == 1:
+        return batch
+    length = next(iter(batch.values())).shape[1]
+    chunks = [slice(start, start + size) for start, size in held(length, context)]
+    return {name: torch.cat([rows[:, chunk] for chunk in chunks], dim=1) for name, rows in batch.items()}
 
 
 def _plain_errors(loader: DataLoader) -> Iterator[Batch]:

@@ -6,13 +6,14 @@ T sequence, B batch, H heads, h heads of this rank, d head dimension.
 
 from dataclasses import dataclass
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
 from megatron.model.backends.backend import Backend, Rows
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
-from megatron.model.tensor_parallel import gather_heads, heads_of
+from megatron.model.shared_attention import gather_heads, gather_places, heads_of
 from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
@@ -38,7 +39,8 @@ class Reading:
     It travels through megatron-core's layers in the place of their attention mask.
     """
 
-    query: Span
+    spans: tuple[Span, ...]
+    """One after the other, and more than one only where ranks share the sequence (`parallel/places.py`)."""
     key_mask: Tensor | None = None
     """Bool [B, tokens so far], False for padding that must not be seen."""
     cache: Cache | None = None
@@ -78,22 +80,31 @@ class PositionedAttention(MegatronModule):
 
         megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
-        reading = attention_mask if attention_mask is not None else Reading(Span(0, query.shape[0]))
+        reading = attention_mask if attention_mask is not None else Reading((Span(0, query.shape[0]),))
         q, k, v = (rearrange(x, "t b h d -> b h t d") for x in (query, key, value))
-        q, k = (self.encoding.rotate(x, reading.query) for x in (q, k))
-        seen = reading.query
+        q, k = (self._rotated(x, reading.spans) for x in (q, k))
         if reading.cache is not None:
             k, v = reading.cache.extend(self.layer, k, v)
-            seen = Span(0, reading.query.stop, reading.query.drawn)
         if self.processor is not None:
             q, k = (gather_heads(x, self.processes) for x in (q, k))
-        output = self.backend(
+        k, v = (gather_places(x, self.processes) for x in (k, v))
+        rows = q.split([span.length for span in reading.spans], dim=2)
+        outputs = [self._attend(q, k, v, span, reading) for q, span in zip(rows, reading.spans, strict=True)]
+        return rearrange(_joined(outputs), "b h t d -> t b (h d)")
+
+    def _rotated(self, x: Tensor, spans: tuple[Span, ...]) -> Tensor:
+        parts = x.split([span.length for span in spans], dim=2)
+        return _joined([self.encoding.rotate(part, span) for part, span in zip(parts, spans, strict=True)])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, query: Span, reading: Reading) -> Tensor:
+        """The rows of one span against all keys up to its end."""
+        return self.backend(
             Rows(
                 q=q,
-                k=k,
-                v=v,
-                query=reading.query,
-                key=seen,
+                k=k[:, :, : query.stop],
+                v=v[:, :, : query.stop],
+                query=query,
+                key=Span(0, query.stop, query.drawn),
                 encoding=self.encoding,
                 processor=self.processor,
                 key_mask=reading.key_mask,
@@ -102,4 +113,7 @@ class PositionedAttention(MegatronModule):
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
         )
-        return rearrange(output, "b h t d -> t b (h d)")
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

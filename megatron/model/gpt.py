@@ -17,8 +17,9 @@ from megatron.errors import UserError
 from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
-from megatron.model.tensor_parallel import gather_vocabulary
+from megatron.model.shared_attention import gather_vocabulary
 from megatron.parallel.parameters import whole_size
+from megatron.parallel.places import held
 from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.randomized import draw_positions
@@ -71,15 +72,35 @@ class GPT(GPTModel):
             raise UserError(
                 f"the model has {self.max_length} positions, but a sequence of length {length} was asked for"
             )
-        return Cache(len(self.decoder.layers), length, self._draw(length))
+        return Cache(len(self.decoder.layers), length, self._draw(length, None))
 
-    def _draw(self, length: int) -> DrawnPositions | None:
+    def _draw(self, length: int, seed: int | None) -> DrawnPositions | None:
         if self.randomized is None:
             return None
         try:
-            return draw_positions(length, self.randomized, anew=self.training)
+            return draw_positions(length, self.randomized, length if seed is None else seed)
         except ValueError as error:
             raise UserError(str(error)) from error
+
+    def _spans(self, length: int, cache: Cache | None, seed: int | None) -> tuple[Span, ...]:
+        """Where `length` tokens of this rank stand in their sequence."""
+        if cache is not None:
+            cache.check(length)
+            return (Span(cache.length, length, cache.drawn),)
+        whole = length * self.processes.mesh.context.size
+        drawn = self._draw(whole, seed)
+        return tuple(Span(start, size, drawn) for start, size in held(whole, self.processes.mesh.context))
+
+    def _embed(self, spans: tuple[Span, ...], like: Tensor) -> Tensor | None:
+        """What the encoding adds to the token embeddings, [T, D]."""
+        if self.position is None:
+            return None
+        try:
+            vectors = [self.position.embed(span, like) for span in spans]
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        added = [each for each in vectors if each is not None]
+        return torch.cat(added) if added else None
 
     def forward(
         self,
@@ -88,8 +109,12 @@ class GPT(GPTModel):
         last: int | None = None,
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
+        draw: int | None = None,
     ) -> Tensor:
         """Logits, or the loss of each token.
+
+        Where ranks share a sequence (context parallelism), each gives the tokens of the places that it holds
+        (`parallel/places.py`) and gets their logits or losses; T is then their number.
 
         Args:
             tokens: int64 [B, T].
@@ -97,6 +122,7 @@ class GPT(GPTModel):
             last: only the last n positions are scored.
             attention_mask: bool [B, T], False for padding that must not be seen; with a cache [B, all tokens so far].
             cache: the tokens that came before, see `new_cache`; these are added to it.
+            draw: seed of randomized positions; None takes those that belong to a sequence of this length for good.
 
         Returns:
             Without labels logits [B, T or last, V]; with labels the cross entropy in nats, float32 [B, T or last].
@@ -104,23 +130,16 @@ class GPT(GPTModel):
         Raises:
             UserError: the sequence is longer than the position encoding knows.
         """
-        length = tokens.shape[1]
-        if cache is None:
-            query = Span(0, length, self._draw(length))
-        else:
-            cache.check(length)
-            query = Span(cache.length, length, cache.drawn)
+        if self.processes.mesh.context.size > 1 and not (last is None and cache is None and attention_mask is None):
+            raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
+        spans = self._spans(tokens.shape[1], cache, draw)
         hidden = self.embedding(input_ids=tokens, position_ids=None)  # [T, B, D]
-        if self.position is not None:
-            try:
-                vectors = self.position.embed(query, hidden)
-            except ValueError as error:
-                raise UserError(str(error)) from error
-            if vectors is not None:
-                hidden = hidden + vectors[:, None]
-        hidden = self._layers(hidden, Reading(query, attention_mask, cache))
+        vectors = self._embed(spans, hidden)
+        if vectors is not None:
+            hidden = hidden + vectors[:, None]
+        hidden = self._layers(hidden, Reading(spans, attention_mask, cache))
         if cache is not None:
-            cache.length += length
+            cache.length += tokens.shape[1]
         if last is not None:
             if last < 1:
                 raise UserError(f"last is {last}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""Tensors between the processes that share each layer, with the gradients that follow."""
+"""Tensors between processes that share a layer or a sequence, with the gradients that follow."""
 
 from typing import Any
 
@@ -6,33 +6,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.parallel.mesh import Dimension
+from megatron.parallel.places import holders
 from megatron.parallel.processes import Processes
 
 
 class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, processes: Processes, summed: bool) -> Tensor:
-        ctx.dim, ctx.processes, ctx.summed, ctx.size = dim, processes, summed, x.shape[dim]
-        size = processes.mesh.tensor.size
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, x.contiguous(), group=processes.tensor_group)
-        return torch.cat(parts, dim)
+    """The pieces of all ranks, joined. `order` names each by its rank and its number among that rank's pieces."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.summed:
-            grad = _summed(grad, ctx.processes)
-        mine = ctx.processes.mesh.tensor.index * ctx.size
-        return grad.narrow(ctx.dim, mine, ctx.size), None, None, None
+    def forward(
+        ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, order: tuple[tuple[int, int], ...], summed: bool
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.order, ctx.summed = dim, group, order, summed
+        ranks = group.size()
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        pieces = [part.chunk(len(order) // ranks, dim) for part in parts]
+        return torch.cat([pieces[rank][number] for rank, number in order], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        pieces = grad.chunk(len(ctx.order), ctx.dim)
+
+        def part(rank: int) -> Tensor:
+            mine = {number: piece for (owner, number), piece in zip(ctx.order, pieces, strict=True) if owner == rank}
+            return torch.cat([mine[number] for number in range(len(mine))], ctx.dim)
+
+        rank = ctx.group.rank()
+        if not ctx.summed:
+            return part(rank), None, None, None, None
+        parts = [part(other) for other in range(ctx.group.size())]
+        total = torch.empty_like(parts[rank])
+        dist.reduce_scatter(total, parts, group=ctx.group)
+        return total, None, None, None, None
 
 
-def gather(x: Tensor, dim: int, processes: Processes, *, summed: bool) -> Tensor:
-    """The parts of all tensor-parallel ranks, joined along a dimension.
+def gather(x: Tensor, dim: int, processes: Processes, along: Dimension, *, summed: bool) -> Tensor:
+    """The parts of all ranks along a dimension of the mesh, joined along a dimension of the tensor.
 
-    summed: each rank goes on with the whole in its own way, so that the gradient is the sum over ranks; otherwise all
-    go on alike, and each has the whole gradient already.
+    Along `context` they are joined in the order of places, else in the order of ranks.
+
+    Args:
+        summed: each rank goes on with the whole in its own way, so that the gradient is the sum over ranks; otherwise
+            all go on alike, and each has the whole gradient already.
     """
-    return x if processes.mesh.tensor.size == 1 else _Gather.apply(x, dim, processes, summed)
+    size = processes.mesh.axis(along).size
+    if size == 1:
+        return x
+    order = holders(size) if along == "context" else tuple((rank, 0) for rank in range(size))
+    return _Gather.apply(x, dim, processes.group(along), order, summed)
 
 
 def sum_gradients(module: nn.Module, processes: Processes) -> None:
@@ -40,10 +63,10 @@ def sum_gradients(module: nn.Module, processes: Processes) -> None:
     if processes.mesh.tensor.size == 1:
         return
     for parameter in module.parameters():
-        parameter.register_hook(lambda grad: _summed(grad, processes))
+        parameter.register_hook(lambda grad: _summed(grad, processes.group("tensor")))
 
 
-def _summed(grad: Tensor, processes: Processes) -> Tensor:
+def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     grad = grad.contiguous().clone()
-    dist.all_reduce(grad, group=processes.tensor_group)
+    dist.all_reduce(grad, group=group)
     return grad

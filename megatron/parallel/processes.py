@@ -1,7 +1,9 @@
 """The processes of a run: how they meet, their groups, and what they agree on between steps."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +11,18 @@ import torch.distributed as dist
 
 from megatron.errors import RunError
 from megatron.parallel.megatron_core import parallel_state
-from megatron.parallel.mesh import Mesh, Number, Sizes
+from megatron.parallel.mesh import Dimension, Mesh, Number, Sizes
 from megatron.parallel.place import Place
+
+_GROUPS: dict[frozenset[Dimension], Callable[[], dist.ProcessGroup]] = {
+    frozenset({"tensor"}): parallel_state.get_tensor_model_parallel_group,
+    frozenset({"context"}): parallel_state.get_context_parallel_group,
+    frozenset({"data"}): parallel_state.get_data_parallel_group,
+    frozenset({"pipeline"}): parallel_state.get_pipeline_model_parallel_group,
+    frozenset({"context", "data"}): partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+    frozenset({"tensor", "pipeline"}): parallel_state.get_model_parallel_group,
+}
+"""megatron-core's groups, by the dimensions in which their members differ."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +48,9 @@ class Processes:
         """Is this the process that writes and reports?"""
         return self.rank == 0
 
-    @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        """The processes that share each layer."""
-        return parallel_state.get_tensor_model_parallel_group()
+    def group(self, *dimensions: Dimension) -> dist.ProcessGroup:
+        """The processes that differ from this one in these dimensions alone."""
+        return _GROUPS[frozenset(dimensions)]()
 
     def sum(self, *values: Number) -> list[Number]:
         """The sum of each value over all processes: of whole numbers exactly, else in float64. All must call it.

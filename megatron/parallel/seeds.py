@@ -5,9 +5,11 @@ number of them.
 | purpose | the same on |
 |---|---|
 | initialization | all ranks: megatron-core draws whole weights and keeps a rank's part |
-| dropout | ranks of one data index, which hold the same sequences: also drawn positions |
+| dropout | ranks of one data index, which hold the same sequences |
+| positions | all ranks, in each step another: it follows from the first sample that the step reads |
 """
 
+import hashlib
 from typing import Any, Literal
 
 import torch
@@ -21,6 +23,14 @@ Purpose = Literal["initialization", "dropout"]
 def seed_of(seed: int, purpose: Purpose, mesh: Mesh) -> int:
     """The seed of a purpose on this rank, from the configuration's."""
     return seed + mesh.data.index if purpose == "dropout" else seed
+
+
+def seed_of_positions(seed: int, sample: int) -> int:
+    """The seed of the positions of one optimizer step, from the configuration's and the step's first global sample.
+
+    So the positions are those of an uninterrupted run of any layout with the same batch.
+    """
+    return int.from_bytes(hashlib.blake2b(f"positions {seed} {sample}".encode(), digest_size=4).digest(), "big")
 
 
 def seed_torch(seed: int) -> None:

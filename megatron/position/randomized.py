@@ -3,7 +3,8 @@
 T tokens stand at T distinct positions drawn from 0 … limit − 1, in ascending order: training meets distances up to
 limit − 1, and only the order of positions is tied to the text (Ruoss et al. 2023, Randomized positional encodings boost
 length generalization of transformers, section 3). All sequences of a batch share one draw. Longer sequences are read
-with drawn positions too, as in the paper; their draw depends on the length alone, so that it can be repeated.
+with drawn positions too, as in the paper. A draw follows from its seed alone, so that it can be repeated, and so that
+all ranks that share a batch make the same one.
 """
 
 import torch
@@ -11,19 +12,18 @@ import torch
 from .shape import DrawnPositions
 
 
-def draw_positions(length: int, limit: int, *, anew: bool) -> DrawnPositions:
+def draw_positions(length: int, limit: int, seed: int) -> DrawnPositions:
     """Positions for `length` tokens.
 
     Args:
         length: T.
         limit: positions to choose from.
-        anew: take torch's random state (training); else a fixed one, the same for every sequence of this length.
+        seed: of the draw.
 
     Raises:
         ValueError: there are fewer positions than tokens.
     """
     if length > limit:
         raise ValueError(f"randomized_positions offers {limit} positions, but a sequence of length {length} was given")
-    generator = None if anew else torch.Generator().manual_seed(length)
-    values = torch.randperm(limit, generator=generator)[:length].sort().values
+    values = torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:length].sort().values
     return DrawnPositions(values, limit)

@@ -11,14 +11,17 @@ clips, and steps. `Engine` adds what differs between its optimizers, so that the
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.schema import Config
+from megatron.data.batches import Batch
 from megatron.model.parameters import parameter_groups
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.mpu import ModelParallelUnit
 from megatron.parallel.processes import Processes
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from megatron.uncompiled import uncompiled
@@ -39,7 +42,7 @@ class Engine:
         self.precision = config.training.compute_type
         self.stage = config.training.zero_optimization.stage
         self.clip = config.optimizer.gradient_clipping
-        self.mesh = processes.mesh
+        self.mesh, self.device = processes.mesh, processes.device
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
         self.bare = self.precision == "fp32" and self.stage == 0
         self.groups = parameter_groups(model, config.optimizer.weight_decay)
@@ -50,6 +53,7 @@ class Engine:
             model=model,
             optimizer=self.base,
             config=deepspeed_config(config, self.mesh, parameters, clip=0.0 if self.bare else self.clip),
+            mpu=ModelParallelUnit(processes),
             dist_init_required=False,
         )
         self.base.forget_steps()
@@ -72,26 +76,52 @@ class Engine:
         """The factor on the loss in float16; 1 otherwise."""
         return float(self.deepspeed.optimizer.loss_scale) if self.precision == "fp16" else 1.0
 
-    def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each token, float32 [B, T], for `tokens` and `labels` int64 [B, T]."""
-        return self.deepspeed(tokens, labels=labels)
-
-    def backward(self, loss: Tensor, tokens: int) -> None:
-        """Add the gradient of one micro-batch.
+    def accumulate(
+        self,
+        micro_batches: Sequence[Batch],
+        tokens: int,
+        *,
+        draw: int | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> Tensor:
+        """The gradient of one step: forward and backward over its micro-batches, as many as the configuration says.
 
         Args:
-            loss: sum of the counted tokens' losses of this micro-batch, a scalar.
-            tokens: counted tokens of the whole step, over all ranks that divide the batch and all micro-steps.
+            micro_batches: this rank's, see `megatron.data.batches`.
+            tokens: counted tokens of the whole step, over all ranks that divide the batch and all micro-batches.
+            draw: seed of randomized positions.
+            progress: called with the number of micro-batches that are done, before each.
+
+        Returns:
+            This rank's share of the mean loss per token, a float64 scalar on its device.
         """
-        # DeepSpeed takes the mean over these ranks and, unless told not to, divides by the number of micro-steps.
-        self.deepspeed.backward(loss * (self.mesh.batch.size / tokens), scale_wrt_gas=False)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for done, batch in enumerate(micro_batches):
+            progress(done)
+            if done:
+                self.deepspeed.step()  # ends a micro-step; the last one of a step is ended by `step`
+            loss = self._losses(batch, draw).sum()
+            # DeepSpeed takes the mean over these ranks and, unless told not to, divides by the number of micro-steps.
+            self.deepspeed.backward(loss * (self.mesh.batch.size / tokens), scale_wrt_gas=False)
+            total += loss.detach()
+        return total / tokens
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[Batch], *, progress: Callable[[int], None] = lambda done: None) -> Tensor:
+        """The sum of the counted tokens' losses, float64 on this rank's device; `model.eval()` comes first."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for done, batch in enumerate(micro_batches):
+            progress(done)
+            total += self._losses(batch, None).sum(dtype=torch.float64)
+        return total
+
+    def _losses(self, batch: Batch, draw: int | None) -> Tensor:
+        """The loss of each token, 0 where it does not count, float32 [B, T]."""
+        tokens, labels, mask = (batch[n].to(self.device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
+        return self.deepspeed(tokens, labels=labels, draw=draw) * mask
 
     def step(self, lr: float) -> None:
-        """End a micro-step; at the last one of a step, clip and step with learning rate `lr`."""
-        last = self.deepspeed.is_gradient_accumulation_boundary()
-        if not last:
-            self.deepspeed.step()
-            return
+        """Clip, and step with learning rate `lr`, once the gradient of a whole step is accumulated."""
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         if self.bare:

@@ -25,6 +25,7 @@ from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.schema import Config
 from megatron.errors import RunError
+from megatron.parallel import seeds
 from megatron.training import outline
 from megatron.training.console import ConsoleReporter
 from megatron.training.hardware import peak_memory
@@ -161,7 +162,7 @@ class Loop:
 
     def take_step(self, stop: StopRequest) -> bool:
         """One optimizer step; True instead if the run was asked to stop."""
-        run, device, engine = self.run, self.run.processes.device, self.run.engine
+        run, engine = self.run, self.run.engine
         micro_steps = run.config.training.gradient_accumulation_steps
         if run.processes.world == 1 and stop.signal is not None:
             return True
@@ -171,16 +172,13 @@ class Loop:
         if stops:
             return True
         tokens = max(tokens, 1)  # a mask may leave nothing of a batch
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        lr = run.schedule(self.step)
-        for done, batch in enumerate(micro):
-            run.console.micro_step(done, micro_steps)
-            inputs, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
-            part = (engine.losses(inputs, labels) * mask).sum()
-            engine.backward(part, tokens)
-            loss += part.detach()
-            engine.step(lr)
-        loss /= tokens
+        loss = engine.accumulate(
+            micro,
+            tokens,
+            draw=seeds.seed_of_positions(run.config.training.seed, self.samples),
+            progress=lambda done: run.console.micro_step(done, micro_steps),
+        )
+        engine.step(run.schedule(self.step))
         self.step += 1
         self.samples += run.config.training.train_batch_size or 0
         self.tokens += tokens

@@ -131,7 +131,7 @@ def assemble(config: Config, session: Session, start: Start, console: ConsoleRep
             batches(
                 datasets.train,  # type: ignore[arg-type]
                 micro_batch=training.train_micro_batch_size_per_gpu,
-                data=processes.mesh.data,
+                mesh=processes.mesh,
                 start=start.progress.consumed_samples,
                 num_workers=config.data.num_workers,
             )

@@ -40,21 +40,20 @@ def validate(
     states = random_states.capture()
     engine.model.eval()
     losses = torch.zeros((), dtype=torch.float64, device=processes.device)
-    counted = torch.zeros((), dtype=torch.float64, device=processes.device)
-    order = batches(dataset, micro_batch=training.train_micro_batch_size_per_gpu, data=processes.mesh.data)
-    total = training.eval_iters * training.gradient_accumulation_steps
-    progress(split, 0, total)
-    for done, batch in enumerate(islice(order, total), start=1):
-        tokens, labels, mask = (
-            batch[name].to(processes.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
-        )
-        losses += (engine.losses(tokens, labels) * mask).sum(dtype=torch.float64)
-        counted += mask.sum(dtype=torch.float64)
-        progress(split, done, total)
+    counted = 0.0
+    order = batches(dataset, micro_batch=training.train_micro_batch_size_per_gpu, mesh=processes.mesh)
+    steps = training.gradient_accumulation_steps
+    total = training.eval_iters * steps
+    for done in range(0, total, steps):
+        if not (micro := list(islice(order, steps))):
+            break
+        counted += sum(float(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro)
+        losses += engine.score(micro, progress=lambda more, done=done: progress(split, done + more, total))  # type: ignore[misc]
+    progress(split, total, total)
     engine.model.train()
     random_states.restore(states)
     once = processes.mesh.once
-    all_losses, all_counted = processes.sum(once(float(losses)), once(float(counted)))
+    all_losses, all_counted = processes.sum(once(float(losses)), once(counted))
     loss = all_losses / max(all_counted, 1.0)
     return EvaluationRecord(
         step=step,

@@ -12,7 +12,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
 from megatron.errors import RunError
-from megatron.parallel.mesh import Axis
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.processes import alone
 from megatron.training.loop import train
 from tools.rounding import apart
@@ -56,7 +56,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
         processes=alone(),
     ).valid
     total, count = 0.0, 0
-    for batch, _ in zip(batches(held_out, micro_batch=4, data=Axis()), range(2), strict=False):
+    for batch, _ in zip(batches(held_out, micro_batch=4, mesh=Mesh()), range(2), strict=False):
         with torch.no_grad():
             loss = loaded.model(batch["tokens"], labels=batch["labels"])
         total, count = total + float(loss.double().sum()), count + loss.numel()

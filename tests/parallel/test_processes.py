@@ -31,7 +31,6 @@ def test_groups_are_the_meshs(four: list[list[dict[str, Any]]], number: int) -> 
         found = four[rank][number]
         for name, (ours, theirs) in found["groups"].items():
             assert ours == theirs, (rank, name)
-        assert found["tensor_group"] == found["groups"]["tensor"][0]
 
 
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=[str(mesh) for mesh in MESHES])
@@ -57,7 +56,7 @@ def test_one_process_agrees_with_itself() -> None:
     assert processes.max(-2.0) == -2.0
     assert processes.gather("x") == ["x"]
     assert (processes.agree(None), processes.agree("no")) == (None, "no")
-    assert processes.tensor_group.size() == 1
+    assert processes.group("tensor").size() == 1
 
 
 def test_joining_others_after_the_fact_is_refused() -> None:

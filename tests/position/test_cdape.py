@@ -139,6 +139,6 @@ def test_no_share_where_keys_are_hidden() -> None:
     assert share_for(processor, table, whole, whole) is not None
     assert share_for(processor, table, whole, whole, key_mask=torch.ones(1, 9, dtype=torch.bool)) is None
     assert share_for(processor, table, whole, whole, window=4) is None
-    drawn = Span(0, 9, draw_positions(9, 20, anew=True))
+    drawn = Span(0, 9, draw_positions(9, 20, seed=3))
     assert share_for(processor, table_for(encoding, drawn, drawn), drawn, drawn) is None
     assert share_for(processor, table, Span(4, 5), Span(4, 5)) is None

@@ -25,14 +25,8 @@ def main() -> None:
     for sizes in MESHES:
         processes = join(Place(rank, 4), Sizes(**sizes), device="cpu", backend="gloo")
         mesh = processes.mesh
-        groups = {
-            "tensor": core.get_tensor_model_parallel_group(),
-            "context": core.get_context_parallel_group(),
-            "data": core.get_data_parallel_group(),
-            "pipeline": core.get_pipeline_model_parallel_group(),
-            "context data": core.get_data_parallel_group(with_context_parallel=True),
-            "tensor pipeline": core.get_model_parallel_group(),
-        }
+        names = ("tensor", "context", "data", "pipeline", "context data", "tensor pipeline")
+        groups = {name: processes.group(*name.split()) for name in names}
         try:
             alone()
             refused = ""
@@ -44,7 +38,6 @@ def main() -> None:
                     name: [list(mesh.members(*name.split())), dist.get_process_group_ranks(group)]
                     for name, group in groups.items()
                 },
-                "tensor_group": dist.get_process_group_ranks(processes.tensor_group),
                 "whole": processes.sum(2**53 + 1, rank),
                 "parts": processes.sum(0.25, float(rank)),
                 "once": processes.sum(mesh.once(10**mesh.batch.index)),

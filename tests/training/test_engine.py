@@ -60,19 +60,18 @@ def start(config: Config, build: Callable[[], nn.Module] | None = None) -> Engin
     return engine
 
 
+def batch(i: int, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"tokens": TOKENS[i, :, :-1].contiguous(), "labels": TOKENS[i, :, 1:].contiguous(), "loss_mask": mask}
+
+
 def run(engine: Engine, steps: int, lr: float, accumulate: int, sign: int = 1) -> list[float]:
     """Loss of each step over micro-batches of TOKENS, round and round; sign −1 climbs."""
     losses = []
     for step in range(steps):
         chosen = [(step * accumulate + i) % len(TOKENS) for i in range(accumulate)]
         counted = int(MASKS[chosen].sum())
-        total = 0.0
-        for i in chosen:
-            loss = (engine.losses(TOKENS[i, :, :-1].contiguous(), TOKENS[i, :, 1:].contiguous()) * MASKS[i]).sum()
-            engine.backward(sign * loss, counted)
-            total += loss.item()
-            engine.step(lr)
-        losses.append(total / counted)
+        losses.append(sign * float(engine.accumulate([batch(i, sign * MASKS[i]) for i in chosen], counted)))
+        engine.step(lr)
     return losses
 
 
@@ -142,7 +141,7 @@ class EveryBound(nn.Module):
         super().__init__()
         self.encodings = nn.ModuleList(registry.build_encoding(name, SHAPE) for name in BOUNDED)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, draw: None) -> torch.Tensor:
         values = [module().float().sum() for module in self.modules() if isinstance(module, Bounded)]
         return torch.stack(values).sum().expand(labels.shape)
 
@@ -186,8 +185,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(stage: int, p
     run(engine, 2, 1e-2, 1)
     assert not engine.skipped
     before = full_weights(engine.deepspeed, keep=True)
-    loss = engine.losses(TOKENS[0, :, :-1].contiguous(), TOKENS[0, :, 1:].contiguous()).sum()
-    engine.backward(loss * float("inf"), 32)
+    engine.accumulate([batch(0, torch.full_like(MASKS[0], math.inf))], 32)
     engine.step(1e-2)
     assert engine.skipped
     assert engine.deepspeed.skipped_steps == 1
