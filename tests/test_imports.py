@@ -188,6 +188,7 @@ def test_megatron_core_is_imported_through_its_doors() -> None:
 def _asks_who_it_is(path: Path) -> list[str]:
     """The names by which a file asks torch.distributed, megatron-core's groups or the launcher's environment."""
     asked = {name for name in _imports(path) if _within(name, ("torch.distributed", "megatron.core.parallel_state"))}
+    asked -= {name for name in asked if _within(name, ("torch.distributed.pipelining",))}  # is handed its group
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module in ("torch", "megatron.core"):
             asked |= {alias.name for alias in node.names} & {"distributed", "parallel_state", "mpu"}

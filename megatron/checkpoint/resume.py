@@ -214,7 +214,12 @@ def load_weights(start: Start, config: Config, model: Any) -> None:
             "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
         )
     read_weights(
-        model, start.checkpoint / folder.WEIGHTS, dispensable=optional if added else (), stand_ins=shared_names(model)
+        model,
+        start.checkpoint / folder.WEIGHTS,
+        tensor=model.processes.mesh.tensor,
+        elsewhere=model.elsewhere,
+        dispensable=optional if added else (),
+        stand_ins=shared_names(model),
     )
 
 

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron.checkpoint import folder, manifest, random_states
+from megatron.checkpoint import folder, manifest, parts, random_states
 from megatron.checkpoint.disk import reason
 from megatron.checkpoint.manifest import Entry
 from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.weights import full_weights, write_weights
+from megatron.checkpoint.weights import held_weights, write_weights
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError
 from megatron.parallel.processes import Processes
@@ -53,6 +54,9 @@ def save_checkpoint(run: str | Path, engine: Any, config: Config, progress: Prog
     temporary = final.with_name(f".{final.name}.tmp")
     written: list[Path] = []  # by this process
     entries: dict[str, Entry] = {}
+    weights: dict[str, Tensor] = {}  # all of them, on the first process
+    mesh = processes.mesh
+    shared = mesh.tensor.size * mesh.pipeline.size > 1
 
     def together(work: Callable[[], None]) -> None:
         """Do one part of the work; if any rank fails, all stop here."""
@@ -80,14 +84,22 @@ def save_checkpoint(run: str | Path, engine: Any, config: Config, progress: Prog
             raise OSError(files.error)
         written.extend(files.paths)
 
-    def write_rest() -> None:
-        weights = full_weights(engine, keep=processes.first)
+    def write_parts() -> None:
+        held = held_weights(engine, keep=parts.holds(mesh)) or {}
         written.append(random_states.write(temporary, processes.rank))
-        if weights is None:
-            return
-        for name, weight in weights.items():
+        for name, weight in held.items():
             if not bool(torch.isfinite(weight).all()):
                 raise RunError(f"{name} is not finite")
+        if shared and held:
+            parts.write(temporary, held, engine.module, mesh)
+        weights.update(held if processes.first else {})
+
+    def write_rest() -> None:
+        if not processes.first:
+            return
+        if shared:
+            weights.update(parts.joined(temporary, mesh))
+            shutil.rmtree(temporary / parts.FOLDER)
         write_weights(weights, temporary / folder.WEIGHTS, {"step": str(progress.step)})
         config.save(temporary / folder.CONFIG)
         progress.write(temporary)
@@ -98,14 +110,14 @@ def save_checkpoint(run: str | Path, engine: Any, config: Config, progress: Prog
 
     def publish() -> None:
         if processes.first:
-            manifest.write(temporary, {name: entry for part in parts for name, entry in part.items()})
+            manifest.write(temporary, {name: entry for part in sealed for name, entry in part.items()})
             os.replace(temporary, final)
             manifest.sync_folder(final.parent)
             folder.prune(run, config.checkpoint.keep_last_n_checkpoints, config.checkpoint.extra_save_iters)
 
-    for work in (make_folder, write_states, write_rest, seal):
+    for work in (make_folder, write_states, write_parts, write_rest, seal):
         together(work)
-    parts = processes.gather(entries)
+    sealed = processes.gather(entries)
     together(publish)
     return final
 

@@ -1,4 +1,4 @@
-"""The model's weights as one safetensors file, whatever DeepSpeed made of them.
+"""The model's weights as one safetensors file, whatever DeepSpeed and the mesh made of them.
 
 Written are the float32 masters, not the compute-type copies: in bfloat16 training a copy holds 8 bits of what was
 learned, and a bound such as r1 ≥ 0.01 or an exact resume of the weights alone holds for the masters only. Evaluation in
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from megatron.errors import RunError
 from megatron.model.parameters import project
+from megatron.parallel.mesh import Axis
+from megatron.parallel.parameters import cut, division
 
 
-def full_weights(engine: Any, *, keep: bool) -> dict[str, Tensor] | None:
-    """All weights and persistent buffers by name, in host memory; weights float32.
+def held_weights(engine: Any, *, keep: bool) -> dict[str, Tensor] | None:
+    """The weights and persistent buffers that this process's model has, by name, in host memory; weights float32.
 
     Args:
         engine: DeepSpeed's. Under ZeRO all ranks must call this.
@@ -78,13 +80,22 @@ def write_weights(weights: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 
 def read_weights(
-    model: nn.Module, path: Path, *, dispensable: Collection[str] = (), stand_ins: Mapping[str, str] | None = None
+    model: nn.Module,
+    path: Path,
+    *,
+    tensor: Axis = Axis(),
+    elsewhere: tuple[str, ...] = (),
+    dispensable: Collection[str] = (),
+    stand_ins: Mapping[str, str] | None = None,
 ) -> None:
-    """Copy the weights of a file into a model, converting to its types and device.
+    """Copy the weights of a file into a model, or into the part of one that a process holds, converting to its types
+    and device.
 
     Args:
         model: takes the weights.
         path: a safetensors file.
+        tensor: the processes that share each layer.
+        elsewhere: how the names of weights begin that only other pipeline stages hold.
         dispensable: weights that the file may lack; they stay as they are.
         stand_ins: for a weight that the file lacks, the name of the one to take instead.
 
@@ -99,13 +110,15 @@ def read_weights(
     sources = {name: name if name in stored else (stand_ins or {}).get(name, name) for name in targets}
     sources = {name: source for name, source in sources.items() if source in stored or name not in dispensable}
     missing = sorted(name for name, source in sources.items() if source not in stored)
-    unknown = sorted(set(stored) - set(sources.values()))
+    unknown = sorted(name for name in set(stored) - set(sources.values()) if not name.startswith(elsewhere))
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
         raise RunError(f"{path}: does not fit the model: it {what} ({len(missing)} missing, {len(unknown)} unknown)")
     with torch.no_grad():
         for name, source in sources.items():
             weight, target = stored[source], targets[name]
+            if isinstance(target, nn.Parameter) and (how := division(target)) is not None:
+                weight = cut(weight, how, tensor)
             if weight.shape != target.shape:
                 raise RunError(f"{path}: {source} is {list(weight.shape)}, the model's {list(target.shape)}")
             target.copy_(weight)

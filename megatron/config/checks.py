@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.config import names
-from megatron.config.ranks import known_world, mesh_sizes, with_batch
+from megatron.config.ranks import known_world, mesh_sizes, undivided, with_batch
 from megatron.config.schema import Config
 from megatron.data.options import conflicts as data_conflicts
 from megatron.data.options import split_shares
@@ -23,7 +23,8 @@ def check(config: Config) -> Iterator[Problem]:
 
 
 def _model(config: Config) -> Iterator[Problem]:
-    yield from model_conflicts(config.model, config.position, config.launch.model_parallel_size)
+    yield from model_conflicts(config.model, config.position)
+    yield from undivided(config)
 
 
 def wrong_method(kind: str, name: str, valid: list[str]) -> Iterator[Problem]:

@@ -176,7 +176,8 @@ NO_EFFECT = (
     ),
     NoEffect(("fp16_lm_cross_entropy",), "the loss is always computed in float32"),
     NoEffect(("use_cpu_initialization", "lazy_mpu_init"), "weights start the same on every device"),
-    NoEffect(("output_layer_parallelism", "pipe_partition_method"), "matters only with tensor or pipeline parallelism"),
+    NoEffect(("output_layer_parallelism",), "the output layer is always divided along the vocabulary"),
+    NoEffect(("pipe_partition_method",), "layers are divided evenly, the first stages having one more if need be"),
     NoEffect(
         (
             "partition_activations",
@@ -385,7 +386,7 @@ REFUSED = (
     Refused(("use_comet",), "use TensorBoard or Weights & Biases"),
     Refused(("profile", "memory_profiling"), "use torch's profiler or nsys around the command"),
     Refused(("adlr_autoresume",), "resume with load"),
-    Refused(("sequence_parallel",), "matters only with tensor parallelism, which is not supported yet; use ZeRO"),
+    Refused(("sequence_parallel",), "use context_parallel_size, which divides all of a sequence's activations"),
     Refused(("use_axonn_model_parallelism", "optimize_axonn_communication"), "use ZeRO"),
     Refused(
         ("depth_model_parallel_size", "row_model_parallel_size", "column_model_parallel_size"), "use ZeRO", (None, 1)

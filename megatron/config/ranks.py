@@ -1,4 +1,4 @@
-"""What follows from the number of processes: the mesh, and the three batch sizes.
+"""What follows from the number of processes: the mesh, what it can divide, and the three batch sizes.
 
     train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × data-parallel ranks
 
@@ -8,8 +8,11 @@ the batch then, once. Where the configuration alone decides it, `load` refuses s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.config.schema import Config
 from megatron.errors import UserError
+from megatron.model.options import indivisible
 from megatron.parallel.mesh import Sizes
 from megatron.training.options import BATCH, LARGEST_BATCH, MICRO, STEPS
 
@@ -18,7 +21,13 @@ def known_world(config: Config) -> int | None:
     """The number of processes, if the configuration alone decides it."""
     if config.launch.num_gpus is not None:
         return config.launch.num_gpus
-    return 1 if config.launch.device == "cpu" else None
+    return one_model(config) if config.launch.device == "cpu" else None
+
+
+def one_model(config: Config) -> int:
+    """Processes that hold one model and one sequence together: a run has a multiple of them."""
+    launch = config.launch
+    return launch.model_parallel_size * launch.context_parallel_size * max(1, launch.pipe_parallel_size)
 
 
 def mesh_sizes(config: Config, world: int) -> Sizes:
@@ -27,14 +36,36 @@ def mesh_sizes(config: Config, world: int) -> Sizes:
     Raises:
         UserError: the sizes of the configuration do not divide them.
     """
-    tensor, pipeline = config.launch.model_parallel_size, max(1, config.launch.pipe_parallel_size)
+    launch, one = config.launch, one_model(config)
+    tensor, context, pipeline = (
+        launch.model_parallel_size,
+        launch.context_parallel_size,
+        max(1, launch.pipe_parallel_size),
+    )
     try:
-        return Sizes.of(world, tensor=tensor, pipeline=pipeline)
+        return Sizes.of(world, tensor=tensor, context=context, pipeline=pipeline)
     except ValueError:
+        nearest = " or ".join(str(n) for n in (world // one * one, (world // one + 1) * one) if n)
         raise UserError(
-            f"model_parallel_size {tensor} × pipe_parallel_size {pipeline} does not divide the {world} processes "
-            "(num_gpus); change one of them"
+            f"model_parallel_size {tensor} × context_parallel_size {context} × pipe_parallel_size {pipeline} = {one} "
+            f"does not divide the {world} processes (num_gpus); {nearest} would do"
         ) from None
+
+
+def undivided(config: Config) -> Iterator[tuple[str, str]]:
+    """What the mesh of a run cannot divide, whatever its number of processes: the key to blame, and a sentence."""
+    launch, training = config.launch, config.training
+    pipeline = max(1, launch.pipe_parallel_size)
+    yield from indivisible(
+        config.model, tensor=launch.model_parallel_size, context=launch.context_parallel_size, pipeline=pipeline
+    )
+    stage = training.zero_optimization.stage
+    if pipeline > 1 and stage > 1:
+        yield (
+            "zero_optimization.stage",
+            f"zero_optimization.stage {stage}: with pipe_parallel_size {pipeline} gradients would be divided before "
+            "those that stages share are summed; 0 or 1 would do",
+        )
 
 
 def with_batch(config: Config, ranks: int) -> Config:
@@ -46,6 +77,7 @@ def with_batch(config: Config, ranks: int) -> Config:
         UserError: if no third fits, or the batch is too large, naming all numbers.
     """
     training, given = config.training, config.training.model_fields_set
+    stages = max(1, config.launch.pipe_parallel_size)
     micro, steps, batch = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, None
     if training.train_batch_size is not None:
         batch = training.train_batch_size
@@ -54,12 +86,17 @@ def with_batch(config: Config, ranks: int) -> Config:
         elif STEPS in given and MICRO not in given:
             micro = max(1, batch // (steps * ranks))
         elif not {MICRO, STEPS} & given:
-            micro = max(1, batch // ranks)
-            steps = 1
+            micro = max(1, batch // (ranks * stages))
+            steps = max(1, batch // (micro * ranks))
     product = micro * steps * ranks
     if batch is not None and batch != product:
         raise UserError(
             f"{BATCH} {batch} is not {MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; change one of them"
+        )
+    if steps < stages:
+        raise UserError(
+            f"{STEPS} {steps} is less than pipe_parallel_size {stages}: each stage works on a micro-batch of its own; "
+            f"{stages} would do, and 4 × {stages} or more leave few of them waiting"
         )
     if product > LARGEST_BATCH:
         raise UserError(

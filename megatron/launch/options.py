@@ -4,19 +4,31 @@ from typing import Literal
 
 from megatron.options import Section, key
 
+MOST_RANKS = 1024
+"""Processes of a run: a mistyped number of them is told at once."""
+
 
 class LaunchOptions(Section):
-    """Processes and devices of one machine."""
+    """Processes and devices of one machine, and what the processes divide among them."""
 
     num_gpus: int | None = key(
-        None, "processes on this machine; all GPUs, or one process on CPU, if absent", ge=1, le=1024, role="machine"
+        None,
+        "processes on this machine; all GPUs, or on CPU as many as hold one model, if absent",
+        ge=1,
+        le=MOST_RANKS,
+        role="machine",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is one", role="machine")
     master_port: int | None = key(None, "port of the rendezvous; a free one if absent", ge=1, le=65535, role="machine")
     distributed_backend: Literal["auto", "nccl", "gloo"] = key("auto", "nccl on GPUs, gloo on CPU", role="machine")
-    model_parallel_size: Literal[1] = key(
-        1, "tensor parallelism; more than 1 is not supported yet, use ZeRO", role="machine"
+    model_parallel_size: int = key(
+        1, "tensor parallelism: processes that divide each layer's heads and matrices", ge=1, le=MOST_RANKS,
+        role="machine",
+    )  # fmt: skip
+    context_parallel_size: int = key(
+        1, "context parallelism: processes that divide the places of each sequence", ge=1, le=MOST_RANKS, role="machine"
     )
-    pipe_parallel_size: Literal[0, 1] = key(
-        1, "pipeline parallelism; more than 1 is not supported yet, use ZeRO", role="machine"
-    )
+    pipe_parallel_size: int = key(
+        1, "pipeline parallelism: processes that divide the stack of layers; 0 means 1", ge=0, le=MOST_RANKS,
+        role="machine",
+    )  # fmt: skip

@@ -1,6 +1,6 @@
 """From options to a model: the one place where encodings, processors, backends and megatron-core meet."""
 
-import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from megatron.model.megatron_core import (
     TransformerBlockSubmodules,
     get_gpt_layer_local_spec,
 )
-from megatron.model.options import ModelOptions, PositionOptions, conflicts
+from megatron.model.options import ModelOptions, PositionOptions, conflicts, indivisible
+from megatron.model.stages import Foreign, layers_of
 from megatron.model.transformer_config import transformer_config
 from megatron.parallel.collectives import sum_gradients
 from megatron.parallel.processes import Processes
@@ -127,7 +128,7 @@ def _share_gradients(encoding: Encoding | None, processor: Processor | None, pro
 def _layer_spec(model: ModelOptions, position: LayerPosition, layer: int, processes: Processes) -> ModuleSpec:
     """megatron-core's GPT layer with our layer class and our attention in it."""
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
-    spec.module = Layer
+    spec.module = Layer if layer in layers_of(model.num_layers, processes.mesh.pipeline) else Foreign
     spec.params = {"parallel": model.gpt_j_residual, "tied_norm": model.gpt_j_tied}
     if model.gpt_j_residual and model.gpt_j_tied:
         spec.submodules.pre_mlp_layernorm = IdentityOp
@@ -166,7 +167,9 @@ def build_model(
     Raises:
         UserError: a name, option or combination that cannot be built, naming the key and the choices.
     """
-    for _, problem in conflicts(model, position, processes.mesh.tensor.size):
+    sizes = processes.mesh.sizes
+    divided = indivisible(model, tensor=sizes.tensor, context=sizes.context, pipeline=sizes.pipeline)
+    for _, problem in chain(conflicts(model, position), divided):
         raise UserError(problem)
     if seed is not None:
         torch.manual_seed(seed)
@@ -197,9 +200,7 @@ def _build(
     return GPT(
         config=transformer_config(model, dtype, processes.mesh.sizes),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
-        vocab_size=padded_vocabulary(
-            vocab_size, math.lcm(model.make_vocab_size_divisible_by, processes.mesh.tensor.size)
-        ),
+        vocab_size=padded_vocabulary(vocab_size, model.make_vocab_size_divisible_by),
         max_sequence_length=shape.max_length,
         position_embedding_type="none",
         share_embeddings_and_output_weights=not model.no_weight_tying,

@@ -5,11 +5,12 @@ absolute positions to the embeddings, recomputes activations with torch's own ut
 can compute the output layer for the last positions only. B batch, T sequence, D hidden size, V padded vocabulary.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,9 @@ from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.shared_attention import gather_vocabulary
-from megatron.parallel.parameters import whole_size
+from megatron.model.stages import layers_of
+from megatron.parallel.mesh import Axis, Number
+from megatron.parallel.parameters import is_copy, mark_copy, whole_size
 from megatron.parallel.places import held
 from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
@@ -54,6 +57,43 @@ class GPT(GPTModel):
         self.randomized = randomized
         self.checkpoint_layers = checkpoint_layers
         self.why_row_blocks = why_row_blocks
+        self.elsewhere: tuple[str, ...] = ()
+        """How the names of parameters begin that only other pipeline stages hold."""
+        stage = processes.mesh.pipeline
+        self.first, self.last = stage.index == 0, stage.index == stage.size - 1
+        """Is this the pipeline stage that reads tokens, and the one that scores them?"""
+        if stage.size > 1:
+            self._keep_own(stage)
+
+    def _keep_own(self, stage: Axis) -> None:
+        """Drop what other stages use, and mark what an earlier one holds too."""
+        own = layers_of(self.config.num_layers, stage)
+        foreign = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in own]
+        tied = self.share_embeddings_and_output_weights
+        if not self.first and not (self.last and tied):
+            del self.embedding
+            foreign.append("embedding.")
+        if not self.last:
+            del self.decoder.final_layernorm, self.output_layer
+            foreign += ["decoder.final_layernorm.", "output_layer."]
+        if self.position is not None and not self.first and type(self.position).only_embeds():
+            self.position = None
+            foreign.append("position.")
+        self.elsewhere = tuple(foreign)
+        if not self.first:
+            for _, parameter in self.of_several_stages():
+                mark_copy(parameter)
+
+    def of_several_stages(self) -> Iterator[tuple[Literal["ends", "pipeline"], nn.Parameter]]:
+        """The parameters of this stage that others hold too, and which ones do: the first and the last, or all. Their
+        gradients are to be summed after every backward pass."""
+        if self.processes.mesh.pipeline.size == 1:
+            return
+        if self.share_embeddings_and_output_weights and (self.first or self.last):
+            yield "ends", self.embedding.word_embeddings.weight
+        if self.position is not None and not type(self.position).only_embeds():
+            for parameter in self.position.parameters():
+                yield "pipeline", parameter
 
     @property
     def max_length(self) -> int | None:
@@ -72,7 +112,7 @@ class GPT(GPTModel):
             raise UserError(
                 f"the model has {self.max_length} positions, but a sequence of length {length} was asked for"
             )
-        return Cache(len(self.decoder.layers), length, self._draw(length, None))
+        return Cache(self.config.num_layers, length, self._draw(length, None))
 
     def _draw(self, length: int, seed: int | None) -> DrawnPositions | None:
         if self.randomized is None:
@@ -91,16 +131,17 @@ class GPT(GPTModel):
         drawn = self._draw(whole, seed)
         return tuple(Span(start, size, drawn) for start, size in held(whole, self.processes.mesh.context))
 
-    def _embed(self, spans: tuple[Span, ...], like: Tensor) -> Tensor | None:
-        """What the encoding adds to the token embeddings, [T, D]."""
+    def _embedded(self, tokens: Tensor, spans: tuple[Span, ...]) -> Tensor:
+        """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
+        hidden = self.embedding(input_ids=tokens, position_ids=None)
         if self.position is None:
-            return None
+            return hidden
         try:
-            vectors = [self.position.embed(span, like) for span in spans]
+            vectors = [self.position.embed(span, hidden) for span in spans]
         except ValueError as error:
             raise UserError(str(error)) from error
         added = [each for each in vectors if each is not None]
-        return torch.cat(added) if added else None
+        return hidden + torch.cat(added)[:, None] if added else hidden
 
     def forward(
         self,
@@ -114,7 +155,8 @@ class GPT(GPTModel):
         """Logits, or the loss of each token.
 
         Where ranks share a sequence (context parallelism), each gives the tokens of the places that it holds
-        (`parallel/places.py`) and gets their logits or losses; T is then their number.
+        (`parallel/places.py`) and gets their logits or losses; T is then their number. A pipeline stage after the first
+        takes the hidden states [T, B, D] of the one before it, and one before the last returns them.
 
         Args:
             tokens: int64 [B, T].
@@ -132,14 +174,16 @@ class GPT(GPTModel):
         """
         if self.processes.mesh.context.size > 1 and not (last is None and cache is None and attention_mask is None):
             raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
-        spans = self._spans(tokens.shape[1], cache, draw)
-        hidden = self.embedding(input_ids=tokens, position_ids=None)  # [T, B, D]
-        vectors = self._embed(spans, hidden)
-        if vectors is not None:
-            hidden = hidden + vectors[:, None]
+        length = tokens.shape[1 if self.first else 0]
+        spans = self._spans(length, cache, draw)
+        hidden = self._embedded(tokens, spans) if self.first else tokens  # [T, B, D]
         hidden = self._layers(hidden, Reading(spans, attention_mask, cache))
         if cache is not None:
-            cache.length += tokens.shape[1]
+            cache.length += length
+        return self._scored(hidden, labels, last) if self.last else hidden
+
+    def _scored(self, hidden: Tensor, labels: Tensor | None, last: int | None) -> Tensor:
+        """What `forward` returns, from the hidden states after the last layer."""
         if last is not None:
             if last < 1:
                 raise UserError(f"last is {last}; it must be at least 1")
@@ -158,7 +202,7 @@ class GPT(GPTModel):
         return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 
     def _layers(self, hidden: Tensor, reading: Reading) -> Tensor:
-        layers = list(self.decoder.layers)
+        layers = self.own_layers
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
             for layer in layers:
                 hidden = layer(hidden, reading)
@@ -173,19 +217,32 @@ class GPT(GPTModel):
             hidden = checkpoint(run, hidden, start, use_reentrant=False)
         return hidden
 
+    @property
+    def own_layers(self) -> list[Any]:
+        """The layers of this pipeline stage."""
+        return [self.decoder.layers[i] for i in layers_of(self.config.num_layers, self.processes.mesh.pipeline)]
+
     def num_parameters(self) -> int:
-        """Trainable parameters, position parameters and the padding of the vocabulary included."""
-        return sum(whole_size(p, self.processes.mesh) for p in self.parameters())
+        """Trainable parameters, position parameters and the padding of the vocabulary included; all ranks call it."""
+        own = sum(whole_size(p, self.processes.mesh) for p in self.parameters() if not is_copy(p))
+        return self._over_stages(own)
+
+    def _over_stages(self, own: Number) -> Number:
+        """The sum over pipeline stages of what each has."""
+        mesh = self.processes.mesh
+        if mesh.pipeline.size == 1:
+            return own
+        return self.processes.sum(own if mesh.tensor.index == mesh.batch.index == 0 else type(own)(0))[0]
 
     def flops_per_token(self, length: int) -> float:
         """Forward and backward FLOPs per token at a sequence length, counting the scores that are seen only.
 
         Matrix products count 2 FLOPs per multiply-add and the backward pass twice the forward: 6 per weight, plus per
         score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the encoding's contextual terms and the score processor
-        say of themselves.
+        say of themselves. All ranks must call it.
         """
         forward = 2.0 * sum(whole_size(p, self.processes.mesh) for p in self._matrices())
-        for layer in self.decoder.layers:
+        for layer in self.own_layers:
             attention: PositionedAttention = layer.self_attention.core_attention
             seen = min(attention.window or length, length)
             scores = seen - seen * (seen - 1) / 2 / length  # the mean of min(i + 1, window)
@@ -193,15 +250,17 @@ class GPT(GPTModel):
             if attention.processor is not None:
                 per_score += attention.processor.flops_per_score()
             forward += per_score * scores + attention.encoding.contextual_flops(scores)
-        return 3.0 * forward
+        return 3.0 * self._over_stages(forward)
 
     def _matrices(self) -> list[torch.nn.Parameter]:
         """Weights that multiply every token: linear layers and the output layer, not the embedding look-up."""
         matrices = []
-        for layer in self.decoder.layers:
+        for layer in self.own_layers:
             attention, mlp = layer.self_attention, layer.mlp
             matrices += [attention.linear_qkv.weight, attention.linear_proj.weight]
             matrices += [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
-        tied = self.share_embeddings_and_output_weights
-        matrices.append(self.embedding.word_embeddings.weight if tied else self.output_layer.weight)
+        if self.last:
+            tied = self.share_embeddings_and_output_weights
+            output: Any = self.embedding.word_embeddings if tied else self.output_layer
+            matrices.append(output.weight)
         return matrices

@@ -1,6 +1,7 @@
 """Keys that decide what the model is: its shape, its initialisation, its positions, its attention backend."""
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any, Literal
 
 from megatron.options import Section, key
@@ -13,6 +14,8 @@ LONGEST = 10**9
 
 MOST_POSITIONS = 10**7
 """Positions to draw from: a table of a method may hold a row for each."""
+
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
 
@@ -121,11 +124,8 @@ def feed_forward_size(model: ModelOptions) -> int:
     return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
 
 
-def conflicts(model: ModelOptions, position: PositionOptions, tensor: int = 1) -> Iterator[tuple[str, str]]:
-    """Values that contradict each other: the key to blame, and one sentence with the values.
-
-    tensor: ranks that share each layer (model_parallel_size).
-    """
+def conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[str, str]]:
+    """Values that contradict each other: the key to blame, and one sentence with the values."""
     heads, width, length = model.num_attention_heads, model.hidden_size, model.seq_length
     if width % heads:
         yield "num_attention_heads", f"hidden_size {width} is not divisible by num_attention_heads {heads}"
@@ -139,12 +139,46 @@ def conflicts(model: ModelOptions, position: PositionOptions, tensor: int = 1) -
     if position.randomized_positions is not None and position.randomized_positions < length:
         limit = position.randomized_positions
         yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {length}"
-    for name, value in (("num_attention_heads", heads), ("intermediate_size", feed_forward_size(model))):
-        if value % tensor:
-            yield "model_parallel_size", f"{name} {value} is not divisible by model_parallel_size {tensor}"
-    if tensor > 1 and model.attention_dropout:
+
+
+def indivisible(model: ModelOptions, *, tensor: int, context: int, pipeline: int) -> Iterator[tuple[str, str]]:
+    """What so many ranks cannot divide of a model: the key to blame, and one sentence with the values.
+
+    tensor, context, pipeline: ranks along these dimensions of the mesh.
+    """
+    divided = (
+        ("num_attention_heads", model.num_attention_heads),
+        ("intermediate_size", feed_forward_size(model)),
+        ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by),
+    )
+    if wrong := [(name, value) for name, value in divided if value % tensor]:
+        name, value = wrong[0]
+        common = gcd(*(size for _, size in divided))
         yield (
-            "attention_dropout",
-            f"attention_dropout {model.attention_dropout}: with model_parallel_size {tensor} every rank would drop the "
-            "same entries of its heads; set it to 0",
+            "model_parallel_size",
+            f"{name} {value} is not divisible by model_parallel_size {tensor}; {_nearest(common, tensor)} would do",
         )
+    length = model.seq_length
+    if context > 1 and length % (2 * context):
+        fits = f"{_nearest(length // 2, context)} would do" if length % 2 == 0 else "an odd length cannot be divided"
+        yield (
+            "context_parallel_size",
+            f"seq_length {length} is not divisible by 2 × context_parallel_size {context}; {fits}",
+        )
+    if pipeline > model.num_layers:
+        yield (
+            "pipe_parallel_size",
+            f"pipe_parallel_size {pipeline} is more than num_layers {model.num_layers}; {model.num_layers} would do",
+        )
+    for name, size, drops, why in (
+        ("model_parallel_size", tensor, ("attention_dropout",), "every rank would drop the same entries of its heads"),
+        ("context_parallel_size", context, DROPOUTS, "every rank would drop the same entries of its places"),
+        ("pipe_parallel_size", pipeline, DROPOUTS, "what is dropped would follow from the layout"),
+    ):
+        for drop in (each for each in drops if size > 1 and getattr(model, each)):
+            yield drop, f"{drop} {getattr(model, drop)}: with {name} {size} {why}; set it to 0"
+
+
+def _nearest(whole: int, size: int) -> int:
+    """The divisor of `whole` that is nearest to `size`, of two the smaller."""
+    return min((d for d in range(1, min(whole, 2 * size) + 1) if whole % d == 0), key=lambda d: abs(d - size))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.parallel.mesh import Dimension
 from megatron.parallel.places import holders
-from megatron.parallel.processes import Processes
+from megatron.parallel.processes import Ends, Processes
 
 
 class _Gather(torch.autograd.Function):
@@ -58,15 +58,22 @@ def gather(x: Tensor, dim: int, processes: Processes, along: Dimension, *, summe
     return _Gather.apply(x, dim, processes.group(along), order, summed)
 
 
+def add_up(x: Tensor, processes: Processes, *along: Dimension | Ends) -> None:
+    """Make x, in place, the sum over the processes that differ in these dimensions alone."""
+    group = processes.group(*along)
+    if group.size() > 1:
+        dist.all_reduce(x, group=group)
+
+
 def sum_gradients(module: nn.Module, processes: Processes) -> None:
     """From now on, gradients of these parameters are sums over the tensor-parallel ranks."""
     if processes.mesh.tensor.size == 1:
         return
     for parameter in module.parameters():
-        parameter.register_hook(lambda grad: _summed(grad, processes.group("tensor")))
+        parameter.register_hook(lambda grad: _summed(grad, processes))
 
 
-def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _summed(grad: Tensor, processes: Processes) -> Tensor:
     grad = grad.contiguous().clone()
-    dist.all_reduce(grad, group=group)
+    add_up(grad, processes, "tensor")
     return grad

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,16 @@ from megatron.parallel.megatron_core import parallel_state
 from megatron.parallel.mesh import Dimension, Mesh, Number, Sizes
 from megatron.parallel.place import Place
 
-_GROUPS: dict[frozenset[Dimension], Callable[[], dist.ProcessGroup]] = {
+Ends = Literal["ends"]
+"""Of the pipeline dimension the first and the last stage."""
+
+_GROUPS: dict[frozenset[Dimension | Ends], Callable[[], dist.ProcessGroup]] = {
     frozenset({"tensor"}): parallel_state.get_tensor_model_parallel_group,
     frozenset({"context"}): parallel_state.get_context_parallel_group,
     frozenset({"data"}): parallel_state.get_data_parallel_group,
     frozenset({"pipeline"}): parallel_state.get_pipeline_model_parallel_group,
     frozenset({"context", "data"}): partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+    frozenset({"ends"}): parallel_state.get_embedding_group,
     frozenset({"tensor", "pipeline"}): parallel_state.get_model_parallel_group,
 }
 """megatron-core's groups, by the dimensions in which their members differ."""
@@ -48,9 +52,10 @@ class Processes:
         """Is this the process that writes and reports?"""
         return self.rank == 0
 
-    def group(self, *dimensions: Dimension) -> dist.ProcessGroup:
-        """The processes that differ from this one in these dimensions alone."""
-        return _GROUPS[frozenset(dimensions)]()
+    def group(self, *along: Dimension | Ends) -> dist.ProcessGroup:
+        """The processes that differ from this one in these dimensions alone; of `ends`, the first and the last pipeline
+        stage, for a process of one of them."""
+        return _GROUPS[frozenset(along)]()
 
     def sum(self, *values: Number) -> list[Number]:
         """The sum of each value over all processes: of whole numbers exactly, else in float64. All must call it.

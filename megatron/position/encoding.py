@@ -22,6 +22,8 @@ from torch import Tensor
 from .method import Method
 from .shape import ALL_HEADS, Span
 
+HOOKS = ("embed", "rotate", "table", "dense", "contextual")
+
 
 class Terms(NamedTuple):
     """What an encoding adds to and multiplies into the scores; None where it does neither.
@@ -55,9 +57,14 @@ class Encoding(Method):
         return getattr(cls, hook) is not getattr(Encoding, hook)
 
     @classmethod
+    def only_embeds(cls) -> bool:
+        """Is all that it does to add something to the token embeddings?"""
+        return cls.overrides("embed") and not any(cls.overrides(hook) for hook in HOOKS if hook != "embed")
+
+    @classmethod
     def traits(cls) -> tuple[str, ...]:
         """The hooks it answers, and whether it is relative and Toeplitz."""
-        hooks = [hook for hook in ("embed", "rotate", "table", "dense", "contextual") if cls.overrides(hook)]
+        hooks = [hook for hook in HOOKS if cls.overrides(hook)]
         toeplitz = cls.overrides("table")
         return (*hooks, *(("toeplitz",) if toeplitz else ()), *(("relative",) if cls.relative else ()))
 

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from megatron.config.schema import Config
 from megatron.data.batches import Batch
 from megatron.model.parameters import parameter_groups
+from megatron.parallel.collectives import add_up
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.mpu import ModelParallelUnit
+from megatron.parallel.parameters import counts
 from megatron.parallel.processes import Processes
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
+from megatron.training.pipeline import Pipeline
 from megatron.uncompiled import uncompiled
 
 
@@ -42,6 +45,7 @@ class Engine:
         self.precision = config.training.compute_type
         self.stage = config.training.zero_optimization.stage
         self.clip = config.optimizer.gradient_clipping
+        self.processes = processes
         self.mesh, self.device = processes.mesh, processes.device
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
         self.bare = self.precision == "fp32" and self.stage == 0
@@ -61,6 +65,11 @@ class Engine:
             self.deepspeed.enable_backward_allreduce = (
                 False  # else it copies all gradients to reduce them over one rank
             )
+        self.pipeline = None
+        if self.mesh.pipeline.size > 1:
+            self.pipeline = Pipeline(self.deepspeed.module, config, processes)
+            self.deepspeed.enable_backward_allreduce = False  # `accumulate` asks for it
+            self.deepspeed.pipeline_parallelism = True
         self.grad_norm: Tensor | float = 0.0
         """The global gradient norm of the last step, before clipping; infinite if the step was skipped."""
         self.skipped = False
@@ -95,20 +104,30 @@ class Engine:
         Returns:
             This rank's share of the mean loss per token, a float64 scalar on its device.
         """
+        # DeepSpeed takes the mean over these ranks and, unless told not to, divides by the number of micro-steps.
+        factor = self.mesh.batch.size / tokens
+        if self.pipeline is not None:
+            progress(0)
+            total = self.pipeline.accumulate(micro_batches, factor, draw)
+            self.deepspeed.allreduce_gradients()
+            return total / tokens
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for done, batch in enumerate(micro_batches):
             progress(done)
             if done:
                 self.deepspeed.step()  # ends a micro-step; the last one of a step is ended by `step`
             loss = self._losses(batch, draw).sum()
-            # DeepSpeed takes the mean over these ranks and, unless told not to, divides by the number of micro-steps.
-            self.deepspeed.backward(loss * (self.mesh.batch.size / tokens), scale_wrt_gas=False)
+            self.deepspeed.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()
         return total / tokens
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[Batch], *, progress: Callable[[int], None] = lambda done: None) -> Tensor:
-        """The sum of the counted tokens' losses, float64 on this rank's device; `model.eval()` comes first."""
+        """This rank's share of the sum of the counted tokens' losses, float64 on its device, of as many micro-batches
+        as a step has; `model.eval()` comes first."""
+        if self.pipeline is not None:
+            progress(0)
+            return self.pipeline.score(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for done, batch in enumerate(micro_batches):
             progress(done)
@@ -137,8 +156,11 @@ class Engine:
 
     def _bare_step(self) -> None:
         parameters = [p for group in self.base.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [p.grad for p in parameters]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if counts(p, self.mesh)])
+        if self.mesh.tensor.size * self.mesh.pipeline.size > 1:
+            squares = norm.double().square()
+            add_up(squares, self.processes, "tensor", "pipeline")
+            norm = squares.sqrt().float()
         self.skipped = not bool(torch.isfinite(norm))
         self.grad_norm = math.inf if self.skipped else norm
         if self.skipped:
@@ -174,6 +196,9 @@ def deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -
     for name in ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"):
         zero[name] = max(1, min(zero[name], parameters))  # buckets are allocated whole
     micro, steps = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
+    pipelined = mesh.pipeline.size > 1
+    if pipelined:
+        steps = 1  # as far as DeepSpeed is concerned (pipeline.py)
     result: dict[str, Any] = {
         "train_batch_size": micro * steps * mesh.batch.size,
         "train_micro_batch_size_per_gpu": micro,
@@ -189,8 +214,8 @@ def deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -
     }
     kind = training.compute_type
     if kind == "bf16":
-        result["bf16"] = {"enabled": True}
-        if steps > 1 and zero["stage"] > 0:
+        result["bf16"] = {"enabled": True, "immediate_grad_update": pipelined}
+        if (steps > 1 or pipelined) and zero["stage"] > 0:
             result["data_types"] = {"grad_accum_dtype": "fp32"}  # bfloat16 would lose the small ones in the sum
     if kind == "fp16":
         fp16 = training.fp16

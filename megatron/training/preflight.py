@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.checks import check
-from megatron.config.ranks import mesh_sizes, with_batch
+from megatron.config.ranks import mesh_sizes, one_model, with_batch
 from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.parallel.devices import PROCESSES_PER_CORE, Machine
@@ -49,6 +49,7 @@ def preflight(config: Config, machine: Machine, *, world: int | None = None, dry
         started = "1 process was" if world == 1 else f"{world} processes were"
         raise UserError(f"num_gpus is {launch.num_gpus}, but {started} started (WORLD_SIZE)")
     ranks = world or launch.num_gpus
+    stages = max(1, launch.pipe_parallel_size)
     gpus = machine.gpus if launch.device != "cpu" else 0
     wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
     notes = []
@@ -58,7 +59,7 @@ def preflight(config: Config, machine: Machine, *, world: int | None = None, dry
         notes.append(f"no GPU is here, and this run needs one; not checked: {open_}, and their memory")
     else:
         device = "cuda" if gpus else "cpu"
-        ranks = ranks or gpus or 1
+        ranks = ranks or gpus or one_model(config)
         _check_device(launch.device, device, precision, ranks, machine)
     backend = "gloo" if device == "cpu" or launch.distributed_backend == "gloo" else "nccl"
     if launch.distributed_backend not in ("auto", backend):  # GPT-NeoX's files say nccl everywhere
@@ -69,6 +70,11 @@ def preflight(config: Config, machine: Machine, *, world: int | None = None, dry
     if config.checkpoint.save is None:
         notes.append("save is not set: this run will leave no checkpoints, metrics or log behind")
     config = config.replace(device=device, num_gpus=ranks, distributed_backend=backend)
+    zero = config.training.zero_optimization
+    if zero.stage == 0 and precision != "fp32" and (config.launch.model_parallel_size, stages) != (1, 1):
+        # DeepSpeed's half-precision optimizer without ZeRO counts what these ranks hold twice in the gradient's norm.
+        notes.append(f"zero_optimization.stage 1 instead of 0: without ZeRO, {precision} cannot divide a model")
+        config = config.replace(zero_optimization=zero.replace(stage=1).model_dump(exclude_unset=True))
     if ranks is not None:
         config = with_batch(config, mesh_sizes(config, ranks).data)
     return Settled(config, ranks, tuple(notes))

@@ -108,7 +108,7 @@ def test_a_disk_that_really_refuses(corpus: Path, tmp_path: Path, kilobytes: int
 def test_weights_that_are_not_finite_are_not_saved(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = save.full_weights
+    usual = save.held_weights
 
     def broken(engine: Any, *, keep: bool) -> dict[str, torch.Tensor] | None:
         weights = usual(engine, keep=keep)
@@ -117,7 +117,7 @@ def test_weights_that_are_not_finite_are_not_saved(
         return weights
 
     train(tiny_config(corpus, tmp_path, train_iters=2))
-    monkeypatch.setattr(save, "full_weights", broken)
+    monkeypatch.setattr(save, "held_weights", broken)
     with pytest.raises(
         RunError, match=r"step_0000004: not saved: decoder.final_layernorm.weight is not finite; .*0000002"
     ):

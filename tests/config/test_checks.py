@@ -128,10 +128,55 @@ def test_a_product_of_batch_sizes_that_is_too_large():
 def test_the_mesh_of_a_configuration():
     config = load([], [*SMALL, "pipe_parallel_size=0"]).config
     assert mesh_sizes(config, 6) == Sizes(data=6)
-    shared = config.model_copy(update={"launch": config.launch.model_copy(update={"model_parallel_size": 2})})
-    assert mesh_sizes(shared, 6) == Sizes(tensor=2, data=3)
-    with pytest.raises(UserError, match="model_parallel_size 2 × pipe_parallel_size 1 does not divide the 5 processes"):
-        mesh_sizes(shared, 5)
+    shared = config.replace(model_parallel_size=2, context_parallel_size=2)
+    assert mesh_sizes(shared, 12) == Sizes(tensor=2, context=2, data=3)
+    with pytest.raises(UserError) as caught:
+        mesh_sizes(shared, 6)
+    assert str(caught.value) == (
+        "model_parallel_size 2 × context_parallel_size 2 × pipe_parallel_size 1 = 4 does not divide the 6 processes "
+        "(num_gpus); 4 or 8 would do"
+    )
+
+
+FOUR_LAYERS = ("num_layers=4", "hidden_size=48", "num_attention_heads=6", "seq_length=48", "device=cpu")
+EIGHT = "gradient_accumulation_steps=8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model_parallel_size=4",), "num_attention_heads 6 is not divisible by model_parallel_size 4; 2 would do"),
+        (("model_parallel_size=3",), "make_vocab_size_divisible_by 128 is not divisible by model_parallel_size 3; 2 "),
+        (("model_parallel_size=2", "mlp_multiple_of=3", "intermediate_size=7"), "intermediate_size 9 is not divisible"),
+        (("context_parallel_size=5",), "seq_length 48 is not divisible by 2 × context_parallel_size 5; 4 would do"),
+        (("context_parallel_size=2", "seq_length=47"), "; an odd length cannot be divided"),
+        (("pipe_parallel_size=6", EIGHT), "pipe_parallel_size 6 is more than num_layers 4; 4 would do"),
+        (("pipe_parallel_size=2", EIGHT, "zero_optimization.stage=2"), "0 or 1 would do"),
+        (("pipe_parallel_size=2", EIGHT, "hidden_dropout=0.1"), "hidden_dropout 0.1: with pipe_parallel_size 2"),
+        (("context_parallel_size=2", "attention_dropout=0.1"), "attention_dropout 0.1: with context_parallel_size 2"),
+        (("model_parallel_size=2", "attention_dropout=0.1"), "attention_dropout 0.1: with model_parallel_size 2"),
+        (("pipe_parallel_size=4", "gradient_accumulation_steps=3"), "gradient_accumulation_steps 3 is less than pipe_"),
+        (("pipe_parallel_size=4", "train_batch_size=3"), "is less than pipe_parallel_size 4"),
+        (("model_parallel_size=2", "num_gpus=3"), "does not divide the 3 processes (num_gpus); 2 or 4 would do"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused_with_the_nearest_that_does(overrides: tuple[str, ...], message: str):
+    assert message in problem(*FOUR_LAYERS, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (("train_batch_size=24",), (12, 1, 24)),
+        (("train_batch_size=24", "pipe_parallel_size=4"), (3, 4, 24)),
+        (("gradient_accumulation_steps=6", "pipe_parallel_size=4"), (4, 6, 48)),
+    ],
+)
+def test_micro_batches_are_at_least_as_many_as_stages(overrides: tuple[str, ...], found: tuple[int, int, int]):
+    config = load([], [*SMALL, "num_layers=4", *overrides]).config
+    training = with_batch(config, 2).training
+    sizes = (training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, training.train_batch_size)
+    assert sizes == found
 
 
 def test_ranks_known_from_the_configuration_alone():

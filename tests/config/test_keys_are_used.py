@@ -166,7 +166,7 @@ def unused(texts: list[str]) -> list[str]:
 
 def test_every_key_is_read_somewhere():
     silent = {"bf16", "bf16.enabled", "fp16.enabled", "fp16.type"}  # said by `precision` once a configuration is loaded
-    silent |= {"pipe_parallel_size", "optimizer.type"}  # all their values mean the same
+    silent |= {"optimizer.type"}  # all its values mean the same
     silent |= {key.name for key in keys().values() if len(key.choices) == 1}  # `data_impl`: there is nothing to read
     left = [name for name in unused(list(sources().values())) if name.split(".")[0] not in WHOLE or "." not in name]
     assert [name for name in left if name not in silent] == []

@@ -175,7 +175,6 @@ def test_other_names(read, theirs, key, value):
         ({"wandb_host": "https://example.org"}, "WANDB_BASE_URL"),
         ({"tokenizer_type": "HFGPT2Tokenizer"}, "GPT2BPETokenizer"),
         ({"lr_decay_style": "exponential"}, "cosine, linear or constant"),
-        ({"model_parallel_size": 2}, "use ZeRO"),
         ({"expansion_factor": 2, "intermediate_size": 50}, "contradicts intermediate_size"),
         ({"expansion_factor": -2}, "positive number"),
     ],

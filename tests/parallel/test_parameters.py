@@ -6,13 +6,13 @@ from torch import nn
 
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.parallel.mesh import Mesh, Sizes
-from megatron.parallel.parameters import divided, whole_size
+from megatron.parallel.parameters import division, whole_size
 
 
 def test_a_layers_matrices_are_divided_and_the_rest_is_held_by_all() -> None:
     options = ModelOptions(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8)
     gpt = build_model(options, PositionOptions(pos_emb="kerple_log", score_processor="cdape"), 61, seed=1)
-    held = {name for name, parameter in gpt.named_parameters() if not divided(parameter)}
+    held = {name for name, parameter in gpt.named_parameters() if division(parameter) is None}
     assert {name.split(".", 3)[-1] for name in held if name.startswith("decoder.layers.0.")} == {
         *("input_layernorm.weight", "input_layernorm.bias", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias"),
         *("self_attention.linear_proj.bias", "mlp.linear_fc2.bias"),
@@ -27,7 +27,7 @@ def test_a_layers_matrices_are_divided_and_the_rest_is_held_by_all() -> None:
 def test_elements_over_all_ranks() -> None:
     mesh = Mesh(1, Sizes(tensor=4, data=2))
     part, copy = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5))
-    part.tensor_model_parallel = True
+    part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
     assert (whole_size(part, mesh), whole_size(copy, mesh)) == (24, 5)
     copy.ds_numel = 11  # ZeRO-3 holds a part only
     assert whole_size(copy, mesh) == 11

@@ -6,7 +6,7 @@ import torch
 
 from megatron.model.build import build_model
 from megatron.model.options import ModelOptions, PositionOptions
-from megatron.parallel.parameters import divided
+from megatron.parallel.parameters import division
 from megatron.parallel.processes import Processes
 
 VOCABULARY = 30  # padded to 32: 16 for each rank
@@ -44,4 +44,5 @@ def gradients(processes: Processes, model: dict[str, Any], position: dict[str, A
 
 
 def _division(parameter: torch.nn.Parameter) -> tuple[int | None, int]:
-    return (parameter.partition_dim if divided(parameter) else None), getattr(parameter, "partition_stride", 1)
+    found = division(parameter)
+    return (None, 1) if found is None else (found.dim, found.strips)

@@ -17,6 +17,7 @@ def main() -> None:
 
     from megatron.config.load import read
     from megatron.errors import FarfieldError
+    from megatron.parallel.megatron_core import parallel_state
     from megatron.training.loop import train
 
     for file in sorted(job.glob("*.yml")):
@@ -25,6 +26,7 @@ def main() -> None:
             (job / f"{file.stem}.{rank}.code").write_text(str(code), encoding="utf-8")
         except FarfieldError as error:
             (job / f"{file.stem}.{rank}.error").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        parallel_state.destroy_model_parallel()  # the next run may be another mesh
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from position_methods import SHAPE
 from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
 
-from megatron.checkpoint.weights import full_weights
+from megatron.checkpoint.weights import held_weights
 from megatron.config.schema import Config
 from megatron.model.parameters import parameter_groups
 from megatron.parallel.mesh import Sizes
@@ -109,7 +109,7 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int) -> None:
     assert run(engine, 5, 1e-2, 3) == pytest.approx(losses, rel=apart(TERMS, SUMS))
     assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=apart(TERMS, 2 * SUMS))
     assert norms[-1] > 0.5  # so clipping was needed
-    got = full_weights(engine.deepspeed, keep=True)
+    got = held_weights(engine.deepspeed, keep=True)
     engine.close()
     assert got is not None
     assert set(got) == set(weights)
@@ -121,7 +121,7 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int) -> None:
 
 def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
     """How many values of the float32 masters lie outside their bounds, and how many exactly on one."""
-    weights = full_weights(engine.deepspeed, keep=True)
+    weights = held_weights(engine.deepspeed, keep=True)
     assert weights is not None
     beyond = on = 0
     for name, module in engine.model.named_modules():
@@ -184,12 +184,12 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(stage: int, p
     engine = start(config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2))
     run(engine, 2, 1e-2, 1)
     assert not engine.skipped
-    before = full_weights(engine.deepspeed, keep=True)
+    before = held_weights(engine.deepspeed, keep=True)
     engine.accumulate([batch(0, torch.full_like(MASKS[0], math.inf))], 32)
     engine.step(1e-2)
     assert engine.skipped
     assert engine.deepspeed.skipped_steps == 1
-    after = full_weights(engine.deepspeed, keep=True)
+    after = held_weights(engine.deepspeed, keep=True)
     assert before is not None
     assert after is not None
     assert all(torch.equal(before[name], after[name]) for name in before)

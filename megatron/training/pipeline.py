@@ -1,0 +1,105 @@
+"""Forward and backward over the stages of a pipeline: PyTorch's 1F1B schedule around our stage of the GPT.
+
+A stage works on one micro-batch while its neighbours work on others. With m micro-batches and P stages a step takes the
+time of m + P − 1 of them: the share (P − 1) / (m + P − 1), the bubble, is spent waiting.
+DeepSpeed's engine stays outside of it. It would reduce gradients over the data-parallel ranks after each micro-batch,
+before the stages have added up what they share; so it is told that there is one micro-batch, and to reduce when asked.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from megatron.config.schema import Config
+from megatron.data.batches import Batch
+from megatron.model.gpt import GPT
+from megatron.parallel.collectives import add_up
+from megatron.parallel.processes import Processes
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The share of a step that a stage spends waiting for the others."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+class Pipeline:
+    """This process's stage of a GPT, and its schedule."""
+
+    def __init__(self, gpt: GPT, config: Config, processes: Processes) -> None:
+        training, mesh = config.training, processes.mesh
+        self.gpt, self.processes = gpt, processes
+        self._factor = 1.0
+        batch, places = training.train_micro_batch_size_per_gpu, config.model.seq_length // mesh.context.size
+        # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
+        tokens = torch.empty(batch, places, dtype=torch.int64, device="meta")
+        losses = torch.empty(batch, places, dtype=torch.float32, device="meta", requires_grad=True)
+        kind = TYPES[training.compute_type]
+        hidden = torch.empty(places, batch, config.model.hidden_size, dtype=kind, device="meta", requires_grad=True)
+        stage = PipelineStage(
+            gpt,
+            mesh.pipeline.index,
+            mesh.pipeline.size,
+            processes.device,
+            input_args=tokens if gpt.first else hidden,
+            output_args=losses if gpt.last else hidden,
+            group=processes.group("pipeline"),
+        )
+        self.schedule = Schedule1F1B(stage, training.gradient_accumulation_steps, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, losses: Tensor, mask: Tensor) -> Tensor:
+        return (losses * mask).sum() * self._factor
+
+    def accumulate(self, micro_batches: Sequence[Batch], factor: float, draw: int | None) -> Tensor:
+        """Forward and backward of a whole step, the loss times `factor`.
+
+        Returns:
+            On the last stage the sum of the counted tokens' losses, elsewhere 0: float64 on this rank's device.
+        """
+        self._factor = factor
+        losses: list[Tensor] = []
+        args, kwargs = self._inputs(micro_batches, draw)
+        self.schedule.step(*args, losses=losses, return_outputs=False, **kwargs)
+        for stages, parameter in self.gpt.of_several_stages():
+            add_up(_gradient(parameter), self.processes, stages)
+        return self._total(losses) / factor
+
+    def score(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """The same without gradients, and without a factor."""
+        self._factor = 1.0
+        losses: list[Tensor] = []
+        args, kwargs = self._inputs(micro_batches, None)
+        self.schedule.eval(*args, losses=losses, **kwargs)
+        return self._total(losses)
+
+    def _inputs(self, micro_batches: Sequence[Batch], draw: int | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """What this stage is given: the first one tokens, the last one labels and the mask, of all micro-batches."""
+
+        def whole(name: str) -> Tensor:
+            return torch.cat([batch[name] for batch in micro_batches]).to(self.processes.device, non_blocking=True)
+
+        args = (whole("tokens"),) if self.gpt.first else ()
+        kwargs: dict[str, Any] = {"draw": draw}
+        if self.gpt.last:
+            kwargs |= {"labels": whole("labels"), "target": whole("loss_mask")}
+        return args, kwargs
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.processes.device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    """The gradient of a parameter, wherever DeepSpeed keeps it; zeros if this stage's layers have none for it."""
+    gradient = getattr(parameter, "_hp_grad", None)  # float32, beside a parameter in half precision
+    if gradient is None:
+        gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter)
+    return gradient
