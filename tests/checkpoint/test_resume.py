@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,10 +87,13 @@ def test_extending_a_run_keeps_the_order_of_its_data(
     from megatron.training.engine import Engine
 
     seen: list[torch.Tensor] = []
-    usual = Engine.losses
-    monkeypatch.setattr(
-        Engine, "losses", lambda self, tokens, labels: (seen.append(tokens.clone()), usual(self, tokens, labels))[1]
-    )
+    usual = Engine.accumulate
+
+    def accumulate(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.extend(batch["tokens"].clone() for batch in micro_batches)
+        return usual(self, micro_batches, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "accumulate", accumulate)
 
     def read(**keys: object) -> torch.Tensor:
         seen.clear()

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,13 +111,15 @@ def test_the_same_run_twice_is_the_same_run(corpus: Path, tmp_path: Path) -> Non
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of some steps (counted from 1) NaN."""
-    usual, calls = Engine.losses, [0]
+    usual, calls = Engine.accumulate, [0]
 
-    def losses(self: Engine, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def accumulate(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         calls[0] += 1
-        return usual(self, tokens, labels) * (math.nan if calls[0] in steps else 1.0)
+        if calls[0] in steps:
+            micro_batches[0]["loss_mask"].fill_(math.nan)
+        return usual(self, micro_batches, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "losses", losses)
+    monkeypatch.setattr(Engine, "accumulate", accumulate)
 
 
 def test_a_bad_step_is_skipped(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +153,16 @@ def test_bad_steps_in_a_row_end_the_run_and_keep_the_good_checkpoint(
 
 
 def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = Engine.backward
-    monkeypatch.setattr(Engine, "backward", lambda self, loss, tokens: usual(self, loss * math.inf, tokens))
+    usual = Engine.accumulate
+
+    def accumulate(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = usual(self, *args, **kwargs)
+        gradient = next(self.model.parameters()).grad
+        assert gradient is not None
+        gradient.fill_(math.inf)
+        return loss
+
+    monkeypatch.setattr(Engine, "accumulate", accumulate)
     with pytest.raises(RunError, match=r"^step 1: its gradients are not finite, for 1 steps .*no checkpoint was saved"):
         train(tiny_config(corpus, max_bad_steps=1))
 
