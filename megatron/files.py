@@ -1,24 +1,49 @@
-"""Writing result files whole or not at all: a temporary name beside the target, then a rename."""
+"""Folders for results, and files that are written whole or not at all: a temporary name, then a rename."""
 
 import contextlib
 import os
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.errors import RunError, UserError
 
 
-def check_folder(key: str, folder: Path) -> None:
-    """See whether a folder can be written to, or made, without making it.
+def make_folder(key: str, folder: Path) -> list[Path]:
+    """Make a folder with its parents, and see that files can be made in it. Returns the new ones, the innermost first.
 
     Raises:
-        UserError: it is a file, or lies in one, or may not be written to; the line begins with `key`, which named it.
+        UserError: it is a file, lies in one, or takes no files, and nothing was made; the line begins with `key`, which
+            named it.
     """
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        what = "which" if there == folder else str(there)
-        raise UserError(f"{key} is {folder}, {'but ' * (there != folder)}{what} is a file; name a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key} is {folder}, but {there} may not be written to; name another folder")
+    made: list[Path] = []
+    try:
+        for path in (*reversed(folder.parents), folder):
+            if not path.exists():
+                path.mkdir(exist_ok=True)
+                made.insert(0, path)
+            elif not path.is_dir():
+                what = "which" if path == folder else f"but {path}"
+                raise UserError(f"{key} is {folder}, {what} is a file; name a folder")
+        tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: /proc denies nothing and takes nothing
+    except OSError as error:
+        remove_empty(made)
+        raise UserError(
+            f"{key} is {folder}, which cannot be written to ({error.strerror}); name another folder"
+        ) from error
+    return made
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Take back folders that `make_folder` made, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        for path in folders:
+            path.rmdir()
+
+
+def check_folder(key: str, folder: Path) -> None:
+    """`make_folder`, with nothing left of it."""
+    remove_empty(make_folder(key, folder))
 
 
 def write_bytes(path: str | Path, content: bytes) -> Path:

@@ -26,7 +26,7 @@ from megatron.experiments import receipts, supervision
 from megatron.experiments.estimate import Work, work
 from megatron.experiments.options import CorpusOptions
 from megatron.experiments.spec import Member, Sweep, read
-from megatron.files import check_folder
+from megatron.files import make_folder
 from megatron.launch.console import explained, run_console
 from megatron.launch.local import terminable
 from megatron.meter import Job, Meter, seconds_left
@@ -62,11 +62,7 @@ def run(
         RunError: a training or an evaluation failed; what is finished stays and is used next time.
     """
     sweep = read(files, overrides, search)
-    check_folder("sweep.output", sweep.output)
-    try:
-        sweep.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"sweep.output: {sweep.output} cannot be made: {error.strerror}") from error
+    make_folder("sweep.output", sweep.output)
     with terminable(), _console(console, sweep.output / "log.txt") as shown:
         say = _lines(shown)
         for note in sweep.notes:

@@ -21,7 +21,7 @@ from megatron.checkpoint.lock import LOCK
 from megatron.config.schema import Config
 from megatron.data.paths import SPLITS, split_prefixes
 from megatron.errors import RunError, UserError
-from megatron.files import check_folder
+from megatron.files import make_folder, remove_empty
 from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.parent import end_with_parent
@@ -65,7 +65,7 @@ def _log(config: Config) -> Iterator[Path]:
             yield log
         return
     folder = Path(config.checkpoint.save)
-    made = _make_folder(folder)
+    made = make_folder("save", folder)
     log = folder / LOG_FILE
     new = not log.exists()
     try:
@@ -76,20 +76,8 @@ def _log(config: Config) -> Iterator[Path]:
         if new and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
             for name in (LOG_FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
-            for path in made:
-                path.rmdir()
+            remove_empty(made)
         raise
-
-
-def _make_folder(folder: Path) -> list[Path]:
-    """Make a folder and its parents; returns those that are new, the innermost first."""
-    check_folder("save", folder)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"save: {folder} cannot be made: {error.strerror}") from error
-    return missing
 
 
 def _open_log(log: Path) -> None:

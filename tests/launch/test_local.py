@@ -84,6 +84,12 @@ def test_a_place_that_cannot_be_written(fake_run, tmp_path):
         local.train(settled(f"save={tmp_path / 'file'}"))
     with pytest.raises(UserError, match=r"save is .*/file/inside, but .*/file is a file; name a folder"):
         local.train(settled(f"save={tmp_path / 'file' / 'inside'}"))
+    for place in ("/proc/x", "/proc", f"{tmp_path}/new/{'long' * 100}"):  # no permission denies them, even to root
+        with pytest.raises(
+            UserError, match=rf"^save is {place}, which cannot be written to \(.+\); name another folder$"
+        ):
+            local.train(settled(f"save={place}"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_one_rank_runs_in_this_process_with_its_place_in_the_environment(fake_run, monkeypatch):
