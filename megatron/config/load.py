@@ -22,7 +22,7 @@ from megatron.config import names, neox
 from megatron.config.checks import check, wrong_method
 from megatron.config.problems import describe
 from megatron.config.schema import SECTIONS, Config, Path_, owners
-from megatron.config.settings import Setting, Settings, show
+from megatron.config.settings import COMMAND_LINE, Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
 from megatron.errors import UserError
 from megatron.suggest import did_you_mean
@@ -81,12 +81,12 @@ def merge(documents: Iterable[Document], overrides: Iterable[str] = (), files: I
     for document in documents:
         settings.add_file(document)
     settings.add_overrides([split_override(text) for text in overrides])
+    sources = ", ".join(document.source for document in documents)
     if not settings.values and not settings.problems:
-        empty = ", ".join(document.source for document in documents)
         raise UserError(
-            f"{empty}: holds no keys" if empty else "no configuration given; name a file, such as model/125M"
+            f"{sources}: holds no keys" if sources else "no configuration given; name a file, such as model/125M"
         )
-    return Loaded(_build(settings), tuple(settings.notes), tuple(files), settings)
+    return Loaded(_build(settings, sources or COMMAND_LINE), tuple(settings.notes), tuple(files), settings)
 
 
 def split_override(text: str) -> tuple[str, Any]:
@@ -156,7 +156,8 @@ def _answers(path: Path, text: str) -> bool:
     return any(path.with_name(path.name).parts[-len(wanted) :] == (*wanted[:-1], wanted[-1] + s) for s in SUFFIXES)
 
 
-def _build(settings: Settings) -> Config:
+def _build(settings: Settings, sources: str) -> Config:
+    """The checked configuration; `sources` are where a key that is missing was looked for."""
     _settle_options(settings)
     _settle_shares(settings)
     _settle_tokenizer(settings)
@@ -168,7 +169,7 @@ def _build(settings: Settings) -> Config:
     try:
         config = Config.model_validate(_sections(settings))
     except ValidationError as error:
-        settings.problems += describe(error, settings.where)
+        settings.problems += describe(error, lambda path: settings.where(path) or sources)
         settings.problems += _wrong_methods(settings)
         raise UserError("\n".join(settings.problems)) from error
     for key, message in check(config):

@@ -59,7 +59,7 @@ def describe(
 
     Args:
         error: what was found.
-        where: tells who set a key.
+        where: tells who set a key, or, of one that is missing, where it was looked for.
         known: the keys, for their choices and meanings; those of a configuration if None.
     """
     known = keys() if known is None else known
@@ -68,11 +68,11 @@ def describe(
         path = tuple(part for part in location if not part.isdigit())
         index = next((int(part) for part in location if part.isdigit()), None)
         name = ".".join(path)
-        if item["type"] == "missing":
-            key = known.get(path)
-            yield f"{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
-            continue
-        item_of = f"item {index + 1} of " if index is not None else ""
         place = where(path)
         prefix = f"{place}: " if place else ""
+        if item["type"] == "missing":
+            key = known.get(path)
+            yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
+            continue
+        item_of = f"item {index + 1} of " if index is not None else ""
         yield f"{prefix}{item_of}{name} is {show(item['input'])}; {_valid(dict(item), known.get(path))}"

@@ -204,9 +204,14 @@ def test_a_dropped_letter_never_loses_a_key(path, data):
     assert ".".join(path) in first, first
 
 
-def test_missing_keys_are_named_with_their_meaning():
+def test_missing_keys_are_named_with_their_meaning_and_where_they_were_looked_for(write):
     found = problems([], ["num_layers=2"])
-    assert "train_iters is missing (optimizer steps); give it in a file or as train_iters=…" in found
+    missing = "train_iters is missing (optimizer steps); give it in a file or as train_iters=…"
+    assert f"command line: {missing}" in found
+    assert len(found) == 4
+    write(empty="{}", some="seed: 3\n")
+    found = problems(["empty", "some"], ["num_layers=2"])
+    assert f"empty.yml, some.yml: {missing}" in found
     assert len(found) == 4
     assert only_problem([]) == "no configuration given; name a file, such as model/125M"
 
