@@ -4,25 +4,37 @@
 Everything heavy is imported inside the commands, so that help and errors come at once.
 """
 
+# ruff: noqa: E402 (Ctrl-C gets its answer before anything is imported that takes a while)
+
 from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def _leave(number: int, frame: object) -> None:
+    """End at once: nothing is under way."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)  # until `main` takes care of it
 
 import errno
 import inspect
-import os
 import shlex
-import signal
-import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 ROOT = Path(__file__).resolve().parent
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback before `main` can say a word
 
 try:
     import typer
@@ -32,10 +44,10 @@ except ModuleNotFoundError:  # a bare python3: continue in the environment that 
         os.execv(own, [str(own), *sys.argv])
     sys.exit("error: Farfield's requirements are not installed; run: make setup, or pip install -r requirements.txt")
 
-from typer.core import TyperGroup  # noqa: E402
+from typer.core import TyperGroup
 
-from megatron.errors import FarfieldError, UserError  # noqa: E402
-from megatron.evaluation.options import EvaluationOptions  # noqa: E402
+from megatron.errors import FarfieldError, UserError
+from megatron.evaluation.options import EvaluationOptions
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -50,6 +62,12 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, cmd_name.removesuffix(".py"))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None  # which `main` tells; of the other typer makes a silent exit code
 
 
 def paragraphs(text: str) -> str:
@@ -425,10 +443,22 @@ def _unexpected(error: BaseException) -> str:
 
 def main() -> int:
     """Run a command; every failure is a line on standard error and an exit code."""
-    # The base of the command line's own errors, wherever typer keeps it.
     _settle_streams()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    own = signal.getsignal(signal.SIGINT) is _leave
+    if own:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        return _run()
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if own:
+            signal.signal(signal.SIGINT, _leave)
+
+
+def _run() -> int:
+    # The base of the command line's own errors, wherever typer keeps it.
     usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
         result = app(standalone_mode=False, prog_name="./deepy.py")
@@ -437,9 +467,8 @@ def main() -> int:
     except FarfieldError as error:
         _say(str(error))
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+    except typer.Abort:
+        raise
     except BrokenPipeError:  # `./deepy.py positions | head -1`: nobody reads on, and nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
@@ -458,6 +487,18 @@ def main() -> int:
             return 2
         _say(_unexpected(error))
         return 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """KeyboardInterrupt, but after an import that is under way: torch and numpy abort, or go on in ruins, otherwise."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            again = threading.Timer(0.02, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _settle_streams() -> None:

@@ -65,6 +65,7 @@ def run_processes(config: Config, log: Path, ranks: int, port: int, command: Seq
 
     Raises:
         FarfieldError: the first cause of a failure, after all ranks have ended.
+        KeyboardInterrupt: SIGINT ended ranks that did not listen to it.
     """
     with tempfile.TemporaryDirectory(prefix="farfield-") as folder:
         job = Path(folder)
@@ -81,6 +82,8 @@ def run_processes(config: Config, log: Path, ranks: int, port: int, command: Seq
         failed = {rank for rank, child in enumerate(children) if not _fine(child.returncode)} - stopped
         if failed and not (signals.first and all(children[rank].returncode < 0 for rank in failed)):
             raise _cause(job, log, children, failed, ended)
+        if signals.first == signal.SIGINT and failed:  # ranks that were ended before they listened have said nothing
+            raise KeyboardInterrupt
         if signals.first:
             return 128 + signals.first
         return max(child.returncode for child in children)

@@ -204,8 +204,7 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path):
     time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    assert process.communicate(timeout=60)[1].endswith(b"\nKeyboardInterrupt\n")  # the command line has a word for it
     assert wait_until_gone(pids)
 
 
