@@ -46,8 +46,11 @@ def whole_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
 def recover(target: Path) -> None:
     """Put right what killed processes left of their work on `target`."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.tmp")
+    left: list[Path] = []
     with contextlib.suppress(OSError):  # a place that cannot be listed holds nothing of ours
-        for work in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+        left = [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
+    for work in left:
+        with contextlib.suppress(OSError):  # nor does what is no folder, or another's; the next one may be ours
             if {path.name for path in work.iterdir()} <= {"new", "old"}:
                 _settle_if_abandoned(work, target)
 

@@ -92,6 +92,21 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_stranger_in_the_way_keeps_nothing_else(tmp_path, monkeypatch):
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(sorted(listed(self))))
+    (tmp_path / ".x.00000000.tmp").write_text("first, and no folder")
+
+    def work() -> None:
+        with whole_folder(tmp_path / "x"):
+            suicide()
+
+    killed(work)
+    assert len(names(tmp_path)) == 2
+    recover(tmp_path / "x")
+    assert names(tmp_path) == [".x.00000000.tmp"]
+
+
 def test_a_folder_whose_place_was_empty_for_a_moment_is_put_back(tmp_path, monkeypatch):
     write(tmp_path / "x", "one")
     rename = Path.rename
