@@ -1,5 +1,7 @@
 """The two ways Farfield ends early. Each becomes one line on the console and an exit code, never a traceback."""
 
+import re
+
 
 class FarfieldError(Exception):
     """Something a person should read as one clear line. `exit_code` is the process's."""
@@ -24,3 +26,18 @@ class RunError(FarfieldError):
     """Something failed while running (a full disk, a NaN loss, a truncated file): say what is kept and where."""
 
     exit_code = 1
+
+
+def reason(error: BaseException) -> str:
+    """What failed, in one line.
+
+    torch, safetensors and numpy report a full disk as errors of their own; the system's stands behind those of the
+    first two, and numpy's (`array.tofile`) has only counts: "2500 requested and 480 written".
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    words = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"the disk is full or failed: {words}" if re.fullmatch(r"\d+ requested and \d+ written", words) else words

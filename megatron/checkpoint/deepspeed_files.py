@@ -18,7 +18,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from megatron.checkpoint import tensor_files
-from megatron.checkpoint.disk import reason
+from megatron.errors import reason
 
 
 def _plain_classes() -> list[Any]:

@@ -18,9 +18,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.checkpoint.disk import reason
 from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints
-from megatron.errors import RunError
+from megatron.errors import RunError, reason
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import folder, manifest, parts, random_states
-from megatron.checkpoint.disk import reason
 from megatron.checkpoint.manifest import Entry
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.weights import held_weights, write_weights
 from megatron.config.schema import Config
-from megatron.errors import FarfieldError, RunError
+from megatron.errors import FarfieldError, RunError, reason
 from megatron.parallel.processes import Processes
 
 DEEPSPEED = "deepspeed"

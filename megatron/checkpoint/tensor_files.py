@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.disk import reason
-from megatron.errors import RunError
+from megatron.errors import RunError, reason
 
 
 def read(path: str | Path, *, classes: Sequence[Any] = (), map_location: Any = "cpu") -> Any:

@@ -34,7 +34,7 @@ from megatron.data.options import Split
 from megatron.data.parts import Part, check_content
 from megatron.data.sample_index import UNREADABLE, IndexedSamples, damage, read_index, write_index
 from megatron.data.vocabulary import Vocabulary
-from megatron.errors import FarfieldError, RunError
+from megatron.errors import FarfieldError, RunError, reason
 from megatron.parallel.processes import Processes
 
 Sample = dict[str, torch.Tensor]
@@ -167,8 +167,12 @@ class _LinkBuilder:
         """At least `samples` samples. The index comes from the cache, or is built there by the first process."""
         if self.cache is None:
             check_content(self.part.dataset)
-            with tempfile.TemporaryDirectory(prefix="farfield-samples-") as passing:
-                return GPTDataset(*self._arguments(samples, seed, Path(passing)))  # mapped files outlive their names
+            try:
+                with tempfile.TemporaryDirectory(prefix="farfield-samples-") as passing:
+                    return GPTDataset(*self._arguments(samples, seed, Path(passing)))  # maps outlive files' names
+            except OSError as error:
+                place = f"{tempfile.gettempdir()}: the sample index cannot be written: {reason(error)}"
+                raise RunError(f"{place}; data_cache or TMPDIR names another folder") from None
         folder = self.cache / self._key(samples, seed)
         problem = self._fill(folder, samples, seed) if self.processes.first else None
         if (problem := self.processes.agree(problem)) is not None:
@@ -186,23 +190,21 @@ class _LinkBuilder:
     def _fill(self, folder: Path, samples: int, seed: int) -> str | None:
         """Build the index unless a whole one is there. Returns what went wrong."""
         part = self.part
-        reason = None
+        harm = None
         if folder.exists():
-            reason = damage(folder, samples, part.dataset.lengths, part.first, part.last)
-            if reason is None:
+            harm = damage(folder, samples, part.dataset.lengths, part.first, part.last)
+            if harm is None:
                 return None
         try:
             check_content(part.dataset)  # once: the index belongs to the files' sizes and times
-            with whole_folder(folder, replace=reason is not None) as new:
+            with whole_folder(folder, replace=harm is not None) as new:
                 write_index(new, lambda place: GPTDataset(*self._arguments(samples, seed, place)))
         except OSError as error:
-            return f"{self.cache}: the sample index cannot be written: {error.strerror or error}"
+            return f"{folder}: the sample index cannot be written: {reason(error)}"
         except FarfieldError as error:
             return str(error)
-        if reason is not None:
-            self.notes.append(
-                f"{folder}: the sample index was damaged ({reason}); it was built anew, in the same order"
-            )
+        if harm is not None:
+            self.notes.append(f"{folder}: the sample index was damaged ({harm}); it was built anew, in the same order")
         return None
 
     def _key(self, samples: int, seed: int) -> str:

@@ -5,6 +5,9 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
+import resource
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -284,8 +287,22 @@ def test_the_index_is_cached_and_made_anew_for_other_data(dataset, words, tmp_pa
 def test_a_cache_that_cannot_be_written_is_named(dataset, words, tmp_path):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file: the sample index cannot be written: "):
+    with pytest.raises(RunError, match=r"file/train-\w+: the sample index cannot be written: "):
         build(data, train=60, cache=tmp_path / "file")
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_full_disk_is_named_when_an_index_is_written(dataset, words, tmp_path, cached):
+    data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
+    cache = tmp_path / "cache" if cached else None
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # a write beyond fails, as on a full disk
+    try:
+        place = rf"{cache}/train-\w+" if cached else re.escape(tempfile.gettempdir())
+        with pytest.raises(RunError, match=rf"^{place}: the sample index .* written: (the disk is full|File too)"):
+            build(data, train=20_000, cache=cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def edited(path, change):
@@ -411,4 +428,4 @@ def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path)
     assert json.loads((tmp_path / "notes1").read_text()) == []
     problems = (tmp_path / "problems0").read_text()
     assert problems == (tmp_path / "problems1").read_text()
-    assert "file: the sample index cannot be written" in problems
+    assert ": the sample index cannot be written" in problems
