@@ -7,6 +7,7 @@ or an argument that holds one, or by `getattr`. `text.split` does not read the k
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,7 @@ def _inside(scope: ast.AST) -> Iterator[ast.AST]:
             yield from _inside(node)
 
 
+@cache
 def sources() -> dict[Path, str]:
     """What may use a key. Files called options.py declare keys and check them, which does not count; what else a
     function in them makes of a key does."""
@@ -152,8 +154,9 @@ def sources() -> dict[Path, str]:
     return found
 
 
-def unused(texts: list[str]) -> list[str]:
-    read = Reader(texts).read
+@cache
+def unused(texts: tuple[str, ...]) -> list[str]:
+    read = Reader(list(texts)).read
     found = []
     for key in keys().values():
         kind: type[Section] = SECTIONS[key.section]
@@ -168,7 +171,7 @@ def test_every_key_is_read_somewhere():
     silent = {"bf16", "bf16.enabled", "fp16.enabled", "fp16.type"}  # said by `precision` once a configuration is loaded
     silent |= {"optimizer.type"}  # all its values mean the same
     silent |= {key.name for key in keys().values() if len(key.choices) == 1}  # `data_impl`: there is nothing to read
-    left = [name for name in unused(list(sources().values())) if name.split(".")[0] not in WHOLE or "." not in name]
+    left = [name for name in unused(tuple(sources().values())) if name.split(".")[0] not in WHOLE or "." not in name]
     assert [name for name in left if name not in silent] == []
 
 
@@ -182,9 +185,9 @@ def test_every_key_is_read_somewhere():
 )
 def test_a_key_that_is_no_longer_read_is_found(uses, name):
     """`split` is still there as `text.split`, `eod_mask_loss` as a variable of that name, `betas` in dictionaries."""
-    texts = list(sources().values())
+    texts = tuple(sources().values())
     assert name not in unused(texts)
-    assert name in unused([re.sub(uses, "nothing", text) for text in texts])
+    assert name in unused(tuple(re.sub(uses, "nothing", text) for text in texts))
 
 
 @pytest.mark.parametrize(
