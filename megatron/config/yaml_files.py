@@ -8,7 +8,9 @@ file, many or deeply nested values, and anchors that stand for many values (ten 
 
 import io
 import re
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,12 @@ def _check_size(text: str, source: str) -> None:
 
 def parse(text: str, source: str) -> Document:
     """The mapping written in `text`; `source` is how messages name it. An empty text is an empty mapping."""
+    return deepcopy(_parsed(text, source))
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str, source: str) -> Document:
+    """A sweep and its runs read the same configurations again and again, each for a twentieth of a second."""
     try:
         _check_size(text, source)
         loader = _loader()
