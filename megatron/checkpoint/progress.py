@@ -27,6 +27,10 @@ class Progress:
     """`size` and `name` of the tokenizer."""
     world: int = 1
     """Processes that wrote the checkpoint."""
+    tensor: int = 1
+    """Of them, those that shared each layer."""
+    pipeline: int = 1
+    """Of them, those that held different layers."""
     zero_stage: int = 0
     precision: str = "fp32"
     directory: str | None = None

@@ -20,6 +20,7 @@ from megatron.config.settings import show
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.model.identity import settled
 from megatron.model.parameters import dispensable, shared_names
+from megatron.parallel.mesh import Sizes
 from megatron.parallel.processes import Processes
 
 
@@ -223,12 +224,13 @@ def load_weights(start: Start, config: Config, model: Any) -> None:
     )
 
 
-def check_engine(start: Start, config: Config, world: int) -> None:
+def check_engine(start: Start, config: Config, sizes: Sizes) -> None:
     """Refuse what DeepSpeed's files cannot be loaded into, before anything is built.
 
-    ZeRO 1–3 store one part of the optimizer states per process, so the number of processes must stay; without ZeRO it
-    may change. Stages 1 and 2 store the same parts, except that stage 1 in bfloat16 has another optimizer where it
-    accumulates gradients.
+    Each of the ranks that hold a model together stores its own part, so their numbers must stay. ZeRO 1–3 store one
+    part of the optimizer states for each rank that divides the batch (data × context), so that number must stay too;
+    without ZeRO it may change. Stages 1 and 2 store the same parts, except that stage 1 in bfloat16 has another
+    optimizer where it accumulates gradients.
 
     Raises:
         UserError: naming the key and both values.
@@ -243,7 +245,9 @@ def check_engine(start: Start, config: Config, world: int) -> None:
     for key, old, new, fits in (
         ("precision", progress.precision, precision, progress.precision == precision),
         ("zero_optimization.stage", progress.zero_stage, stage, progress.zero_stage == stage or same_parts),
-        ("num_gpus", progress.world, world, progress.world == world or stage == 0),
+        ("model_parallel_size", progress.tensor, sizes.tensor, progress.tensor == sizes.tensor),
+        ("pipe_parallel_size", progress.pipeline, sizes.pipeline, progress.pipeline == sizes.pipeline),
+        ("num_gpus", progress.world, sizes.world, progress.world == sizes.world or stage == 0),
         ("gradient_accumulation_steps", was, steps, not other_optimizer),
     ):
         if not fits:

@@ -59,6 +59,14 @@ def undivided(config: Config) -> Iterator[tuple[str, str]]:
     yield from indivisible(
         config.model, tensor=launch.model_parallel_size, context=launch.context_parallel_size, pipeline=pipeline
     )
+    if pipeline > 1 and training.compute_type == "fp16":
+        yield "precision", f"precision fp16: pipe_parallel_size {pipeline} does not scale losses; use bf16 or fp32"
+    if pipeline > 1 and training.zero_optimization.overlap_comm:
+        yield (
+            "zero_optimization.overlap_comm",
+            f"zero_optimization.overlap_comm true: with pipe_parallel_size {pipeline} gradients are reduced once, "
+            "after the last micro-batch; set it to false",
+        )
     stage = training.zero_optimization.stage
     if pipeline > 1 and stage > 1:
         yield (

@@ -139,6 +139,8 @@ class Loop:
         if run.console.console is not None and self.step < run.config.training.train_iters:
             seconds = outline.seconds_ahead(run, self.step)
             run.console.say(outline.first_line(run, self.step, seconds))
+            for line in outline.layout_lines(run.config, run.processes.mesh.sizes):
+                run.console.say(line)
         run.console.begin(self.step, seconds)
 
     def _steps(self, stop: StopRequest) -> bool:
@@ -302,6 +304,8 @@ class Loop:
             interval_steps=self.interval.counted,
             vocabulary={"size": run.vocabulary.size, "name": run.vocabulary.name},
             world=run.processes.world,
+            tensor=run.processes.mesh.tensor.size,
+            pipeline=run.processes.mesh.pipeline.size,
             zero_stage=training.zero_optimization.stage,
             precision=training.compute_type,
             directory=os.getcwd(),

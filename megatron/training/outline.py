@@ -7,8 +7,11 @@ import torch
 
 from megatron.config.schema import Config
 from megatron.model.options import feed_forward_size
+from megatron.model.stages import layers_of
+from megatron.parallel.mesh import Axis, Sizes
 from megatron.training.console import about
 from megatron.training.hardware import matmul_speed
+from megatron.training.pipeline import bubble
 from megatron.training.setup import Run
 
 
@@ -45,12 +48,12 @@ def first_line(run: Run, step: int, seconds: float) -> str:
     training, length = config.training, config.model.seq_length
     place = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
     batch, world = training.train_batch_size or 0, run.processes.world
-    parts = [f"{world} processes"] if world > 1 else []
+    parts = []
     if training.gradient_accumulation_steps > 1 or world > 1:
         parts.append(f"micro-batches of {training.train_micro_batch_size_per_gpu}")
     if training.gradient_accumulation_steps > 1:
         parts.append(f"{training.gradient_accumulation_steps} accumulated")
-    if training.zero_optimization.stage:
+    if training.zero_optimization.stage and world == 1:
         parts.append(f"ZeRO {training.zero_optimization.stage}")
     layout = f" ({', '.join(parts)})" if parts else ""
     tokens = count(training.train_iters * batch * length)
@@ -61,6 +64,23 @@ def first_line(run: Run, step: int, seconds: float) -> str:
         f"{batch:,} × {length:,} tokens{layout} are {tokens} tokens; {done}{about(seconds)}"
         f"{f'; attention in {why}' if why else ''}"
     )
+
+
+def layout_lines(config: Config, sizes: Sizes) -> list[str]:
+    """How several processes divide the work, and what a pipeline costs. Nothing for one process."""
+    if sizes.world == 1:
+        return []
+    dimensions = " × ".join(f"{name} {getattr(sizes, name)}" for name in ("tensor", "pipeline", "context", "data"))
+    stages, steps = sizes.pipeline, config.training.gradient_accumulation_steps
+    lines = [f"{sizes.world} ranks: {dimensions}, ZeRO {config.training.zero_optimization.stage}"]
+    if stages > 1:
+        layers = [len(layers_of(config.model.num_layers, Axis(stage, stages))) for stage in range(stages)]
+        uneven = f"; layers per stage {', '.join(map(str, layers))}" if len(set(layers)) > 1 else ""
+        lines.append(
+            f"pipeline: {stages} stages, {steps} micro-batches: a stage waits {bubble(stages, steps):.0%} of a step"
+            f"{uneven}"
+        )
+    return lines
 
 
 def last_line(config: Config, checkpoint: Path | None) -> str:

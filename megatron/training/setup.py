@@ -99,7 +99,7 @@ def assemble(config: Config, session: Session, start: Start, console: ConsoleRep
         RunError: a file is damaged or cannot be written.
     """
     training, processes = config.training, session.processes
-    resume.check_engine(start, config, processes.world)
+    resume.check_engine(start, config, processes.mesh.sizes)
     known = vocabulary(config.data)
     resume.check_vocabulary(start, known.size, known.name)
     check_position(config.model, config.position)  # before the data leave anything behind

@@ -1,12 +1,14 @@
 """Which parameters are divided over tensor-parallel ranks, and how many elements there are in all."""
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import build_model
 from torch import nn
 
 from megatron.model.options import ModelOptions, PositionOptions
-from megatron.parallel.mesh import Mesh, Sizes
-from megatron.parallel.parameters import division, whole_size
+from megatron.parallel.mesh import Axis, Mesh, Sizes
+from megatron.parallel.parameters import Division, counts, cut, division, join, mark_copy, whole_size
 
 
 def test_a_layers_matrices_are_divided_and_the_rest_is_held_by_all() -> None:
@@ -31,3 +33,23 @@ def test_elements_over_all_ranks() -> None:
     assert (whole_size(part, mesh), whole_size(copy, mesh)) == (24, 5)
     copy.ds_numel = 11  # ZeRO-3 holds a part only
     assert whole_size(copy, mesh) == 11
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 1]))
+def test_what_is_cut_joins_to_the_whole(ranks: int, strips: int, size: int, dim: int) -> None:
+    shape = [5, 5]
+    shape[dim] = ranks * strips * size
+    whole, how = torch.arange(float(shape[0] * shape[1])).reshape(shape), Division(dim, strips)
+    parts = [cut(whole, how, Axis(rank, ranks)) for rank in range(ranks)]
+    assert {part.shape[dim] for part in parts} == {strips * size}
+    assert torch.equal(join(parts, how), whole)
+
+
+def test_each_parameter_counts_once() -> None:
+    part, norm, copy = (nn.Parameter(torch.zeros(2, 2)) for _ in range(3))
+    part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
+    mark_copy(copy)
+    meshes = [Mesh(rank, Sizes(tensor=2)) for rank in range(2)]
+    assert [counts(part, mesh) for mesh in meshes] == [True, True]
+    assert [counts(norm, mesh) for mesh in meshes] == [True, False]
+    assert [counts(copy, mesh) for mesh in meshes] == [False, False]

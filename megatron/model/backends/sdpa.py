@@ -9,8 +9,9 @@ from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.scores import visible_keys
 
-WINDOWED_ROWS = 512
-"""Query rows per call with a window, which PyTorch takes as a mask: in blocks it and the work stay linear in T."""
+MASKED_ROWS = 512
+"""Query rows per call where PyTorch takes who sees whom as a mask (with a window, or where the rows are not all of the
+sequence): in blocks the mask stays linear in T, and no row is computed against keys that come after its block."""
 
 
 class Sdpa:
@@ -28,8 +29,7 @@ class Sdpa:
             return torch.nn.functional.scaled_dot_product_attention(
                 rows.q, rows.k, rows.v, dropout_p=rows.dropout, is_causal=True
             )
-        size = rows.query.length if unbounded else WINDOWED_ROWS
-        return torch.cat([self._masked(block) for block in row_blocks(rows, size)], dim=2)
+        return torch.cat([self._masked(block) for block in row_blocks(rows, MASKED_ROWS)], dim=2)
 
     @staticmethod
     def _masked(rows: Rows) -> Tensor:

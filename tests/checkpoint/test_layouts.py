@@ -1,0 +1,100 @@
+"""Checkpoints of runs whose ranks hold a model together: one file of whole weights, resumed bit for bit, taken over by
+any other layout as weights alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import VOCABULARY, losses, same_weights, tiny_config, train_with_processes, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.load_model import load_model
+from megatron.config.schema import Config
+from megatron.errors import UserError
+from megatron.training.loop import train
+from tools.rounding import apart, sums_of_gpt
+
+MODEL = {
+    "num_layers": 3, "score_processor": "cdape", "activation": "swiglu", "gradient_accumulation_steps": 2,
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"params": {"lr": 1e-2, "eps": 1e-2}},
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"model_parallel_size": 2},
+    "tensor, ZeRO 2": {"model_parallel_size": 2, "zero_optimization": {"stage": 2}},
+    "context": {"context_parallel_size": 2, "zero_optimization": {"stage": 1}},
+    "pipeline": {"pipe_parallel_size": 2},
+    "pipeline, bf16": {"pipe_parallel_size": 2, "precision": "bf16"},
+}
+TERMS, SUMS = sums_of_gpt(32, layers=3)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str | None], Path]:
+    """Runs of two ranks, whole and in two goes, and what one rank trained; the errors of refused ones; the corpus."""
+    where = tmp_path_factory.mktemp("layouts")
+    corpus = write_corpora(where / "corpus")
+
+    def config(run: str, **keys: Any) -> Config:
+        return tiny_config(corpus, where / run, **{**MODEL, "num_gpus": 2, **keys})
+
+    train(config("alone", num_gpus=1))
+    jobs, short = [], {"train_iters": 2, "lr_decay_iters": 4}
+    for name, keys in LAYOUTS.items():
+        jobs += [config(name, **keys), config(f"{name}, stopped", **keys, **short)]
+        jobs.append(config(f"{name}, stopped", **keys, load=str(where / f"{name}, stopped")))
+        begun = {"load": str(where / "alone"), "finetune": True, "train_iters": 1}
+        jobs.append(config(f"{name}, finetuned", **keys, **begun))
+    errors = train_with_processes(where / "job", jobs)
+    train(config("alone, finetuned", num_gpus=1, load=str(where / "alone"), finetune=True, train_iters=1))
+    return where, errors, corpus
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder.resolve(run) / folder.WEIGHTS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_are_whole_and_those_of_one_process(runs: tuple[Path, list[str | None], Path], name: str) -> None:
+    where, errors, _ = runs
+    assert errors == [None] * len(errors)
+    ours, alone = weights(where / name), weights(where / "alone")
+    assert ours.keys() == alone.keys()
+    half = LAYOUTS[name].get("precision") == "bf16"
+    unit = apart(1, 2 * SUMS, torch.bfloat16) if half else apart(TERMS, 2 * SUMS)
+    # Each of four steps moves a weight by at most lr/eps = 1 of its gradient, which is clipped to 1 in all.
+    for weight, expected in alone.items():
+        torch.testing.assert_close(ours[weight], expected, rtol=0, atol=4 * unit, msg=weight)
+    assert any((ours[weight] - expected).abs().max() > 0 for weight, expected in alone.items()) or "pipe" in name
+    assert not list((where / name).rglob("parts"))
+    loaded = load_model(where / name)
+    tokens = torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.isfinite(loaded.model(tokens)).all()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_same_layout_goes_on_bit_for_bit(runs: tuple[Path, list[str | None], Path], name: str) -> None:
+    where, _, _ = runs
+    assert losses(where / f"{name}, stopped") == losses(where / name)
+    assert same_weights(where / f"{name}, stopped", where / name)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_takes_over_the_weights_of_one_process(
+    runs: tuple[Path, list[str | None], Path], name: str
+) -> None:
+    where, _, _ = runs
+    unit = apart(1, SUMS, torch.bfloat16) if "bf16" in name else apart(TERMS, SUMS)
+    assert losses(where / f"{name}, finetuned") == pytest.approx(losses(where / "alone, finetuned"), rel=unit)
+
+
+def test_another_layout_cannot_take_over_the_optimizer(runs: tuple[Path, list[str | None], Path]) -> None:
+    where, _, corpus = runs
+    run = where / "tensor"
+    with pytest.raises(UserError, match=r"model_parallel_size: .*was written with 2, this run has 1"):
+        train(tiny_config(corpus, run, **MODEL, load=str(run), train_iters=6))
+    run = where / "pipeline"
+    with pytest.raises(UserError, match=r"pipe_parallel_size: .*was written with 2, this run has 1"):
+        train(tiny_config(corpus, run, **MODEL, load=str(run), train_iters=6))

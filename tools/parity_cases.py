@@ -1,0 +1,141 @@
+"""What the parity table compares: methods, layouts, the run that each of them does, and how far apart they may be."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.config.schema import Config
+from megatron.parallel.mesh import Sizes
+from tools.rounding import apart, sums_of_gpt
+
+STEPS = 5
+LENGTH, WIDTH, LAYERS, HEADS, VOCABULARY = 32, 32, 4, 4, 61
+BATCH = 4
+"""Sequences of a step: four micro-batches of one, divided over the data-parallel ranks."""
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"pos_emb": "none"},
+    "rotary": {"pos_emb": "rotary"},
+    "learned": {"pos_emb": "learned"},
+    "t5": {"pos_emb": "t5"},
+    "kerple_log per layer": {"pos_emb": "kerple_log", "pos_emb_per_layer": True},
+    "fire": {"pos_emb": "fire"},
+    "cope": {"pos_emb": "cope"},
+    "transformer_xl": {"pos_emb": "transformer_xl"},
+    "cdape(kerple_log), window 20": {"pos_emb": "kerple_log", "score_processor": "cdape", "attention_window": 20},
+    "rotary, randomized": {"pos_emb": "rotary", "randomized_positions": 80},
+    "kerple_log, untied": {"pos_emb": "kerple_log", "no_weight_tying": True, "activation": "swiglu"},
+    "dape(alibi), recomputed": {"pos_emb": "alibi", "score_processor": "dape", "checkpoint_activations": True},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide the work."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    stage: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.tensor, self.context, self.data, self.pipeline)
+
+    def __str__(self) -> str:
+        letters = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "DP": self.data}
+        return (
+            " × ".join([f"{name} {size}" for name, size in letters.items() if size > 1] or ["1"])
+            + f", ZeRO {self.stage}"
+        )
+
+
+def layouts(world: int) -> Iterator[Layout]:
+    """Every division of so many ranks, with every ZeRO stage that it allows."""
+    for tensor in _divisors(world, HEADS):
+        for context in _divisors(world // tensor, LENGTH // 2):
+            for pipeline in _divisors(world // tensor // context, LAYERS):
+                data = world // tensor // context // pipeline
+                for stage in (0, 1) if pipeline > 1 else (0, 1, 2, 3):
+                    if BATCH // data >= pipeline:
+                        yield Layout(tensor, context, data, pipeline, stage)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0 and most % size == 0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training of a few steps."""
+
+    method: str
+    layout: Layout
+    precision: str = "fp32"
+
+    def config(self) -> Config:
+        """Its configuration; what data there are is up to whoever runs it."""
+        layout = self.layout
+        return Config.of(
+            {
+                "num_layers": LAYERS,
+                "hidden_size": WIDTH,
+                "num_attention_heads": HEADS,
+                "seq_length": LENGTH,
+                "init_method_std": 0.1,
+                "make_vocab_size_divisible_by": 64,
+                "attention_chunk_rows": 12,
+                **METHODS[self.method],
+                "train_iters": STEPS,
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": BATCH // layout.data,
+                "train_batch_size": BATCH,
+                "precision": self.precision,
+                # Clipping shows a wrong norm in the next step's loss. Adam with so large an epsilon does not blow the
+                # rounding of a gradient that is nearly zero up to a whole step.
+                "gradient_clipping": 0.5,
+                "optimizer": {"params": {"lr": 1e-2, "eps": 1e-2}},
+                "zero_optimization": {"stage": layout.stage, "stage3_param_persistence_threshold": 0},
+                "model_parallel_size": layout.tensor,
+                "context_parallel_size": layout.context,
+                "pipe_parallel_size": layout.pipeline,
+                "num_gpus": layout.sizes.world,
+                "device": "cpu",
+                "distributed_backend": "gloo",
+            }
+        )
+
+    def alone(self) -> "Case":
+        """The same by one process."""
+        return Case(self.method, Layout(), self.precision)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of_json(values: dict[str, Any]) -> "Case":
+        return Case(**{**values, "layout": Layout(**values["layout"])})
+
+
+def possible(case: Case) -> bool:
+    """Half precision without ZeRO cannot divide a model: a run takes stage 1 by itself."""
+    layout = case.layout
+    return case.precision == "fp32" or layout.stage > 0 or layout.tensor * layout.pipeline == 1
+
+
+def tolerance(precision: str) -> tuple[float, float]:
+    """How far losses and gradient norms of two layouts may be apart, relative to themselves.
+
+    In float32, sums of so many terms follow on one another forwards, and as many again backwards. In bfloat16 the sums
+    are float32 and each result is rounded once; a loss is the mean over the tokens of a batch, at least 64 of them, and
+    a norm the root of a sum over many more gradients, whose errors are as independent. Five steps of this optimizer
+    move a weight by 5 · lr/eps = 5 times a gradient that is clipped to 0.5 in all, so what was off in it returns at
+    most 2.5 times.
+    """
+    terms, sums = sums_of_gpt(WIDTH, LAYERS)
+    if precision == "fp32":
+        return apart(terms, sums), 3.5 * apart(terms, 2 * sums)
+    import torch
+
+    return apart(1, sums, torch.bfloat16) / 8, 3.5 * apart(1, 2 * sums, torch.bfloat16) / 8

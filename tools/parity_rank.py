@@ -1,0 +1,91 @@
+"""One rank of the parity table: `parity_rank.py FOLDER RANK WORLD` trains the cases of FOLDER/cases.json in turn.
+
+FOLDER/RANK.json gets, of each, the losses and gradient norms of its steps and the loss of a validation after them.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import torch  # noqa: E402
+
+from megatron.data.batches import Batch, batches  # noqa: E402
+from megatron.model.build import build_model  # noqa: E402
+from megatron.parallel import seeds  # noqa: E402
+from megatron.parallel.megatron_core import parallel_state  # noqa: E402
+from megatron.parallel.place import Place  # noqa: E402
+from megatron.parallel.processes import join  # noqa: E402
+from megatron.training.engine import Engine  # noqa: E402
+from tools.parity_cases import BATCH, LENGTH, STEPS, VOCABULARY, Case  # noqa: E402
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Noisy counting; a mask leaves out a share of each sequence that differs from one to the next."""
+
+    def __init__(self, steps: int) -> None:
+        generator = torch.Generator().manual_seed(8)
+        starts = torch.randint(VOCABULARY, (steps * BATCH, 1), generator=generator)
+        noise = torch.randint(3, (steps * BATCH, LENGTH + 1), generator=generator)
+        self.rows = (starts + torch.arange(LENGTH + 1) + noise) % VOCABULARY
+        shares = torch.tensor([0.95, 0.1, 0.6, 0.4]).repeat(steps)[:, None]
+        self.masks = (torch.rand(steps * BATCH, LENGTH, generator=generator) < shares).float()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"tokens": self.rows[index, :-1], "labels": self.rows[index, 1:], "loss_mask": self.masks[index]}
+
+
+def trained(case: Case, place: Place) -> dict[str, Any]:
+    """Train one case. All ranks must call this."""
+    config = case.config()
+    processes = join(place, case.layout.sizes, device="cpu", backend="gloo")
+    model = build_model(config.model, config.position, VOCABULARY, processes=processes, seed=3)
+    parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
+    engine = Engine(config, model, processes)
+    engine.model.train()
+    data = Sequences(STEPS)
+    order = batches(data, micro_batch=1, mesh=processes.mesh)
+    steps = config.training.gradient_accumulation_steps
+
+    def over_all(share: torch.Tensor) -> float:
+        return processes.sum(processes.mesh.once(float(share)))[0]
+
+    losses, norms = [], []
+    for step in range(STEPS):
+        first = step * BATCH
+        tokens = int(data.masks[first : first + BATCH].sum())
+        micro = [next(order) for _ in range(steps)]
+        losses.append(over_all(engine.accumulate(micro, tokens, draw=seeds.seed_of_positions(1, first))))
+        engine.step(1e-2)
+        norms.append(float(engine.grad_norm))
+    engine.model.eval()
+    order = batches(data, micro_batch=1, mesh=processes.mesh)
+    valid = over_all(engine.score([next(order) for _ in range(steps)])) / float(data.masks[:BATCH].sum())
+    engine.close()
+    parallel_state.destroy_model_parallel()
+    return {"losses": losses, "norms": norms, "valid": valid, "parameters": parameters, "flops": flops}
+
+
+def main() -> None:
+    """Meet the other ranks and train."""
+    folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    if world > 1:
+        store = torch.distributed.FileStore(str(folder / "store"), world)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    cases = [Case.of_json(values) for values in json.loads((folder / "cases.json").read_text(encoding="utf-8"))]
+    found = []
+    for case in cases:
+        found.append(trained(case, Place(rank, world)))
+        print(f"{len(found)} of {len(cases)}: {case.method}, {case.layout}, {case.precision}", flush=True)
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
