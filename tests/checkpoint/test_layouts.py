@@ -66,7 +66,6 @@ def test_weights_are_whole_and_those_of_one_process(runs: tuple[Path, list[str |
     # Each of four steps moves a weight by at most lr/eps = 1 of its gradient, which is clipped to 1 in all.
     for weight, expected in alone.items():
         torch.testing.assert_close(ours[weight], expected, rtol=0, atol=4 * unit, msg=weight)
-    assert any((ours[weight] - expected).abs().max() > 0 for weight, expected in alone.items()) or "pipe" in name
     assert not list((where / name).rglob("parts"))
     loaded = load_model(where / name)
     tokens = torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
