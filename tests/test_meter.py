@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 
 from megatron.meter import Job, Meter, seconds_left
-from megatron.quantities import duration, flop
 
 
 class Clock:
@@ -104,21 +103,6 @@ def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
             assert told == ([60 / 10 + 13 + 300 / 10] if done >= 40 else [])
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 FLOP"),
-        (950, "950 FLOP"),
-        (12_345, "12.3 kFLOP"),
-        (4.56e12, "4.56 TFLOP"),
-        (1e12, "1 TFLOP"),
-        (3e27, "3e+03 YFLOP"),
-    ],
-)
-def test_flop(count: float, text: str) -> None:
-    assert flop(count) == text
-
-
 def test_a_skipped_job_says_nothing_about_speed() -> None:
     jobs = [Job("first", "train", 100), seen("second", "train", 100, (0, 1), (25, 5), (50, 10))]
     Meter(None, jobs).skip(jobs[0])
@@ -133,10 +117,3 @@ def test_a_terminal_gets_a_bar() -> None:
         meter._bar.refresh()
     assert "first: step [4]" in out.getvalue()
     assert "left" in out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7444, "2 h 04 min")]
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

@@ -48,9 +48,9 @@ def _method(
         return
     for option in options:
         if known is not None and option not in known:
-            hint = "; ".join(("", did_you_mean(option, known))).rstrip("; ")
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            yield f"{kind}_options.{option}", f"{kind} {name} has no option {option!r}; {takes}{hint}"
+            said = [f"{kind} {name} has no option {option!r}", takes, did_you_mean(option, known)]
+            yield f"{kind}_options.{option}", "; ".join(filter(None, said))
 
 
 def _position(config: Config) -> Iterator[Problem]:

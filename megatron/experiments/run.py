@@ -29,6 +29,7 @@ from megatron.experiments.spec import Member, Sweep, read
 from megatron.files import make_folder
 from megatron.launch.console import explained, run_console
 from megatron.launch.local import terminable
+from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
 from megatron.quantities import duration, flop
 from megatron.reports import tables
@@ -79,7 +80,7 @@ def _run(sweep: Sweep, console: Console, say: Callable[[str], None]) -> list[Rec
     begun = time.monotonic()
     finished = {member: receipts.finished_steps(member) for member in sweep.members}  # refuses foreign folders first
     if sweep.options.corpus is not None:
-        _prepare(sweep.options.corpus, console)
+        _prepare(sweep.options.corpus, console, say)
     todo = work(sweep, finished, say)
     found: list[Record] = []
     jobs = [job for each in todo.values() for job in (each.training, each.evaluation)]
@@ -98,21 +99,16 @@ def _run(sweep: Sweep, console: Console, say: Callable[[str], None]) -> list[Rec
     return found
 
 
-def _prepare(corpus: CorpusOptions, console: Console) -> None:
-    from megatron.data.corpus import prepare
-
-    job = Job(f"corpus {corpus.folder}", "prepare", 1.0)
-    with Meter(console, [job]) as meter:
-        meter.begin(job)
-        made = prepare(
-            corpus.sources, corpus.folder, tokenizer=corpus.tokenizer, vocab_file=corpus.vocab_file,
-            merge_file=corpus.merge_file, vocab_size=corpus.vocab_size, split=corpus.split, seed=corpus.seed,
-            workers=corpus.workers, progress=lambda stage, done, total: meter.update(done / max(total, 1), stage),
-        )  # fmt: skip
+def _prepare(corpus: CorpusOptions, console: Console, say: Callable[[str], None]) -> None:
+    made = metered(
+        console, corpus.sources, corpus.folder, tokenizer=corpus.tokenizer, vocab_file=corpus.vocab_file,
+        merge_file=corpus.merge_file, vocab_size=corpus.vocab_size, split=corpus.split, seed=corpus.seed,
+        workers=corpus.workers,
+    )  # fmt: skip
     for note in made.notes:
-        meter.say(note)
+        say(note)
     sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in made.splits.items())
-    meter.say(f"corpus {made.folder} {'is there' if made.reused else 'prepared'}: {sizes}")
+    say(f"corpus {made.folder} {'is there' if made.reused else 'prepared'}: {sizes}")
 
 
 def _outlook(todo: dict[Member, Work]) -> str:

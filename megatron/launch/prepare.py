@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,25 +13,31 @@ from rich.table import Table
 from megatron.launch.console import explained, run_console, temporary_log
 from megatron.meter import Job, Meter
 
+if TYPE_CHECKING:
+    from megatron.data.corpus import Corpus
+
 
 def prepare_corpus(sources: Sequence[str], output: Path, **choices: Any) -> None:
     """Prepare a corpus with progress on the console. `choices` are those of `megatron.data.corpus.prepare`."""
     with temporary_log() as log, run_console(log) as console, explained(log):
-        from megatron.data.corpus import Corpus, prepare
-
-        job = Job(f"corpus {output}", "prepare", 1.0)
-        with Meter(console if console.is_terminal else None, [job]) as meter:
-            meter.begin(job)
-            corpus: Corpus = prepare(
-                sources,
-                output,
-                progress=lambda stage, done, total: meter.update(done / max(total, 1), stage),
-                **choices,
-            )
-        _summary(console, corpus)
+        _summary(console, metered(console if console.is_terminal else None, sources, output, **choices))
 
 
-def _summary(console: Console, corpus: Any) -> None:
+def metered(console: Console | None, sources: Sequence[str], output: str | Path, **choices: Any) -> Corpus:
+    """`megatron.data.corpus.prepare` behind a bar on a console; None shows nothing."""
+    from megatron.data.corpus import prepare
+
+    job = Job(f"corpus {output}", "prepare", 1.0)
+    with Meter(console, [job]) as meter:
+        meter.begin(job)
+
+        def progress(stage: str, done: int, total: int) -> None:
+            meter.update(done / max(total, 1), stage)
+
+        return prepare(sources, output, progress=progress, **choices)
+
+
+def _summary(console: Console, corpus: Corpus) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("split")
     for heading in ("documents", "tokens", "bytes"):

@@ -14,7 +14,6 @@ from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.launch.console import run_console
-from megatron.quantities import about, duration, speed
 from megatron.training import loop, outline
 from megatron.training.console import ConsoleReporter
 from megatron.training.hardware import matmul_speed
@@ -116,12 +115,7 @@ def test_validation_reports_every_micro_batch(corpus: Path, monkeypatch: pytest.
     assert seen == [("valid", done, 3) for done in range(4)]
 
 
-def test_words_for_times_speeds_and_counts() -> None:
-    assert [duration(s) for s in (0.4, 65, 10921, 15552000)] == ["0 s", "1 min 05 s", "3 h 02 min", "180 days"]
-    assert [about(s) for s in (0.01, 45, 125, 3600 * 5, 180.2 * 86400)] == [
-        "about 1 s", "about 45 s", "about 2 min", "about 5 h", "about 180 days"
-    ]  # fmt: skip
-    assert [speed(t) for t in (0.0123, 0.9, 1.0, 412.3)] == ["12.3 GFLOP/s", "900 GFLOP/s", "1 TFLOP/s", "412 TFLOP/s"]
+def test_words_for_counts() -> None:
     assert [outline.count(n) for n in (7, 12_345, 124_439_808, 999_999, 2.65e9, 26.2e9)] == [
         "7", "12.3k", "124M", "1.00M", "2.65B", "26.2B"
     ]  # fmt: skip
