@@ -1,0 +1,114 @@
+"""What is estimated to be kept of a layer is what autograd keeps of the real one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kept import kept_by_autograd
+from models import build_model
+from tiny_runs import tiny_config
+
+from megatron.config.schema import Config
+from megatron.model import attention
+from megatron.model.attention import Reading
+from megatron.model.backends import choose
+from megatron.parallel.mesh import Axis, Sizes
+from megatron.parallel.places import held
+from megatron.planning import activations
+from megatron.planning.positions import ENCODINGS
+from megatron.position.shape import Span
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+METHODS = {
+    "rotary": {"pos_emb": "rotary"},
+    "kerple_log": {"pos_emb": "kerple_log"},
+    "cdape": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+    "cdape on rotary": {"pos_emb": "rotary", "score_processor": "cdape"},
+}
+
+
+def config(length: int, **keys: Any) -> Config:
+    flat = {
+        "num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "seq_length": length, "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": 2, "attention_chunk_rows": 64,
+    }  # fmt: skip
+    return tiny_config(Path(), **(flat | keys))
+
+
+def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False) -> int:
+    """Bytes that a layer of the model keeps, its input included; where ranks share a sequence, what `context` keeps."""
+    kind = TYPES[config.training.compute_type]
+    gpt = build_model(config.model, config.position, 61, dtype=kind).train()
+    length = config.model.seq_length
+    spans = tuple(Span(start, size) for start, size in held(length, context))
+    batch = config.training.train_micro_batch_size_per_gpu
+    hidden = torch.zeros(length // context.size, batch, 64, dtype=kind, requires_grad=True)
+    return kept_by_autograd(gpt, lambda: gpt._layers(hidden, Reading(spans)), arguments=arguments)
+
+
+@pytest.fixture
+def copied_places(monkeypatch: pytest.MonkeyPatch):
+    """Keys and values of all places, of two ranks that are alike."""
+    monkeypatch.setattr(attention, "gather_places", lambda x, processes: torch.cat([x, x], 2))
+
+
+@pytest.mark.parametrize("length", [256, 512])
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [(m, b) for m in METHODS for b in ("eager", "chunked", "auto")] + [("rotary", "sdpa"), ("kerple_log", "auto")],
+)
+def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: str, length: int) -> None:
+    wanted = config(length, **METHODS[method], attention_backend=backend, precision=precision)
+    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize(
+    ("method", "backend"), [(m, b) for m in METHODS for b in ("eager", "chunked")] + [("rotary", "sdpa")]
+)
+def test_ranks_that_share_a_sequence(method: str, backend: str, precision: str, copied_places: None) -> None:
+    wanted = config(512, **METHODS[method], attention_backend=backend, precision=precision)
+    for index in range(2):
+        estimate = activations.layer(wanted, Sizes(context=2), context_index=index).kept
+        found = measured(wanted, Axis(index, 2), arguments=(method, backend) == ("cdape", "chunked"))
+        assert estimate == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed_layers_keep_their_input_alone(method: str) -> None:
+    wanted = config(256, **METHODS[method], checkpoint_activations=True)
+    assert activations.layer(wanted, Sizes()).entry == pytest.approx(measured(wanted), rel=0.01)
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation": "swiglu", "norm": "rmsnorm"},
+        {"activation": "relu", "gpt_j_residual": True},
+        {"norm": "rmsnorm", "gpt_j_residual": True},
+        {"norm": "rmsnorm", "gpt_j_residual": True, "gpt_j_tied": True},
+        {"activation": "geglu", "intermediate_size": 96},
+    ],
+)
+def test_other_layers(keys: dict[str, Any], precision: str) -> None:
+    wanted = config(256, pos_emb="none", precision=precision, **keys)
+    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.02)
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_every_encoding(name: str, precision: str) -> None:
+    wanted = config(256, pos_emb=name, attention_backend="eager", precision=precision)
+    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+
+
+def test_a_window_leaves_out_columns() -> None:
+    wanted = config(512, **METHODS["cdape"], attention_window=100)
+    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+
+
+def test_blocks_are_kept_up_to_the_same_length() -> None:
+    assert (activations.KEPT_UP_TO, activations.KEPT_ROWS) == (choose.KEPT_UP_TO, choose.KEPT_ROWS)

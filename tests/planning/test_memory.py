@@ -1,0 +1,108 @@
+"""States are those of real engines; what layouts do to memory follows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Forked
+from tiny_runs import VOCABULARY, tiny_config
+
+from megatron.config.load import load
+from megatron.config.schema import Config
+from megatron.errors import UserError
+from megatron.parallel.mesh import Sizes
+from megatron.planning.memory import Memory, memory
+from megatron.planning.parameters import whole
+
+SCRIPT = Path(__file__).parents[1] / "support/planning_rank.py"
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Bytes per parameter that engines of two ranks hold."""
+    folder = tmp_path_factory.mktemp("engines")
+    ranks = [Forked(SCRIPT, str(folder), str(rank), output=folder / f"{rank}.txt") for rank in range(2)]
+    assert [rank.wait(300) for rank in ranks] == [0, 0], "\n".join(rank.printed() for rank in ranks)
+    return json.loads((folder / "0.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_are_those_of_the_engine(precision: str, stage: int, steps: int, engines: Any) -> None:
+    config = tiny_config(
+        Path(), pos_emb="rotary", hidden_size=128, precision=precision, gradient_accumulation_steps=steps,
+        train_batch_size=None, zero_optimization={"stage": stage},
+    )  # fmt: skip
+    estimate, found = memory(config, Sizes(data=2), VOCABULARY), engines[f"{precision} {stage} {steps}"]
+    parameters = whole(config, VOCABULARY)
+    states = (estimate.weights + estimate.optimizer) / parameters
+    gradients = estimate.gradients / parameters
+    assert states + gradients == pytest.approx(max(found.values()), rel=0.01)
+    # What stays between steps: with ZeRO 3, or accumulated in float32 with ZeRO 1, buffers of gradients do.
+    assert states <= found["between"] * 1.001
+    assert states + gradients >= found["between"] * 0.999
+
+
+def of(name: str, method: str, sizes: Sizes, **keys: Any) -> Memory:
+    return memory(settled(name, method, **keys), sizes, 50257)
+
+
+def settled(name: str, method: str, **keys: Any) -> Config:
+    keys = {"precision": "bf16", "train_batch_size": None, "train_micro_batch_size_per_gpu": 1} | keys
+    return load([name, method]).config.replace(**keys)
+
+
+def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:
+    one, eight = (of("2-7B", "rotary", sizes) for sizes in (Sizes(), Sizes(data=4, context=2)))
+    assert one.optimizer == 12 * whole(settled("2-7B", "rotary"), 50257)
+    assert eight.optimizer == pytest.approx(one.optimizer / 8)
+    assert eight.weights == one.weights
+
+
+def test_the_parts_add_up_to_the_worst_moment() -> None:
+    found = of("125M", "cdape_kerple_log", Sizes())
+    always = found.weights + found.gradients + found.optimizer + found.buffers
+    assert found.total == always + max(found.activations + max(found.logits, found.working), found.step)
+    gib = found.total / 2**30
+    assert found.fits(gib / 0.89)
+    assert not found.fits(gib / 0.91)
+    assert found.fits(gib, spare=0)
+
+
+def test_earlier_stages_hold_more_micro_batches() -> None:
+    config = settled("2-7B", "rotary", gradient_accumulation_steps=8, checkpoint_activations=False)
+    first, last = (memory(config, Sizes(pipeline=4), 50257, stage=stage) for stage in (0, 3))
+    assert first.activations == pytest.approx(4 * last.activations, rel=0.05)
+    assert (first.logits, last.logits > 0) == (0, True)
+    worst = memory(config, Sizes(pipeline=4), 50257)
+    assert worst.total == max(memory(config, Sizes(pipeline=4), 50257, stage=stage).total for stage in range(4))
+
+
+@pytest.mark.parametrize("method", ["rotary", "cdape_kerple_log"])
+def test_activations_fall_with_the_ranks_of_a_sequence(method: str) -> None:
+    one, four = (of("2-7B", method, Sizes(context=c), seq_length=8192) for c in (1, 4))
+    assert four.activations == pytest.approx(one.activations / 4)
+    assert four.logits == pytest.approx(one.logits / 4)
+
+
+def test_memory_is_linear_in_the_length_where_rows_are_recomputed() -> None:
+    short, long = (of("2-7B", "cdape_kerple_log", Sizes(), seq_length=n) for n in (8192, 32768))
+    for part in ("activations", "logits"):
+        assert getattr(long, part) == pytest.approx(4 * getattr(short, part), rel=0.01)
+    assert long.working < 4.1 * short.working
+    eager = [of("2-7B", "cdape_kerple_log", Sizes(), seq_length=n, attention_backend="eager") for n in (8192, 32768)]
+    assert eager[1].working > 14 * eager[0].working
+
+
+def test_a_backend_may_be_named() -> None:
+    config = settled("125M", "kerple_log", checkpoint_activations=False)
+    kept = memory(config, Sizes(), 50257, backend="eager").activations
+    assert kept > memory(config, Sizes(), 50257, backend="chunked").activations
+
+
+def test_an_encoding_of_ones_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(Path(), pos_emb="mine")
+    with pytest.raises(UserError, match=r"pos_emb mine is not known: megatron/planning/positions\.py"):
+        memory(config, Sizes(), VOCABULARY)

@@ -1,0 +1,93 @@
+"""Parameters are counted exactly: those of every shipped model, in every layout, with every method."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import build_model
+from tiny_runs import tiny_config
+
+from megatron.config import names
+from megatron.config.load import SHIPPED, load
+from megatron.config.schema import Config
+from megatron.model import build
+from megatron.parallel.mesh import Mesh, Sizes
+from megatron.parallel.parameters import division, whole_size
+from megatron.parallel.processes import Processes
+from megatron.planning.parameters import held, whole
+from megatron.planning.positions import ENCODINGS, KERNELS
+
+VOCABULARY = 50257
+MODELS = sorted(path.stem for path in (SHIPPED / "model").glob("*.yml"))
+
+
+def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
+    """What a rank holds, from the parameters of the stage that is built, without memory."""
+    processes = Processes(mesh=Mesh(stage, Sizes(pipeline=stages)))
+    gpt = build.build_model(config.model, config.position, VOCABULARY, device="meta", processes=processes)
+    return sum(p.numel() // (1 if division(p) is None else tensor) for p in gpt.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shipped_models(name: str) -> None:
+    config = load([name, "cdape_kerple_log"]).config
+    gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
+    assert whole(config, VOCABULARY) == gpt.num_parameters()
+    for tensor in (2, 4):
+        parts = {p: p.numel() // (1 if division(p) is None else tensor) for p in gpt.parameters()}
+        assert held(config, Sizes(tensor=tensor), VOCABULARY) == sum(parts.values())
+        assert whole_size(gpt.embedding.word_embeddings.weight, Mesh(0, Sizes(tensor=tensor))) % tensor == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["kerple_log", "cdape_kerple_log", "learned"])
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 5), (4, 12)])
+def test_every_stage(method: str, tied: bool, tensor: int, stages: int) -> None:
+    config = load(["125M", method]).config.replace(no_weight_tying=not tied)
+    sizes = Sizes(tensor=tensor, pipeline=stages, data=2)
+    for stage in sorted({0, 1, stages - 1}):
+        assert held(config, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), stage
+
+
+def counted(**keys: Any) -> tuple[int, int]:
+    """Parameters as we count them, and as the model does."""
+    config = tiny_config(Path(), **keys)
+    gpt = build_model(config.model, config.position, 61, device="meta")
+    return whole(config, 61), gpt.num_parameters()
+
+
+def test_every_method() -> None:
+    assert (set(ENCODINGS), set(KERNELS)) == (set(names.encodings()), set(names.processors()[1:]))
+    for encoding in names.encodings():
+        for processor in names.processors():
+            estimate, built = counted(pos_emb=encoding, score_processor=processor)
+            assert estimate == built, (encoding, processor)
+
+
+@pytest.mark.parametrize(
+    ("position", "options"),
+    [
+        ("fire", {"width": 7}),
+        ("cope", {"positions": 9}),
+        ("t5", {"num_buckets": 16}),
+        ("transformer_xl", {}),
+    ],
+)
+def test_options_of_methods(position: str, options: dict[str, Any]) -> None:
+    processor = {"score_processor": "cdape", "score_processor_options": {"width": 5, "kernel_size": 7}}
+    estimate, built = counted(pos_emb=position, pos_emb_options=options, pos_emb_per_layer=True, **processor)
+    assert estimate == built
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation": "swiglu", "norm": "rmsnorm", "mlp_multiple_of": 24},
+        {"gpt_j_residual": True, "gpt_j_tied": True},
+        {"use_bias_in_mlp": False, "no_weight_tying": True},
+        {"use_bias_in_attn_linear": False, "max_position_embeddings": 48, "pos_emb": "learned"},
+    ],
+)
+def test_other_layers(keys: dict[str, Any]) -> None:
+    estimate, built = counted(**keys)
+    assert estimate == built

@@ -1,0 +1,73 @@
+"""One of two data-parallel ranks: `planning_rank.py FOLDER RANK` writes what engines hold, in bytes per parameter.
+
+FOLDER/0.json gets, for each precision, ZeRO stage and number of micro-batches: between two steps, before the last
+micro-batch, and before the step.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+SMALL = dict.fromkeys(
+    ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"), 10
+) | {"stage3_param_persistence_threshold": 0}  # fmt: skip
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+
+    from kept import storages
+    from tiny_runs import VOCABULARY, tiny_config
+
+    from megatron.model.build import build_model
+    from megatron.parallel.mesh import Sizes
+    from megatron.parallel.place import Place
+    from megatron.parallel.processes import join
+    from megatron.training.engine import Engine
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    processes = join(Place(rank, 2), Sizes(data=2), device="cpu", backend="gloo")
+    batch = {name: torch.zeros(1, 16, dtype=torch.int64) for name in ("tokens", "labels")}
+    batch["loss_mask"] = torch.ones(1, 16)
+    alive = []  # so that no storage of an engine before has the address of a new one
+
+    def measured(precision: str, stage: int, steps: int) -> dict[str, float]:
+        config = tiny_config(
+            Path(), pos_emb="rotary", hidden_size=128, zero_optimization={"stage": stage, **SMALL},
+            precision=precision, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=steps,
+            train_batch_size=2 * steps, num_gpus=2,
+        )  # fmt: skip
+        before, sums = set(storages()), {}
+        model = build_model(config.model, config.position, VOCABULARY, seed=1, processes=processes)
+        parameters = model.num_parameters()
+        engine = Engine(config, model, processes)
+        alive.append(engine)
+        model.train()
+
+        def note(when: str) -> None:
+            new = sum(size for address, size in storages().items() if address not in before)
+            sums[when] = new / parameters
+
+        engine.accumulate([batch] * steps, 32 * steps)
+        engine.step(1e-3)
+        note("between")
+        engine.accumulate([batch] * steps, 32 * steps, progress=lambda done: note("accumulating") if done else None)
+        note("before the step")
+        engine.step(1e-3)
+        return sums
+
+    cases = [(precision, stage, steps) for precision in ("fp32", "bf16") for stage in range(4) for steps in (1, 2)]
+    found = {" ".join(map(str, case)): measured(*case) for case in cases}
+    if rank == 0:
+        (folder / "0.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
