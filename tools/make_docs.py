@@ -13,7 +13,9 @@ from tools.arguments import tell_interrupts_in_a_line  # noqa: E402
 if __name__ == "__main__":
     tell_interrupts_in_a_line()
 
+import draw_parallel  # noqa: E402
 import draw_positions  # noqa: E402
+import make_parallel  # noqa: E402
 import make_positions  # noqa: E402
 import matplotlib.image  # noqa: E402
 
@@ -22,6 +24,7 @@ from megatron.config import reference  # noqa: E402
 PAGES: dict[Path, Callable[[], str]] = {
     reference.PAGE: reference.markdown,
     make_positions.PAGE: make_positions.markdown,
+    make_parallel.PAGE: make_parallel.markdown,
 }
 
 
@@ -39,6 +42,7 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
             print(f"written: {page}")
     pictures = {ROOT / picture: content for picture, content in draw_positions.pictures().items()}
+    pictures[ROOT / draw_parallel.PICTURE] = draw_parallel.png()
     folder = ROOT / draw_positions.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in pictures.items():

@@ -1,0 +1,50 @@
+"""The overlays for clusters: what docs/parallel.md says of each model fits, on as many GPUs as it says."""
+
+import re
+
+import pytest
+
+from megatron.config.load import SHIPPED, load
+from megatron.config.ranks import mesh_sizes
+from megatron.parallel.devices import Machine
+from megatron.planning.memory import memory
+from megatron.training.preflight import preflight
+from tools.make_parallel import GPT2_VOCABULARY, GPUS, METHOD, MODELS, OVERLAYS, PAGE, ROOT, estimates, markdown
+
+ROW = re.compile(r"\| (\S+) \| `(a100_\w+)` \| (\d+) \| ([\d.]+) GiB \| (\d+) \| ([\d.]+) GiB \|")
+TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
+ROWS = ROW.findall(TEXT)
+CASES = [
+    (model, overlay, int(gpus), gib, float(estimate))
+    for model, overlay, *found in ROWS
+    for gib, gpus, estimate in zip(GPUS.values(), found[::2], found[1::2], strict=True)
+]
+
+
+def test_the_table_has_every_model_and_every_overlay() -> None:
+    assert {path.stem for path in (SHIPPED / "cluster").glob("a100_*.yml")} == set(OVERLAYS)
+    assert [(model, overlay) for model, overlay, *_ in ROWS] == [(m, o) for o in OVERLAYS for m in MODELS]
+
+
+@pytest.mark.parametrize(("model", "overlay", "gpus", "gib", "estimate"), CASES)
+def test_what_the_table_names_fits(model: str, overlay: str, gpus: int, gib: float, estimate: float) -> None:
+    for method in (METHOD, "rotary", "fire"):
+        config = load([model, method, overlay, "local_setup"]).config
+        on_site = preflight(config, Machine(gpus=gpus, cores=gpus))
+        assert on_site.config.training.compute_type == "bf16"
+        assert on_site.config.launch.num_gpus == gpus
+        from_afar = preflight(config.replace(num_gpus=gpus, device="cuda"), Machine(gpus=0, cores=2), dry=True)
+        assert from_afar.config.training == on_site.config.training
+        found = memory(on_site.config, mesh_sizes(on_site.config, gpus), GPT2_VOCABULARY)
+        assert found.fits(gib), found
+        if method == METHOD:
+            assert found.total / 2**30 == pytest.approx(estimate, abs=0.051)
+
+
+def test_fewer_gpus_than_the_table_says_do_not_fit() -> None:
+    for model, overlay, gpus, gib, _ in CASES:
+        assert all(fewer >= gpus for fewer, found in estimates(model, overlay) if found.fits(gib))
+
+
+def test_the_page_is_the_generated_one() -> None:
+    assert markdown() == TEXT, "run: make docs"

@@ -1,0 +1,117 @@
+"""The picture of docs/parallel.md: which of 16 GPUs holds what of a model and of a batch (`make docs`)."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from megatron.parallel.mesh import Axis, Mesh, Sizes
+from megatron.parallel.places import held
+
+PICTURE = Path("docs/images/parallel.png")
+SIZES = Sizes(tensor=2, context=2, data=2, pipeline=2)
+LAYERS, LENGTH = 4, 8
+SHOWN = 5
+"""The GPU whose share stands out."""
+PLAIN, OWN = "#eef2f7", "#f2a93b"
+
+
+def _of(rank: int) -> tuple[int, int, int, int]:
+    mesh = Mesh(rank, SIZES)
+    return mesh.tensor.index, mesh.context.index, mesh.data.index, mesh.pipeline.index
+
+
+def holders(
+    tensor: int | None = None, stage: int | None = None, data: int | None = None, place: int | None = None
+) -> list[int]:
+    """The GPUs that hold a part of a layer, of the stack, of the batch, and a place of its sequences."""
+
+    def holds(rank: int) -> bool:
+        t, c, d, p = _of(rank)
+        own = held(LENGTH, Axis(c, SIZES.context))
+        wanted = ((tensor, t), (stage, p), (data, d))
+        here = place is None or any(first <= place < first + size for first, size in own)
+        return here and all(asked is None or asked == found for asked, found in wanted)
+
+    return [rank for rank in range(SIZES.world) if holds(rank)]
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, ranks: list[int], text: str) -> None:
+    colour = OWN if SHOWN in ranks else PLAIN
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="#3b4654", linewidth=0.8))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, linespacing=1.35)
+
+
+def _names(ranks: list[int]) -> str:
+    half = -(-len(ranks) // 2)
+    return "\n".join(" ".join(map(str, part)) for part in (ranks[:half], ranks[half:]) if part)
+
+
+def _model(axes: Axes) -> None:
+    for layer in range(LAYERS):
+        for tensor in range(SIZES.tensor):
+            stage = layer * SIZES.pipeline // LAYERS
+            ranks = holders(tensor=tensor, stage=stage)
+            _box(axes, tensor * 2, LAYERS - 1 - layer, 1.96, 0.96, ranks, _names(ranks))
+        axes.text(-0.12, LAYERS - 0.5 - layer, f"layer {layer + 1}", ha="right", va="center", fontsize=8)
+    axes.axhline(LAYERS / 2 - 0.02, color="#b03a2e", linewidth=1.2)
+    axes.set_xlim(-1.1, 4.0)
+    axes.set_ylim(-0.95, LAYERS + 0.1)
+    for tensor in range(SIZES.tensor):
+        axes.text(2 * tensor + 1, -0.12, f"half {tensor + 1}\nof each matrix", ha="center", va="top", fontsize=8)
+
+
+def _batch(axes: Axes) -> None:
+    for data in range(SIZES.data):
+        for first in range(0, LENGTH, 2):
+            ranks = [rank for rank in holders(data=data, place=first) if rank < SIZES.world // SIZES.pipeline]
+            _box(axes, first, 1.5 - data * 2, 1.94, 1.9, ranks, _names(ranks))
+        axes.text(-0.2, 2.45 - data * 2, f"sequence\n{data + 1}", ha="right", va="center", fontsize=8)
+    for first in range(0, LENGTH, 2):
+        axes.text(first + 1, -0.65, f"places\n{first}, {first + 1}", ha="center", va="top", fontsize=8)
+    axes.set_xlim(-2.6, LENGTH)
+    axes.set_ylim(-1.9, 3.5)
+
+
+def _states(axes: Axes) -> None:
+    ranks = holders(tensor=_of(SHOWN)[0], stage=_of(SHOWN)[3])
+    for part, rank in enumerate(ranks):
+        _box(axes, 0, len(ranks) - 1 - part, 1.6, 0.94, [rank], f"GPU {rank}")
+    axes.set_xlim(-0.1, 1.7)
+    axes.set_ylim(-0.95, len(ranks) + 0.1)
+    axes.text(0.8, -0.12, "a quarter each\nof moments, masters", ha="center", va="top", fontsize=8)
+
+
+def _panels() -> Iterator[tuple[str, str]]:
+    yield "the model", "tensor divides layers, pipeline\n(red line) the stack of them"
+    yield (
+        "the batch",
+        "data divides sequences, context their places\n(first stage; the second is GPUs 8–15)",
+    )
+    yield "its optimizer", "ZeRO, over data\nand context"
+
+
+def png() -> bytes:
+    """The picture, without dates and versions: the same numbers give the same file."""
+    with matplotlib.rc_context({"font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=(8.0, 3.9), dpi=100, layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(1, 3, width_ratios=[3.1, 4.4, 1.5])
+        for place, (draw, (title, under)) in enumerate(zip((_model, _batch, _states), _panels(), strict=True)):
+            axes = figure.add_subplot(grid[0, place])
+            axes.set_axis_off()
+            draw(axes)
+            axes.set_title(f"{title}\n{under}", fontsize=8.5, loc="left", linespacing=1.3)
+        figure.suptitle(
+            f"Who holds what: 16 GPUs, tensor 2 × context 2 × data 2 × pipeline 2. Orange: GPU {SHOWN}.", fontsize=9.5
+        )
+        raw = io.BytesIO()
+        figure.savefig(
+            raw, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True, "compress_level": 9}
+        )
+    return raw.getvalue()
