@@ -230,7 +230,7 @@ def check_engine(start: Start, config: Config, sizes: Sizes) -> None:
     Each of the ranks that hold a model together stores its own part, so their numbers must stay. ZeRO 1–3 store one
     part of the optimizer states for each rank that divides the batch (data × context), so that number must stay too;
     without ZeRO it may change. Stages 1 and 2 store the same parts, except that stage 1 in bfloat16 has another
-    optimizer where it accumulates gradients.
+    optimizer where it accumulates gradients on the device. Stage 3 stores a part for each of its sub-groups.
 
     Raises:
         UserError: naming the key and both values.
@@ -241,14 +241,20 @@ def check_engine(start: Start, config: Config, sizes: Sizes) -> None:
     stage, precision = now.zero_optimization.stage, now.compute_type
     same_parts = {progress.zero_stage, stage} == {1, 2} and precision != "bf16"
     was, steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
-    other_optimizer = stage == 1 and precision == "bf16" and (was > 1) != (steps > 1)
+    old_zero, new_zero = before.zero_optimization, now.zero_optimization
+    old_device, new_device = old_zero.offload_optimizer.device, new_zero.offload_optimizer.device
+    accumulates, accumulated = steps > 1 and new_device == "none", was > 1 and old_device == "none"
+    same_optimizer = stage != 1 or precision != "bf16" or accumulates == accumulated
+    same_groups = stage != 3 or old_zero.sub_group_size == new_zero.sub_group_size
     for key, old, new, fits in (
         ("precision", progress.precision, precision, progress.precision == precision),
         ("zero_optimization.stage", progress.zero_stage, stage, progress.zero_stage == stage or same_parts),
         ("model_parallel_size", progress.tensor, sizes.tensor, progress.tensor == sizes.tensor),
         ("pipe_parallel_size", progress.pipeline, sizes.pipeline, progress.pipeline == sizes.pipeline),
         ("num_gpus", progress.world, sizes.world, progress.world == sizes.world or stage == 0),
-        ("gradient_accumulation_steps", was, steps, not other_optimizer),
+        ("gradient_accumulation_steps", was, steps, same_optimizer or (was > 1) == (steps > 1)),
+        ("zero_optimization.offload_optimizer.device", old_device, new_device, same_optimizer),
+        ("zero_optimization.sub_group_size", old_zero.sub_group_size, new_zero.sub_group_size, same_groups),
     ):
         if not fits:
             raise UserError(

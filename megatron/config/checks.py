@@ -12,6 +12,7 @@ from megatron.data.options import split_shares
 from megatron.errors import UserError
 from megatron.model.options import conflicts as model_conflicts
 from megatron.suggest import choose_from, did_you_mean
+from megatron.training.options import conflicts as training_conflicts
 
 Problem = tuple[str, str]
 
@@ -99,6 +100,10 @@ def _data(config: Config) -> Iterator[Problem]:
         yield "split", f"split is {config.data.split!r}, which leaves nothing to train on; use one such as 969,30,1"
 
 
+def _training(config: Config) -> Iterator[Problem]:
+    yield from training_conflicts(config.training)
+
+
 def _run(config: Config) -> Iterator[Problem]:
     if config.checkpoint.finetune and config.checkpoint.load is None:
         yield "finetune", "finetune: true needs load, the run to take the weights from"
@@ -108,6 +113,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _model,
     _position,
     _batch,
+    _training,
     _schedule,
     _data,
     _run,

@@ -15,10 +15,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Renamed:
-    """The same meaning under another name."""
+    """The same meaning under another name. A switch is on or off there; its two values are what that is here."""
 
     key: str
     to: str
+    switch: tuple[Any, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Refused:
     harmless: tuple[Any, ...] = field(default=(None, False))
 
 
+_OFFLOAD = ("cpu", "none")
+
 RENAMED = (
     Renamed("save_interval", "checkpoint_factor"),
     Renamed("batch_size", "train_micro_batch_size_per_gpu"),
@@ -73,6 +76,10 @@ RENAMED = (
     Renamed("zero_contiguous_gradients", "zero_optimization.contiguous_gradients"),
     Renamed("zero_reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
     Renamed("zero_allgather_bucket_size", "zero_optimization.allgather_bucket_size"),
+    Renamed("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer.device", _OFFLOAD),
+    Renamed("zero_optimization.cpu_offload_param", "zero_optimization.offload_param.device", _OFFLOAD),
+    Renamed("zero_optimization.cpu_offload_params", "zero_optimization.offload_param.device", _OFFLOAD),
+    Renamed("zero_optimization.cpu_offload_use_pin_memory", "zero_optimization.offload_optimizer.pin_memory"),
     Renamed("loss_scale", "fp16.loss_scale"),
     Renamed("loss_scale_window", "fp16.loss_scale_window"),
     Renamed("hysteresis", "fp16.hysteresis"),
@@ -119,6 +126,8 @@ ADVICE: dict[str, dict[Any, str]] = {
         ("xpos", "yarn", "ntk", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"
     ),
     "lr_decay_style": {"exponential": "use cosine, linear or constant"},
+    "zero_optimization.offload_optimizer.device": {"nvme": "use cpu"},
+    "zero_optimization.offload_param.device": {"nvme": "use cpu"},
 }
 
 # Names of position encodings in GPT-NeoX, KERPLE and DAPE → our (pos_emb, score_processor, per layer?); None: not said.
@@ -205,9 +214,32 @@ NO_EFFECT = (
         ("fp32_allreduce", "communication_data_type", "data_types"),
         "gradients are accumulated and reduced as DeepSpeed does for the precision of the run",
     ),
-    NoEffect(("zero_allow_untested_optimizer", "zero_optimization.elastic_checkpoint"), "the optimizer is fixed"),
+    NoEffect(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "the optimizer is fixed"),
     NoEffect(
-        ("zero_optimization.stage3_gather_16bit_weights_on_model_save",), "weights are always saved whole, gathered"
+        ("zero_optimization.load_from_fp32_weights", "zero_optimization.elastic_checkpoint"),
+        "checkpoints hold the float32 masters, and a run goes on from them",
+    ),
+    NoEffect(
+        (
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        ),
+        "weights are always saved whole, gathered",
+    ),
+    NoEffect(
+        ("zero_optimization.memory_efficient_linear", "zero_optimization.override_module_apply"),
+        "they belong to deepspeed.zero.Init, which is not used",
+    ),
+    NoEffect(("zero_optimization.ignore_unused_parameters",), "every parameter is used"),
+    NoEffect(
+        (
+            *(f"zero_optimization.offload_optimizer.{name}" for name in ("nvme_path", "buffer_count", "fast_init")),
+            *(f"zero_optimization.offload_optimizer.{name}" for name in ("pipeline_read", "pipeline_write")),
+            "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+            *(f"zero_optimization.offload_param.{name}" for name in ("nvme_path", "buffer_count")),
+            *(f"zero_optimization.offload_param.{name}" for name in ("buffer_size", "max_in_cpu")),
+        ),
+        "belongs to a way of offloading that is not offered",
     ),
     NoEffect(
         ("launcher", "master_addr", "no_ssh_check", "detect_nvlink_pairs", "comment"),
@@ -310,7 +342,7 @@ NO_EFFECT = (
     NoEffect(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
 )
 
-_OFFLOAD = "offloading to CPU is not supported; use a higher zero_optimization.stage or checkpoint_activations"
+_QUANTIZED = "gradients and parameters are exchanged as they are, not rounded to a few bits"
 _MOE = "mixtures of experts are not supported"
 _SPARSE = "sparse attention is not supported; every layer attends to all earlier tokens"
 _NODES = "one machine only for now; choose its GPUs with num_gpus and CUDA_VISIBLE_DEVICES"
@@ -331,12 +363,20 @@ REFUSED = (
         ("use_mup", "coord_check", "save_base_shapes"), "MuP is not supported; use init_method small_init or wang_init"
     ),
     Refused(("use_bnb_optimizer",), "only AdamW is offered"),
-    Refused(("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_params"), _OFFLOAD),
     Refused(
-        ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
-        _OFFLOAD,
-        (None, {}, {"device": "none"}),
+        ("zero_optimization.round_robin_gradients",),
+        "DeepSpeed would give each parameter another one's float32 master, and checkpoints would hold those",
     ),
+    Refused(("zero_optimization.offload_optimizer.ratio",), "the optimizer is offloaded whole or not", (None, 1, 1.0)),
+    Refused(("zero_optimization.offload_optimizer.super_offload",), "use offload_optimizer without it"),
+    Refused(
+        tuple(f"zero_optimization.zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")),
+        _QUANTIZED,
+    ),
+    Refused(("zero_optimization.zero_hpz_partition_size",), "use stage 2 within one node", (None, 1)),
+    Refused(("zero_optimization.legacy_stage1", "zero_optimization.parameter_alignment"), "use stage 1 without it"),
+    Refused(("zero_optimization.stage3_use_all_reduce_for_fetch_params",), "parameters are gathered"),
+    Refused(("zero_optimization.stage3_model_persistence_threshold",), "use stage3_param_persistence_threshold"),
     Refused(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
     Refused(("fp16.auto_cast", "fp16.consecutive_hysteresis"), "not offered", (None, False)),
     Refused(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),

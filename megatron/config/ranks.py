@@ -59,15 +59,23 @@ def undivided(config: Config) -> Iterator[tuple[str, str]]:
     yield from indivisible(
         config.model, tensor=launch.model_parallel_size, context=launch.context_parallel_size, pipeline=pipeline
     )
+    zero = training.zero_optimization
+    stage = zero.stage
     if pipeline > 1 and training.compute_type == "fp16":
         yield "precision", f"precision fp16: pipe_parallel_size {pipeline} does not scale losses; use bf16 or fp32"
-    if pipeline > 1 and training.zero_optimization.overlap_comm:
+    if pipeline > 1 and zero.overlap_comm:
         yield (
             "zero_optimization.overlap_comm",
             f"zero_optimization.overlap_comm true: with pipe_parallel_size {pipeline} gradients are reduced once, "
             "after the last micro-batch; set it to false",
         )
-    stage = training.zero_optimization.stage
+    if pipeline > 1 and zero.offload_optimizer.device != "none":
+        name = "zero_optimization.offload_optimizer.device"
+        yield (
+            name,
+            f"{name} {zero.offload_optimizer.device}: with pipe_parallel_size {pipeline} gradients would leave the "
+            "device before those that stages share are summed; use model_parallel_size, or more stages",
+        )
     if pipeline > 1 and stage > 1:
         yield (
             "zero_optimization.stage",

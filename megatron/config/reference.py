@@ -147,7 +147,10 @@ def _called() -> str:
 
 
 def _understood() -> str:
-    rows = [[f"`{rule.key}`", f"`{rule.to}`"] for rule in neox.RENAMED]
+    rows = [
+        [f"`{rule.key}`", f"`{rule.to}`" + (", {} or {}".format(*rule.switch) if rule.switch else "")]
+        for rule in neox.RENAMED
+    ]
     rows += [
         [
             f"`{rule.key}`",

@@ -141,6 +141,12 @@ class Settings:
             case None:
                 yield from self._own(path, setting)
             case neox.Renamed():
+                if rule.switch is not None:
+                    if value is not None and not isinstance(value, bool):
+                        self.problems.append(f"{where}: {name} is {show(value)}; it must be true or false")
+                        return
+                    on, off = rule.switch
+                    setting = Setting(on if value else off, where, setting.layer)
                 self.notes.append(f"{where}: {name} is {rule.to} here")
                 yield from self._own(tuple(rule.to.split(".")), setting)
             case neox.Option() | neox.Share():

@@ -149,6 +149,10 @@ class Engine:
         scale = self.loss_scale
         self.deepspeed.step()
         self.skipped = not self.deepspeed.was_step_applied()
+        if self.skipped and self.stage in (1, 2):
+            # Offloading in half precision, DeepSpeed would add the next gradients to those that are not finite.
+            sums = self.deepspeed.optimizer.__dict__.get("averaged_gradients", {})
+            sums.update(dict.fromkeys(sums))
         norm = self.deepspeed.get_global_grad_norm()
         if self.stage == 0:  # this one still contains the loss scale
             norm = norm / scale
@@ -194,7 +198,10 @@ def deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -
     training = config.training
     zero = training.zero_optimization.model_dump()
     for name in ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"):
-        zero[name] = max(1, min(zero[name], parameters))  # buckets are allocated whole
+        zero[name] = min(zero[name], parameters + parameters % 2)  # allocated whole; of the first only even sizes
+    for name in ("offload_optimizer", "offload_param"):
+        if zero[name]["device"] == "none":
+            del zero[name]
     micro, steps = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
     pipelined = mesh.pipeline.size > 1
     if pipelined:
@@ -206,7 +213,7 @@ def deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -
         "gradient_clipping": clip,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": False,  # offloaded too, ours keeps bounds; torch's kernel for CPUs is fused
         # Nothing of DeepSpeed's own reporting: each of these costs time in every step.
         "steps_per_print": None,
         "wall_clock_breakdown": False,

@@ -1,5 +1,6 @@
 """Keys that decide how the model is trained: optimizer, schedule, batch, precision, evaluation during training."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from megatron.options import MOST_STEPS, Section, key
@@ -48,23 +49,84 @@ class OptimizerOptions(Section):
     warmup: float = key(0.01, "share of lr_decay_iters spent in linear warm-up", ge=0, le=1, role="schedule")
 
 
+class OffloadOptions(Section):
+    device: Literal["none", "cpu"] = key("none", "none: the device that trains; cpu: host memory", role="machine")
+    pin_memory: bool = key(True, "page-locked host memory, which GPUs copy from and to faster", role="machine")
+
+
 class ZeroOptions(Section):
-    """DeepSpeed's ZeRO."""
+    """DeepSpeed's ZeRO. At a stage that does not read them, keys have no effect (`ZERO_STAGES`)."""
 
     stage: Literal[0, 1, 2, 3] = key(
         0, "what is sharded: nothing, optimizer states, + gradients, + parameters", role="machine"
     )
-    allgather_partitions: bool = key(True, "see DeepSpeed", role="machine")
-    allgather_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12, role="machine")
-    overlap_comm: bool = key(False, "see DeepSpeed", role="machine")
-    reduce_scatter: bool = key(True, "see DeepSpeed", role="machine")
-    reduce_bucket_size: int = key(500_000_000, "see DeepSpeed", ge=1, le=10**12, role="machine")
-    contiguous_gradients: bool = key(True, "see DeepSpeed", role="machine")
-    stage3_param_persistence_threshold: int = key(
-        100_000, "ZeRO-3: smaller parameters stay on every rank", ge=0, le=10**12, role="machine"
+    offload_optimizer: OffloadOptions = key(
+        OffloadOptions, "stages 1–3: where masters and optimizer states are, and the optimizer steps"
     )
-    stage3_max_live_parameters: int = key(1_000_000_000, "see DeepSpeed", ge=0, le=10**12, role="machine")
-    stage3_prefetch_bucket_size: int = key(50_000_000, "see DeepSpeed", ge=0, le=10**12, role="machine")
+    offload_param: OffloadOptions = key(OffloadOptions, "stage 3: where parameters are while they are not used")
+    overlap_comm: bool = key(
+        False, "stages 1–3: reduce gradients on a GPU stream of their own during the backward pass", role="machine"
+    )
+    reduce_scatter: bool = key(
+        True, "stages 1–3: a rank gets its part of the reduced gradients, not all of them", role="machine"
+    )
+    reduce_bucket_size: int = key(
+        500_000_000, "stages 1–3: gradient elements reduced at a time", ge=1, le=10**12, role="machine"
+    )
+    allgather_bucket_size: int = key(
+        500_000_000,
+        "stages 1 and 2: parameter elements gathered at a time after a step; even",
+        ge=1,
+        le=10**12,
+        role="machine",
+    )
+    allgather_partitions: bool = key(True, "no effect: DeepSpeed gathers them in any case", role="machine")
+    contiguous_gradients: bool = key(
+        True, "stages 1–3: copy gradients into one buffer as they are produced", role="machine"
+    )
+    sub_group_size: int = key(
+        1_000_000_000, "stage 3: parameter elements that the optimizer steps at a time", ge=1, le=10**12, role="machine"
+    )
+    stage3_param_persistence_threshold: int = key(
+        100_000, "stage 3: parameters of fewer elements stay on every rank", ge=0, le=10**12, role="machine"
+    )
+    stage3_max_live_parameters: int = key(
+        1_000_000_000, "stage 3: most parameter elements that a rank gathers at a time", ge=0, le=10**12, role="machine"
+    )
+    stage3_max_reuse_distance: int = key(
+        1_000_000_000,
+        "stage 3: keep a gathered parameter that is used again within so many elements",
+        ge=0,
+        le=10**12,
+        role="machine",
+    )
+    stage3_prefetch_bucket_size: int = key(
+        50_000_000, "stage 3: parameter elements gathered ahead of their use", ge=0, le=10**12, role="machine"
+    )
+
+    def unread(self) -> list[str]:
+        """Keys that are not at their default and that this stage does not read."""
+        return [
+            name
+            for name, stages in ZERO_STAGES.items()
+            if self.stage not in stages and getattr(self, name) != type(self).model_fields[name].default
+        ]
+
+
+ZERO_STAGES: dict[str, tuple[int, ...]] = {
+    "overlap_comm": (1, 2, 3),
+    "reduce_scatter": (1, 2, 3),
+    "reduce_bucket_size": (1, 2, 3),
+    "allgather_bucket_size": (1, 2),
+    "allgather_partitions": (),
+    "contiguous_gradients": (1, 2, 3),
+    "sub_group_size": (3,),
+    "stage3_param_persistence_threshold": (3,),
+    "stage3_max_live_parameters": (3,),
+    "stage3_max_reuse_distance": (3,),
+    "stage3_prefetch_bucket_size": (3,),
+}
+"""The stages that read a key of `ZeroOptions`. Offloading is not here: where it cannot be, it is refused."""
 
 
 class Fp16Options(Section):
@@ -113,6 +175,26 @@ class TrainingOptions(Section):
     max_bad_steps: int = key(
         3, "stop after this many consecutive steps whose loss is not finite", ge=1, le=MOST_STEPS, role="output"
     )
+
+
+def conflicts(training: TrainingOptions) -> Iterator[tuple[str, str]]:
+    """What contradicts each other within these keys: the key to blame, and a sentence."""
+    zero = training.zero_optimization
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        name = "zero_optimization.offload_optimizer.device"
+        yield name, f"{name} {zero.offload_optimizer.device}: only what ZeRO shards can be moved; use stage 1, 2 or 3"
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        name = "zero_optimization.offload_param.device"
+        yield (
+            name,
+            f"{name} {zero.offload_param.device}: stage {zero.stage} keeps all parameters on every device; use stage 3"
+            + (", or offload_optimizer" if zero.offload_optimizer.device == "none" else ""),
+        )
+    if zero.stage in (1, 2) and zero.allgather_bucket_size % 2:
+        yield (
+            "zero_optimization.allgather_bucket_size",
+            f"zero_optimization.allgather_bucket_size is {zero.allgather_bucket_size}; it must be even",
+        )
 
 
 class LoggingOptions(Section):

@@ -6,6 +6,7 @@ built?), the data's content, or a checkpoint is looked at when the run is assemb
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.checks import check
@@ -75,9 +76,20 @@ def preflight(config: Config, machine: Machine, *, world: int | None = None, dry
         # DeepSpeed's half-precision optimizer without ZeRO counts what these ranks hold twice in the gradient's norm.
         notes.append(f"zero_optimization.stage 1 instead of 0: without ZeRO, {precision} cannot divide a model")
         config = config.replace(zero_optimization=zero.replace(stage=1).model_dump(exclude_unset=True))
+    notes += _without_effect(config)
     if ranks is not None:
         config = with_batch(config, mesh_sizes(config, ranks).data)
     return Settled(config, ranks, tuple(notes))
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """What other projects' files say everywhere and ZeRO does not read here."""
+    zero = config.training.zero_optimization
+    if unread := zero.unread():
+        have = "has" if len(unread) == 1 else "have"
+        yield f"zero_optimization: {', '.join(unread)} {have} no effect at stage {zero.stage}"
+    if not zero.contiguous_gradients and zero.stage in (1, 2) and zero.offload_optimizer.device != "none":
+        yield "zero_optimization.contiguous_gradients has no effect with offload_optimizer: they always are"
 
 
 def _check_device(asked: str, device: str, precision: str, ranks: int, machine: Machine) -> None:

@@ -140,6 +140,7 @@ def test_the_mesh_of_a_configuration():
 
 FOUR_LAYERS = ("num_layers=4", "hidden_size=48", "num_attention_heads=6", "seq_length=48", "device=cpu")
 EIGHT = "gradient_accumulation_steps=8"
+OFFLOADED = ("zero_optimization.stage=1", "zero_optimization.offload_optimizer.device=cpu")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,7 @@ EIGHT = "gradient_accumulation_steps=8"
         (("context_parallel_size=2", "seq_length=47"), "; an odd length cannot be divided"),
         (("pipe_parallel_size=6", EIGHT), "pipe_parallel_size 6 is more than num_layers 4; 4 would do"),
         (("pipe_parallel_size=2", EIGHT, "zero_optimization.stage=2"), "0 or 1 would do"),
+        (("pipe_parallel_size=2", EIGHT, *OFFLOADED), "with pipe_parallel_size 2 gradients would leave the device"),
         (("pipe_parallel_size=2", EIGHT, "hidden_dropout=0.1"), "hidden_dropout 0.1: with pipe_parallel_size 2"),
         (("context_parallel_size=2", "attention_dropout=0.1"), "attention_dropout 0.1: with context_parallel_size 2"),
         (("model_parallel_size=2", "attention_dropout=0.1"), "attention_dropout 0.1: with model_parallel_size 2"),

@@ -159,8 +159,12 @@ def test_other_names(read, theirs, key, value):
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        ({"zero_optimization": {"cpu_offload": True}}, "offloading to CPU"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offloading to CPU"),
+        ({"zero_optimization": {"stage": 1, "cpu_offload": 1}}, "cpu_offload is 1; it must be true or false"),
+        ({"zero_optimization": {"cpu_offload": True}}, "device cpu: only what ZeRO shards can be moved"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload_params": True}}, "offload_param.device cpu: stage 2 keeps"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme is not offered; use cpu"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "another one's float32 master"),
+        ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 999}}, "is 999; it must be even"),
         ({"attention_config": [[["local", "global"], 6]]}, "attention local is refused"),
         ({"attention_config": "local"}, "attention local is refused"),
         ({"sparsity_config": {"block": 16}}, "sparse attention"),
@@ -194,6 +198,7 @@ def test_refused_with_what_to_use_instead(read, theirs, message):
         {"attention_config": [[["flash"], 12]]},
         {"attention_config": None},
         {"zero_optimization": {"cpu_offload": False, "offload_param": {"device": "none"}}},
+        {"zero_optimization": {"load_from_fp32_weights": False, "round_robin_gradients": False}},
         {"use_mup": False, "moe_num_experts": 1, "sparsity_config": {}},
         {"num_nodes": -1, "deepspeed_slurm": False, "checkpoint_scale": "linear"},
         {"flops_profiler": {"enabled": False}},
@@ -201,6 +206,14 @@ def test_refused_with_what_to_use_instead(read, theirs, message):
 )
 def test_values_that_ask_for_nothing_are_fine(read, theirs):
     assert read({**SMALL, **theirs}).config == read(SMALL).config
+
+
+def test_offloading_to_the_cpu_by_all_its_names(read):
+    zero = read({**SMALL, "zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}}).config
+    own = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}
+    assert zero == read({**SMALL, "zero_optimization": {"stage": 3, **own}}).config
+    with pytest.raises(UserError, match="device cpu contradicts none"):
+        read({**SMALL, "zero_optimization": {"stage": 3, "cpu_offload": False, **own}})
 
 
 def test_hostfile_of_several_machines_is_refused(read, tmp_path):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from torch import nn
 from megatron.checkpoint.weights import held_weights
 from megatron.config.schema import Config
 from megatron.model.parameters import parameter_groups
-from megatron.parallel.mesh import Sizes
+from megatron.parallel.mesh import Mesh, Sizes
 from megatron.parallel.place import Place
 from megatron.parallel.processes import join
 from megatron.position import registry
 from megatron.position.parameters import Bounded
-from megatron.training.engine import Engine
+from megatron.training.engine import Engine, deepspeed_config
 from megatron.training.optimizer import BoundedAdamW
 from tools.rounding import apart, sums_of_gpt
 
@@ -39,8 +40,12 @@ MASKS = (torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(6)) < 0.7)
 TERMS, SUMS = sums_of_gpt(32, layers=2)
 
 
-def config(stage: int, precision: str, eps: float = 1e-4, **keys: object) -> Config:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
+BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu"}}
+
+
+def config(stage: int, precision: str, eps: float = 1e-4, zero: dict[str, Any] | None = None, **keys: object) -> Config:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
     # A large epsilon: Adam would blow the rounding of a gradient that is nearly zero up to a whole step.
     optimizer = {"params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": eps}}
     return tiny_config(
@@ -97,12 +102,22 @@ def plain(
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        *((stage, {}) for stage in STAGES),
+        (1, {**OPTIMIZER, "overlap_comm": True}),
+        (2, {**OPTIMIZER, "contiguous_gradients": False, "reduce_scatter": False, "reduce_bucket_size": 100}),
+        (2, {"contiguous_gradients": False, "overlap_comm": True, "allgather_bucket_size": 100}),
+        (3, {**BOTH, "sub_group_size": 500, "overlap_comm": True}),
+        (3, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),
+    ],
+)
+def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[str, Any]) -> None:
     """Weight decay, clipping, masks of different sizes and accumulation included; Adam's steps counted from one."""
     chosen = config(
         stage, "fp32", eps=1e-2, gradient_clipping=0.5, weight_decay=0.2, train_micro_batch_size_per_gpu=2,
-        gradient_accumulation_steps=3, train_batch_size=6,
+        gradient_accumulation_steps=3, train_batch_size=6, zero=zero,
     )  # fmt: skip
     losses, norms, weights = plain(chosen, 5, 1e-2, 3)
     engine = start(chosen)
@@ -157,10 +172,18 @@ def after_hard_pushes(config: Config, build: Callable[[], nn.Module]) -> tuple[i
     return sum(beyond for beyond, _ in counts), sum(on for _, on in counts)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_float32_masters_stay_within_bounds(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2)
+@pytest.mark.parametrize(
+    ("stage", "precision", "zero"),
+    [
+        *((stage, precision, {}) for stage in STAGES for precision in ("fp32", "bf16")),
+        (2, "bf16", OPTIMIZER),
+        (3, "bf16", {**BOTH, "sub_group_size": 5}),
+    ],
+)
+def test_float32_masters_stay_within_bounds(
+    stage: int, precision: str, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2, zero=zero)
     beyond, on = after_hard_pushes(chosen, EveryBound)
     assert beyond == 0
     assert on > 0  # to the bit: the projection, not the parameter's own clamp
@@ -179,13 +202,31 @@ def test_the_bounds_of_an_encoding_hold_within_a_gpt(encoding: str, stage: int, 
     assert on > 0
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
-def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(stage: int, precision: str) -> None:
-    engine = start(config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2))
-    run(engine, 2, 1e-2, 1)
+@pytest.mark.parametrize(
+    ("stage", "precision", "zero", "steps"),
+    [
+        (0, "fp32", {}, 1),
+        (0, "bf16", {}, 1),
+        (1, "fp32", {}, 1),
+        (1, "bf16", {}, 2),
+        (2, "bf16", {}, 1),
+        (2, "bf16", {}, 2),
+        (3, "fp32", {}, 1),
+        (1, "fp32", OPTIMIZER, 2),
+        (1, "bf16", OPTIMIZER, 2),  # without `Engine`'s care, every later step would be skipped too
+        (2, "bf16", OPTIMIZER, 2),
+        (3, "bf16", BOTH, 2),
+    ],
+)
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
+    stage: int, precision: str, zero: dict[str, Any], steps: int
+) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * steps, "gradient_accumulation_steps": steps}
+    engine = start(config(stage, precision, zero=zero, **sizes))
+    run(engine, 2, 1e-2, steps)
     assert not engine.skipped
     before = held_weights(engine.deepspeed, keep=True)
-    engine.accumulate([batch(0, torch.full_like(MASKS[0], math.inf))], 32)
+    engine.accumulate([batch(0, torch.full_like(MASKS[0], math.inf))] * steps, 32)
     engine.step(1e-2)
     assert engine.skipped
     assert engine.deepspeed.skipped_steps == 1
@@ -193,17 +234,44 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(stage: int, p
     assert before is not None
     assert after is not None
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(torch.isfinite(torch.tensor(run(engine, 2, 1e-2, 1))))
-    assert not engine.skipped
+    for _ in range(2):
+        assert math.isfinite(run(engine, 1, 1e-2, steps)[0])
+        assert not engine.skipped
     engine.close()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16_stays_near_float32(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "zero"), [*((stage, {}) for stage in STAGES), (1, OPTIMIZER), (2, OPTIMIZER), (3, BOTH)]
+)
+def test_bfloat16_stays_near_float32(stage: int, zero: dict[str, Any]) -> None:
     """Accumulation over three micro-steps included; 0.02 is bfloat16's rounding of a loss of about 4."""
-    keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 6}
+    keys = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 6, "zero": zero
+    }  # fmt: skip
     losses, _, _ = plain(config(stage, "fp32", **keys), 6, 1e-2, 3)
     engine = start(config(stage, "bf16", **keys))
     assert run(engine, 6, 1e-2, 3) == pytest.approx(losses, abs=0.02)
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     engine.close()
+
+
+def test_deepspeed_is_told_what_the_configuration_says() -> None:
+    """Buckets are allocated whole, so none is larger than the model, and DeepSpeed gathers only an even number."""
+    own = {
+        "stage": 3, "overlap_comm": True, "reduce_scatter": False, "contiguous_gradients": False,
+        "allgather_partitions": False, "reduce_bucket_size": 70, "allgather_bucket_size": 80, "sub_group_size": 90,
+        "stage3_param_persistence_threshold": 1, "stage3_max_live_parameters": 2, "stage3_max_reuse_distance": 3,
+        "stage3_prefetch_bucket_size": 4, "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    }  # fmt: skip
+
+    def told(zero: dict[str, Any], parameters: int) -> dict[str, Any]:
+        found = deepspeed_config(tiny_config(Path(), zero_optimization=zero), Mesh(0, Sizes()), parameters, 1.0)
+        return dict(found["zero_optimization"])
+
+    assert told(own, 1000) == own
+    capped = told(own, 75)
+    assert capped == {**own, "allgather_bucket_size": 76}
+    large = told({"stage": 1}, 75)
+    assert [large[f"{name}_bucket_size"] for name in ("allgather", "reduce", "stage3_prefetch")] == [76, 76, 76]
+    assert not {"offload_optimizer", "offload_param"} & set(large)

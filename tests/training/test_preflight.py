@@ -133,3 +133,20 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
 def test_a_checkpoint_beyond_the_last_step_is_said() -> None:
     notes = preflight(config("save=runs/a", "extra_save_iters=[1, 2, 9]"), LOGIN_NODE).notes
     assert notes == ("extra_save_iters 9: beyond train_iters 2, so nothing is saved",)
+
+
+def test_options_of_zero_without_effect_are_said() -> None:
+    def notes(*overrides: str) -> tuple[str, ...]:
+        return preflight(config("save=runs/a", *(f"zero_optimization.{each}" for each in overrides)), LOGIN_NODE).notes
+
+    at_three = ("stage3_prefetch_bucket_size=0", "sub_group_size=1000")
+    assert notes("overlap_comm=true", "reduce_bucket_size=500000000") == (
+        "zero_optimization: overlap_comm has no effect at stage 0",
+    )
+    assert notes("stage=3", *at_three) == ()
+    assert notes("stage=2", "allgather_partitions=false", *at_three) == (
+        "zero_optimization: allgather_partitions, sub_group_size, stage3_prefetch_bucket_size have no effect at "
+        "stage 2",
+    )
+    (note,) = notes("stage=1", "contiguous_gradients=false", "offload_optimizer.device=cpu")
+    assert note.startswith("zero_optimization.contiguous_gradients has no effect with offload_optimizer")

@@ -6,7 +6,7 @@ Starting processes takes seconds, so all runs of two share one pair.
 from pathlib import Path
 
 import pytest
-from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import folder
 from megatron.errors import UserError
@@ -19,8 +19,9 @@ HALVES = {"train_micro_batch_size_per_gpu": 2, "num_gpus": 2, "train_batch_size"
 QUARTERS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "num_gpus": 2, "train_batch_size": 4}
 
 
-def zero(stage: int) -> dict[str, object]:
-    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+def zero(stage: int, *offloaded: str) -> dict[str, object]:
+    moved = {f"offload_{what}": {"device": "cpu"} for what in offloaded}
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **moved}}
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +53,35 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
             rest("stopped2", **HALVES, **zero(2)),
             two("stopped3", **HALVES, **zero(3), **short),
             rest("stopped3", **HALVES, **zero(3)),
+            two("offloaded3", **HALVES, **zero(3, "optimizer", "param")),
+            two("moved2", **HALVES, **zero(2), **short),
+            rest("moved2", **HALVES, **zero(2, "optimizer")),
+            two("moved3", **HALVES, **zero(3, "optimizer", "param"), **short),
+            rest("moved3", **HALVES, **zero(3, "optimizer", "param")),
+            two(
+                "divided1",
+                **{**HALVES, "train_micro_batch_size_per_gpu": 4},
+                **zero(1, "optimizer"),
+                model_parallel_size=2,
+            ),
             two("bad", **HALVES, load=str(tmp_path / "nowhere")),
             two("endless", **HALVES, train_iters=100_000, log_interval=3),
         ],
         terminate=1,
     )
-    assert [error for i, error in enumerate(errors) if i != 9] == [None] * 10
-    assert "nowhere" in (errors[9] or "")
+    *others, bad, endless = errors
+    assert [*others, endless] == [None] * 16
+    assert "nowhere" in (bad or "")
 
     # A signal to any process ends all after the same step, with a checkpoint of it.
-    assert [(tmp_path / "job" / f"10.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
+    assert [(tmp_path / "job" / f"16.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
     stopped = folder.step_of(folder.resolve(tmp_path / "endless"))
     assert stopped is not None
     assert 0 <= stopped - max(records(tmp_path / "endless")) < 3
 
     expected = losses(alone)
     assert expected[0] - expected[-1] > 0.02  # it learned
-    for name in ("plain", "accumulated", "zero2", "zero3"):
+    for name in ("plain", "accumulated", "zero2", "zero3", "offloaded3", "divided1"):
         assert losses(tmp_path / name) == pytest.approx(expected, rel=ROUNDING), name
         for kind in ("train", "valid"):
             one, both = records(alone, kind), records(tmp_path / name, kind)
@@ -78,9 +91,12 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
             [r["loss"] for r in records(alone, "valid").values()], rel=ROUNDING
         )
 
-    # Resumed by as many processes: bit for bit.
+    # Resumed by as many processes: bit for bit, also where the optimizer moves to the CPU in between.
     assert losses(tmp_path / "stopped2") == losses(tmp_path / "zero2")
     assert losses(tmp_path / "stopped3") == losses(tmp_path / "zero3")
+    for stopped_run, whole in (("moved2", "zero2"), ("moved3", "offloaded3")):
+        assert losses(tmp_path / stopped_run) == losses(tmp_path / whole)
+        assert same_weights(tmp_path / stopped_run, tmp_path / whole)
 
     # Resumed by fewer: possible where every process has all states, refused where each has its part.
     train(rest("stopped0", **{**HALVES, "num_gpus": 1, "train_micro_batch_size_per_gpu": 4}))
