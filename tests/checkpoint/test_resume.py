@@ -180,6 +180,33 @@ def test_zero_1_and_2_share_their_files(corpus: Path, tmp_path: Path) -> None:
     assert losses(run) == losses(whole)
 
 
+@pytest.mark.parametrize(
+    ("precision", "zero", "change", "refused"),
+    [
+        ("bf16", {"stage": 1}, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer.device"),
+        ("fp32", {"stage": 1}, {"offload_optimizer": {"device": "cpu"}}, None),
+        ("fp32", {"stage": 3}, {"sub_group_size": 500}, "sub_group_size"),
+        ("fp32", {"stage": 2}, {"sub_group_size": 500}, None),
+    ],
+)
+def test_states_that_an_option_of_zero_cuts_otherwise_are_refused(
+    corpus: Path,
+    tmp_path: Path,
+    precision: str,
+    zero: dict[str, object],
+    change: dict[str, object],
+    refused: str | None,
+) -> None:
+    keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "precision": precision}
+    train(tiny_config(corpus, tmp_path, zero_optimization=zero, train_iters=1, **keys))
+    other = tiny_config(corpus, tmp_path, zero_optimization={**zero, **change}, load=str(tmp_path), **keys)
+    if refused is None:
+        train(other.replace(train_iters=2))
+        return
+    with pytest.raises(UserError, match=rf"zero_optimization\.{refused}: .* was written with"):
+        train(other)
+
+
 def test_where_a_run_starts_is_never_a_guess(trained: Path, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"save: {trained} holds checkpoints already .*add load={trained}"):
         train(tiny_config(corpus, trained))
