@@ -8,8 +8,6 @@ Writes a record and, beside it, a table in Markdown. The exit code is 1 if anyth
 
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +23,7 @@ if __name__ == "__main__":
     tell_interrupts_in_a_line()
 
 from tools.parity_cases import METHODS, STEPS, Case, layouts, possible, tolerance  # noqa: E402
+from tools.ranks import run  # noqa: E402
 
 Found = dict[str, Any]
 RANK = ROOT / "tools" / "parity_rank.py"
@@ -48,30 +47,10 @@ def _apart(a: float, b: float) -> float:
     return abs(a / b - 1) if math.isfinite(a) else math.inf
 
 
-def start(cases: Sequence[Case], world: int, folder: Path) -> list[subprocess.Popen]:
-    """Processes that train these cases and leave what they find in the folder."""
-    folder.mkdir(parents=True)
-    (folder / "cases.json").write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    children = []
-    for rank in range(world):
-        with open(folder / f"{rank}.txt", "w") as output:
-            command = [sys.executable, "-W", "ignore", str(RANK), str(folder), str(rank), str(world)]
-            children.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
-    return children
-
-
 def trained(cases: Sequence[Case], world: int, folder: Path) -> dict[Case, Found]:
     """What the first rank found of each case."""
-    children = start(cases, world, folder)
-    try:
-        failed = [child for child in children if child.wait() != 0]
-    finally:
-        for child in children:
-            child.kill()
-    if failed:
-        raise SystemExit(f"error: {world} ranks failed: {(folder / '0.txt').read_text(encoding='utf-8')[-2000:]}")
-    return dict(zip(cases, json.loads((folder / "0.json").read_text(encoding="utf-8")), strict=True))
+    first, *_ = run(RANK, folder, world, [case.as_json() for case in cases])
+    return dict(zip(cases, first, strict=True))
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,9 +1,8 @@
-"""One rank of the parity table: `parity_rank.py FOLDER RANK WORLD` trains the cases of FOLDER/cases.json in turn.
+"""One rank of the parity table: `parity_rank.py FOLDER RANK WORLD` trains the cases of FOLDER/job.json in turn.
 
 FOLDER/RANK.json gets, of each, the losses and gradient norms of its steps and the loss of a validation after them.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from megatron.parallel.place import Place  # noqa: E402
 from megatron.parallel.processes import join  # noqa: E402
 from megatron.training.engine import Engine  # noqa: E402
 from tools.parity_cases import BATCH, LENGTH, STEPS, VOCABULARY, Case  # noqa: E402
+from tools.ranks import rank_main  # noqa: E402
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -72,20 +72,14 @@ def trained(case: Case, place: Place) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "valid": valid, "parameters": parameters, "flops": flops}
 
 
-def main() -> None:
-    """Meet the other ranks and train."""
-    folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    if world > 1:
-        store = torch.distributed.FileStore(str(folder / "store"), world)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    cases = [Case.of_json(values) for values in json.loads((folder / "cases.json").read_text(encoding="utf-8"))]
-    found = []
-    for case in cases:
+def all_trained(cases: list[dict[str, Any]], rank: int, world: int) -> list[dict[str, Any]]:
+    """Train the cases in turn, saying how far it is."""
+    found: list[dict[str, Any]] = []
+    for case in map(Case.of_json, cases):
         found.append(trained(case, Place(rank, world)))
         print(f"{len(found)} of {len(cases)}: {case.method}, {case.layout}, {case.precision}", flush=True)
-    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    rank_main(all_trained)

@@ -40,7 +40,7 @@ def trained(cases: list[Case], folder: Path) -> list[Found]:
     """What the first of as many forked ranks as the cases need found of each."""
     world = cases[0].layout.sizes.world
     folder.mkdir()
-    (folder / "cases.json").write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
+    (folder / "job.json").write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
     ranks = [Forked(RANK, str(folder), str(rank), str(world), output=folder / f"{rank}.txt") for rank in range(world)]
     assert [rank.wait(300) for rank in ranks] == [0] * world, "\n".join(rank.printed() for rank in ranks)
     return json.loads((folder / "0.json").read_text(encoding="utf-8"))

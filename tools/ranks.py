@@ -1,0 +1,50 @@
+"""Processes that work together for a tool: each runs `SCRIPT FOLDER RANK WORLD` and leaves FOLDER/RANK.json."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def run(script: Path, folder: Path, world: int, job: Any) -> list[Any]:
+    """Start the script once per rank, with the job as FOLDER/job.json.
+
+    Returns:
+        What each rank found, in the order of ranks.
+
+    Raises:
+        SystemExit: a rank failed, with the end of what it printed.
+    """
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    children = []
+    try:
+        for rank in range(world):
+            with open(folder / f"{rank}.txt", "w") as output:
+                command = [sys.executable, "-W", "ignore", str(script), str(folder), str(rank), str(world)]
+                children.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
+        failed = [rank for rank, child in enumerate(children) if child.wait() != 0]
+    finally:
+        for child in children:
+            child.kill()
+    if failed:
+        printed = (folder / f"{failed[0]}.txt").read_text(encoding="utf-8")
+        raise SystemExit(f"error: rank {failed[0]} of {world} failed: {printed[-2000:]}")
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+
+
+def rank_main(work: Callable[[Any, int, int], Any]) -> None:
+    """What such a script does: meet the other ranks over a file, and write `work(job, rank, world)`."""
+    import torch
+
+    folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    if world > 1:
+        store = torch.distributed.FileStore(str(folder / "store"), world)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = work(json.loads((folder / "job.json").read_text(encoding="utf-8")), rank, world)
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
