@@ -9,6 +9,7 @@ It is the same on every machine and for every device.
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_
 if __name__ == "__main__" and len(sys.argv) < 4:
     tell_interrupts_in_a_line()
 
+from megatron.parallel.place import Place  # noqa: E402
 from tools.ranks import rank_main, run  # noqa: E402
 
 RANKS = (1, 2, 4)
@@ -34,18 +36,17 @@ MODEL = {
 }  # fmt: skip
 
 
-def saved_bytes(job: dict[str, Any], rank: int, world: int) -> list[int]:
+def saved_bytes(job: dict[str, Any], meet: Callable[[], Place]) -> list[int]:
     """What this rank keeps of one sequence, of each method, with and without recomputed layers."""
     import torch
 
     from megatron.model.build import build_model
     from megatron.model.options import ModelOptions, PositionOptions
     from megatron.parallel.mesh import Sizes
-    from megatron.parallel.place import Place
     from megatron.parallel.processes import join
 
-    length = job["length"]
-    processes = join(Place(rank, world), Sizes(context=world), device="cpu", backend="gloo")
+    length, place = job["length"], meet()
+    processes = join(place, Sizes(context=place.world), device="cpu", backend="gloo")
     found = []
     for method in METHODS.values():
         for recomputed in (False, True):
@@ -60,7 +61,7 @@ def saved_bytes(job: dict[str, Any], rank: int, world: int) -> list[int]:
                     kept[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
-            tokens = torch.zeros(1, length // world, dtype=torch.int64)
+            tokens = torch.zeros(1, length // place.world, dtype=torch.int64)
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 loss = model(tokens, labels=tokens).sum()
             found.append(sum(kept.values()))

@@ -4,6 +4,7 @@ FOLDER/RANK.json gets, of each, the losses and gradient norms of its steps and t
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import torch  # noqa: E402
 from megatron.data.batches import Batch, batches  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.parallel import seeds  # noqa: E402
-from megatron.parallel.megatron_core import parallel_state  # noqa: E402
 from megatron.parallel.place import Place  # noqa: E402
-from megatron.parallel.processes import join  # noqa: E402
+from megatron.parallel.processes import Processes, join  # noqa: E402
 from megatron.training.engine import Engine  # noqa: E402
 from tools.parity_cases import BATCH, LENGTH, STEPS, VOCABULARY, Case  # noqa: E402
 from tools.ranks import rank_main  # noqa: E402
@@ -41,10 +41,9 @@ class Sequences(torch.utils.data.Dataset):
         return {"tokens": self.rows[index, :-1], "labels": self.rows[index, 1:], "loss_mask": self.masks[index]}
 
 
-def trained(case: Case, place: Place) -> dict[str, Any]:
+def trained(case: Case, processes: Processes) -> dict[str, Any]:
     """Train one case. All ranks must call this."""
     config = case.config()
-    processes = join(place, case.layout.sizes, device="cpu", backend="gloo")
     model = build_model(config.model, config.position, VOCABULARY, processes=processes, seed=3)
     parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
     engine = Engine(config, model, processes)
@@ -68,15 +67,18 @@ def trained(case: Case, place: Place) -> dict[str, Any]:
     order = batches(data, micro_batch=1, mesh=processes.mesh)
     valid = over_all(engine.score([next(order) for _ in range(steps)])) / float(data.masks[:BATCH].sum())
     engine.close()
-    parallel_state.destroy_model_parallel()
     return {"losses": losses, "norms": norms, "valid": valid, "parameters": parameters, "flops": flops}
 
 
-def all_trained(cases: list[dict[str, Any]], rank: int, world: int) -> list[dict[str, Any]]:
+def all_trained(job: list[dict[str, Any]], meet: Callable[[], Place]) -> list[dict[str, Any]]:
     """Train the cases in turn, saying how far it is."""
+    cases: list[Case] = [Case.of_json(values) for values in job]
     found: list[dict[str, Any]] = []
-    for case in map(Case.of_json, cases):
-        found.append(trained(case, Place(rank, world)))
+    processes = None
+    for case in cases:
+        if processes is None or processes.mesh.sizes != case.layout.sizes:
+            processes = join(meet(), case.layout.sizes, device="cpu", backend="gloo")
+        found.append(trained(case, processes))
         print(f"{len(found)} of {len(cases)}: {case.method}, {case.layout}, {case.precision}", flush=True)
     return found
 

@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from megatron.parallel.place import Place
 
 
 def run(script: Path, folder: Path, world: int, job: Any) -> list[Any]:
@@ -37,14 +40,27 @@ def run(script: Path, folder: Path, world: int, job: Any) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 
-def rank_main(work: Callable[[Any, int, int], Any]) -> None:
-    """What such a script does: meet the other ranks over a file, and write `work(job, rank, world)`."""
+def rank_main(work: Callable[[Any, Callable[[], Place]], Any]) -> None:
+    """What such a script does: write `work(job, meet)`.
+
+    `meet()` meets the other ranks, anew each time, so that the next mesh is not the last one's; what was met before is
+    taken down, since every group of processes keeps threads.
+    """
     import torch
+
+    from megatron.parallel.megatron_core import parallel_state
 
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    if world > 1:
-        store = torch.distributed.FileStore(str(folder / "store"), world)
+    meetings = count()
+
+    def meet() -> Place:
+        if torch.distributed.is_initialized():
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+        store = torch.distributed.FileStore(str(folder / f"store_{next(meetings)}"), world)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = work(json.loads((folder / "job.json").read_text(encoding="utf-8")), rank, world)
+        return Place(rank, world)
+
+    found = work(json.loads((folder / "job.json").read_text(encoding="utf-8")), meet)
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
