@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from tools.arguments import Parser, output_file, some_of, tell_interrupts_in_a_line  # noqa: E402
+from tools.arguments import Parser, at_least, output_file, some_of, tell_interrupts_in_a_line  # noqa: E402
 
 if __name__ == "__main__":
     tell_interrupts_in_a_line()
@@ -51,6 +51,11 @@ def trained(cases: Sequence[Case], world: int, folder: Path) -> dict[Case, Found
     """What the first rank found of each case."""
     first, *_ = run(RANK, folder, world, [case.as_json() for case in cases])
     return dict(zip(cases, first, strict=True))
+
+
+def thinned(methods: Sequence[str], every: int, turn: int) -> list[str]:
+    """Every nth method, beginning with another one at each turn, so that every method meets every kind of layout."""
+    return [method for number, method in enumerate(methods) if (number + turn) % every == 0]
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -99,6 +104,7 @@ def main() -> None:
         "--methods", type=lambda text: text.split(";"), default=list(METHODS), help="with ; between them"
     )
     parser.add_argument("--precisions", type=some_of(("fp32", "bf16")), default=["fp32", "bf16"])
+    parser.add_argument("--every", type=at_least(1), default=1, help="each layout takes every nth method, in turn")
     parser.add_argument("--layouts", help="only those whose description contains this")
     parser.add_argument("--json", type=output_file, help="the record; its table goes beside it")
     arguments = parser.parse_args()
@@ -112,9 +118,9 @@ def main() -> None:
         every = {
             world: [
                 case
+                for number, layout in enumerate(layouts(world))
                 for precision in arguments.precisions
-                for layout in layouts(world)
-                for method in arguments.methods
+                for method in thinned(arguments.methods, arguments.every, number + (precision == "bf16"))
                 if possible(case := Case(method, layout, precision)) and (arguments.layouts or "") in str(layout)
             ]
             for world in worlds

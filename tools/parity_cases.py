@@ -1,7 +1,7 @@
 """What the parity table compares: methods, layouts, the run that each of them does, and how far apart they may be."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.config.schema import Config
@@ -73,6 +73,7 @@ class Case:
     method: str
     layout: Layout
     precision: str = "fp32"
+    steps: int = STEPS
 
     def config(self) -> Config:
         """Its configuration; what data there are is up to whoever runs it."""
@@ -87,7 +88,7 @@ class Case:
                 "make_vocab_size_divisible_by": 64,
                 "attention_chunk_rows": 12,
                 **METHODS[self.method],
-                "train_iters": STEPS,
+                "train_iters": self.steps,
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": BATCH // layout.data,
                 "train_batch_size": BATCH,
@@ -108,7 +109,7 @@ class Case:
 
     def alone(self) -> "Case":
         """The same by one process."""
-        return Case(self.method, Layout(), self.precision)
+        return replace(self, layout=Layout())
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,7 +19,7 @@ from megatron.parallel import seeds  # noqa: E402
 from megatron.parallel.place import Place  # noqa: E402
 from megatron.parallel.processes import Processes, join  # noqa: E402
 from megatron.training.engine import Engine  # noqa: E402
-from tools.parity_cases import BATCH, LENGTH, STEPS, VOCABULARY, Case  # noqa: E402
+from tools.parity_cases import BATCH, LENGTH, VOCABULARY, Case  # noqa: E402
 from tools.ranks import rank_main  # noqa: E402
 
 
@@ -48,7 +48,7 @@ def trained(case: Case, processes: Processes) -> dict[str, Any]:
     parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
     engine = Engine(config, model, processes)
     engine.model.train()
-    data = Sequences(STEPS)
+    data = Sequences(case.steps)
     order = batches(data, micro_batch=1, mesh=processes.mesh)
     steps = config.training.gradient_accumulation_steps
 
@@ -56,7 +56,7 @@ def trained(case: Case, processes: Processes) -> dict[str, Any]:
         return processes.sum(processes.mesh.once(float(share)))[0]
 
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(case.steps):
         first = step * BATCH
         tokens = int(data.masks[first : first + BATCH].sum())
         micro = [next(order) for _ in range(steps)]
