@@ -14,6 +14,7 @@ from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.launch.console import run_console
+from megatron.parallel.mesh import Sizes
 from megatron.training import loop, outline
 from megatron.training.console import ConsoleReporter
 from megatron.training.hardware import matmul_speed
@@ -155,6 +156,19 @@ def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch:
     assert lines["cuda"].endswith(
         "; attention in row blocks, kept up to 1,024 keys in training: sdpa cannot add a position bias to the scores"
     )
+
+
+def test_a_layout_is_told_in_a_line_and_what_a_pipeline_costs(corpus: Path) -> None:
+    config = tiny_config(corpus, num_layers=5, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4)
+    assert outline.layout_lines(config, Sizes()) == []
+    assert outline.layout_lines(config, Sizes(tensor=2, data=3)) == [
+        "6 ranks: tensor 2 × pipeline 1 × context 1 × data 3, ZeRO 0"
+    ]
+    piped = config.replace(zero_optimization={"stage": 1})
+    assert outline.layout_lines(piped, Sizes(context=2, pipeline=3)) == [
+        "6 ranks: tensor 1 × pipeline 3 × context 2 × data 1, ZeRO 1",
+        "pipeline: 3 stages, 4 micro-batches: a stage waits 33% of a step; layers per stage 2, 2, 1",
+    ]
 
 
 def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def config(*overrides: str) -> Config:
         (4, ["device=cuda", "num_gpus=1", "precision=fp16"], "cuda", 1, "nccl", 4),
         (4, ["device=cpu"], "cpu", 1, "gloo", 4),
         (4, ["distributed_backend=gloo"], "cuda", 4, "gloo", 1),
+        (0, ["context_parallel_size=2"], "cpu", 2, "gloo", 4),
+        (4, ["context_parallel_size=2"], "cuda", 4, "nccl", 2),
     ],
 )
 @pytest.mark.parametrize("dry", [False, True])
@@ -150,3 +152,19 @@ def test_options_of_zero_without_effect_are_said() -> None:
     )
     (note,) = notes("stage=1", "contiguous_gradients=false", "offload_optimizer.device=cpu")
     assert note.startswith("zero_optimization.contiguous_gradients has no effect with offload_optimizer")
+
+
+def test_half_precision_divides_a_model_with_zero_alone_and_says_so() -> None:
+    divided = ["num_attention_heads=2", "save=runs/a", "precision=bf16"]
+    for key in ("model_parallel_size=2", "pipe_parallel_size=2", "context_parallel_size=2"):
+        layers = ["num_layers=2"] if key.startswith("pipe") else []
+        settled = preflight(config(*divided, *layers, key), LOGIN_NODE)
+        stage, notes = settled.config.training.zero_optimization.stage, settled.notes
+        if key.startswith("context"):
+            assert (stage, notes) == (0, ())
+        else:
+            assert (stage, notes) == (
+                1,
+                ("zero_optimization.stage 1 instead of 0: without ZeRO, bf16 cannot divide a model",),
+            )
+        assert preflight(settled.config, LOGIN_NODE).notes == ()
