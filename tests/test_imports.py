@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.parallel.mesh",
         "megatron.parallel.places",
+        "megatron.parallel.layers",
         "megatron.errors",
         "megatron.model.options",
     ),

@@ -18,9 +18,10 @@ from megatron.model.megatron_core import (
     get_gpt_layer_local_spec,
 )
 from megatron.model.options import ModelOptions, PositionOptions, conflicts, indivisible
-from megatron.model.stages import Foreign, layers_of
+from megatron.model.stages import Foreign
 from megatron.model.transformer_config import transformer_config
 from megatron.parallel.collectives import sum_gradients
+from megatron.parallel.layers import layers_of
 from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor

@@ -19,7 +19,7 @@ from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.shared_attention import gather_vocabulary
-from megatron.model.stages import layers_of
+from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Number
 from megatron.parallel.parameters import is_copy, mark_copy, whole_size
 from megatron.parallel.places import held

@@ -21,10 +21,11 @@ Not in it: what CUDA, NCCL and the allocator take for themselves, which the tent
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.parallel.mesh import Sizes
+from megatron.parallel.layers import layers_of
+from megatron.parallel.mesh import Axis, Sizes
 from megatron.planning import activations
 from megatron.planning.activations import BYTES
-from megatron.planning.parameters import held, layers_of, padded
+from megatron.planning.parameters import held, padded
 
 SPARE = 0.1
 """Of a GPU's memory, for what no formula here counts."""
@@ -95,7 +96,7 @@ def _of_stage(config: Config, sizes: Sizes, vocabulary: int, backend: str | None
     at = {0, sizes.context - 1}  # the ranks of a sequence that differ most
     layers = [activations.layer(config, sizes, backend, index) for index in at]
     kept, working, entry = max(x.kept for x in layers), max(x.working for x in layers), layers[0].entry
-    count = layers_of(model.num_layers, sizes.pipeline, stage)
+    count = len(layers_of(model.num_layers, Axis(stage, sizes.pipeline)))
     if model.checkpoint_activations:
         block = min(model.checkpoint_num_layers, count)
         in_flight = -(-count // block) * entry

@@ -7,7 +7,7 @@ import torch
 
 from megatron.config.schema import Config
 from megatron.model.options import feed_forward_size
-from megatron.model.stages import layers_of
+from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
 from megatron.training.console import about
 from megatron.training.hardware import matmul_speed

@@ -1,10 +1,10 @@
-"""What a pipeline stage holds of the model."""
+"""Which layers a pipeline stage holds."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.model.stages import layers_of
+from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis
 
 
