@@ -184,8 +184,10 @@ class _Layer:
             return 0  # fused: what it needs besides is in registers
         scores, b = block.rows * block.columns, self.b
         heads = self.own_heads if self.processor is None else self.heads
-        bias = 12 * heads if self.encoding.bias else 0  # its gradient, spread, padded and summed along diagonals
-        maps = self.maps(block) + scores * (8 * self.batch * self.own_heads + bias)
+        bias = 8 * heads if self.encoding.bias else 0  # its gradient, and the same padded to be summed along diagonals
+        # Probabilities, their gradient and the logits' in float32; the copy in a half type has gone by then.
+        half = b if b < 4 else 0
+        maps = self.maps(block) + scores * ((8 - half) * self.batch * self.own_heads + bias)
         if self.processor is None:
             return maps
         # Hidden values, their gradient through the activation and out of the second convolution; the bias's own

@@ -1,11 +1,14 @@
-"""Bytes that exist: what autograd keeps of a forward pass, and all tensors that this process holds."""
+"""Bytes that exist: what autograd keeps of a forward pass, all tensors of this process, and the most at one time."""
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def kept_by_autograd(module: nn.Module, run: Callable[[], Any], *, arguments: bool = False) -> int:
@@ -44,3 +47,28 @@ def storages() -> dict[int, int]:
             if each is not None and each.device.type == "cpu":
                 found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return found
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside had at one time, and what they have now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        out = func(*args, **(kwargs or {}))
+        old = {t.untyped_storage().data_ptr() for t in given}
+        for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage not in self._known and storage.data_ptr() not in old:
+                self._known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _free(self, size: int) -> None:
+        self.now -= size
