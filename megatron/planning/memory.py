@@ -15,6 +15,7 @@ parameter, as DeepSpeed's optimizers keep them (a test sums the tensors of real 
 The optimizer's 12 bytes are Adam's two moments and the float32 master of each weight. "Accumulates" means: more than
 one micro-batch per step, or a pipeline.
 
+What is offloaded to the CPU takes none.
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
 """
 
@@ -30,8 +31,8 @@ from megatron.planning.parameters import held, padded
 SPARE = 0.1
 """Of a GPU's memory, for what no formula here counts."""
 
-ALLREDUCED_AT_ONCE, STEPPED_AT_ONCE = 500_000_000, 1_000_000_000
-"""DeepSpeed's own sizes, in elements: of a bucket without ZeRO, and of a part of ZeRO-3's optimizer step."""
+ALLREDUCED_AT_ONCE = 500_000_000
+"""Elements of DeepSpeed's bucket without ZeRO."""
 
 
 @dataclass(frozen=True)
@@ -157,4 +158,8 @@ class _States:
         if zero.stage == 3:
             live = min(parameters, zero.stage3_max_live_parameters) + min(parameters, zero.stage3_prefetch_bucket_size)
             self.buffers += b * live
-            self.step = 4 * min(part, STEPPED_AT_ONCE)
+            self.step = 4 * min(part, zero.sub_group_size)
+        if zero.offload_optimizer.device == "cpu":
+            self.optimizer = self.step = 0  # masters, moments and the step's gradients are in the host's memory
+        if zero.offload_param.device == "cpu":
+            self.weights = 0  # but for those in use, which the buffers have

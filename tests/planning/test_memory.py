@@ -61,6 +61,16 @@ def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:
     assert eight.weights == one.weights
 
 
+def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
+    def stage_3(*offloaded: str) -> Memory:
+        zero = {"stage": 3} | {name: {"device": "cpu"} for name in offloaded}
+        return of("2-7B", "rotary", Sizes(data=4), zero_optimization=zero)
+
+    plain, optimizer, both = stage_3(), stage_3("offload_optimizer"), stage_3("offload_optimizer", "offload_param")
+    assert (optimizer.optimizer, optimizer.step, optimizer.weights) == (0, 0, plain.weights)
+    assert (both.weights, both.buffers) == (0, plain.buffers)
+
+
 def test_the_parts_add_up_to_the_worst_moment() -> None:
     found = of("125M", "cdape_kerple_log", Sizes())
     always = found.weights + found.gradients + found.optimizer + found.buffers
