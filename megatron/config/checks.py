@@ -79,7 +79,12 @@ def _batch(config: Config) -> Iterator[Problem]:
         )
     elif (world := known_world(config)) is not None:
         try:
-            with_batch(config, mesh_sizes(config, world).data)
+            sizes = mesh_sizes(config, world)
+        except UserError as error:
+            yield "num_gpus", str(error)
+            return
+        try:
+            with_batch(config, sizes.data)
         except UserError as error:
             yield "train_batch_size", str(error)
 
