@@ -4,10 +4,13 @@ A kernel such as −r1·log(1 + r2·n) is only defined for positive r1 and r2. T
 copy in place, which never reaches the float32 master that the optimizer keeps: the master wanders off, and the
 parameter sits at its bound for good. Here a bound holds in three places:
 
-* `forward` returns the clamped value, so whatever is used obeys the bound;
-* the gradient of a parameter at its bound is zero when a descent step would push it further out, and passes when the
-  step would bring it back, so it can leave;
-* the optimizer projects the float32 masters after each step (`low` and `high` are read from here).
+* `forward` returns the clamped value, so whatever is used obeys the bound; the gradient passes as if it did not;
+* the optimizer leaves out the gradient of a master at its bound where a step would push it further out, and takes it
+  where the step would bring it back, so it can leave (`low` and `high` are read from here);
+* the optimizer projects the float32 masters after each step.
+
+Only the whole gradient says where a step goes. Each use of a parameter (in a layer, a block of rows, on a rank) has a
+part of it, and to judge the parts one by one would make the result depend on how the work is divided.
 
 `forward` matters for one more reason: ZeRO-3 gathers a module's parameters around its forward call, so parameters are
 only ever read through the call of the module that owns them.
@@ -24,19 +27,15 @@ from .shape import at_least_float32
 
 
 class _Clamp(torch.autograd.Function):
-    """clamp(value, low, high) whose gradient is cut only where gradient descent would leave the interval."""
+    """clamp(value, low, high) whose gradient passes everywhere."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, low: float, high: float) -> Tensor:
-        # Masks, not the value: under ZeRO-3 the parameter's storage is released before the backward pass.
-        ctx.save_for_backward(value <= low, value >= high)
         return value.clamp(low, high)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        at_low, at_high = ctx.saved_tensors
-        outward = (at_low & (grad > 0)) | (at_high & (grad < 0))
-        return grad.masked_fill(outward, 0), None, None
+        return grad, None, None
 
 
 class Bounded(nn.Module):

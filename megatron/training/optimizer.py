@@ -5,14 +5,15 @@ own parameters after a step, as published code does, has no effect in half preci
 on float32 master copies and overwrites the model's from them. The base optimizer is what holds the masters under every
 ZeRO stage and precision (as flat partitions, one per parameter group), so the projection belongs here:
 
-    θ ← clip(AdamW(θ), low, high)        for each group that has the keys `low` and `high`
+    g ← 0  where θ = low and g > 0, or θ = high and g < 0        the step would go further out
+    θ ← clip(AdamW(θ, g), low, high)                             for each group that has the keys `low` and `high`
 
-`megatron.model.parameters.parameter_groups` makes one group per pair of bounds. A parameter at its bound can leave it:
-its gradient is cut only where a step would go further out (`megatron.position.parameters`).
+`megatron.model.parameters.parameter_groups` makes one group per pair of bounds. Without the first line Adam's moments
+would remember all the pushes against a bound, and keep the parameter there long after its gradient has turned.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class BoundedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One AdamW step, then the projection onto each group's bounds."""
+        """One AdamW step without pushes against a bound, then the projection onto each group's bounds."""
+        self.leave_out_pushes()
         loss = super().step(closure)
         self.project()
         return loss
@@ -33,12 +35,23 @@ class BoundedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def project(self) -> None:
         """Move every bounded parameter to the nearest value inside its bounds."""
+        for parameter, low, high in self._bounded():
+            parameter.clamp_(low, high)
+
+    @torch.no_grad()
+    def leave_out_pushes(self) -> None:
+        """Set gradients to 0 where a parameter stands at its bound and the step would push it further out."""
+        for parameter, low, high in self._bounded():
+            if (gradient := parameter.grad) is not None:
+                outward = ((parameter <= low) & (gradient > 0)) | ((parameter >= high) & (gradient < 0))
+                gradient.masked_fill_(outward, 0.0)
+
+    def _bounded(self) -> Iterator[tuple[torch.Tensor, float, float]]:
+        """Every bounded parameter with its bounds."""
         for group in self.param_groups:
             low, high = group.get("low", -math.inf), group.get("high", math.inf)
-            if math.isinf(low) and math.isinf(high):
-                continue
-            for parameter in group["params"]:
-                parameter.clamp_(low, high)
+            if not (math.isinf(low) and math.isinf(high)):
+                yield from ((parameter, low, high) for parameter in group["params"])
 
     def forget_steps(self) -> None:
         """Set every parameter's step count back to 0.

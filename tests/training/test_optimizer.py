@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from megatron.position.parameters import Bounded, uniform
+from megatron.position.parameters import Bounded, constant, uniform
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from megatron.training.options import AdamParams, OptimizerChoice, OptimizerOptions
 from tools.rounding import apart
@@ -88,3 +90,24 @@ def test_a_parameter_at_its_bound_can_leave_it(low: float, high: float, outward:
         push(-outward)
     assert bool((module.value != bound).all())
     assert bool(((module.value >= low) & (module.value <= high)).all())
+
+
+@given(st.floats(-0.25, 0.25, width=32), st.sampled_from([0.01, 0.5, 2.0]), st.booleans())
+def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float, bounded: bool) -> None:
+    parameter = nn.Parameter(torch.tensor([value]))
+    low, high = (0.01, 2.0) if bounded else (-math.inf, math.inf)
+    optimizer = BoundedAdamW([{"params": [parameter], "low": low, "high": high}], lr=0.1, weight_decay=0.0)
+    parameter.grad = torch.tensor([gradient])
+    optimizer.leave_out_pushes()
+    outward = bounded and ((value == 0.01 and gradient > 0) or (value == 2.0 and gradient < 0))
+    assert parameter.grad.item() == (0.0 if outward else torch.tensor(gradient).item())
+
+
+def test_the_parts_of_a_gradient_are_not_judged_one_by_one() -> None:
+    """Two uses of a parameter at its bound, one pushing out and one pulling back harder: the step goes back."""
+    module = Bounded((1,), constant(0.01), low=0.01)
+    optimizer = BoundedAdamW([{"params": [module.value], "low": 0.01, "high": math.inf}], lr=0.1, weight_decay=0.0)
+    (0.4 * module() - 0.5 * module()).sum().backward()
+    torch.testing.assert_close(module.value.grad, torch.tensor([-0.1]))
+    optimizer.step()
+    assert module.value.item() > 0.1
