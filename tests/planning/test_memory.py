@@ -39,7 +39,8 @@ def test_states_are_those_of_the_engine(precision: str, stage: int, steps: int, 
     parameters = whole(config, VOCABULARY)
     states = (estimate.weights + estimate.optimizer) / parameters
     gradients = estimate.gradients / parameters
-    assert states + gradients == pytest.approx(max(found.values()), rel=0.01)
+    # Two in a hundred: gradients larger than a bucket are reduced alone, and DeepSpeed holds on to the last of them.
+    assert states + gradients == pytest.approx(max(found.values()), rel=0.02)
     # What stays between steps: with ZeRO 3, or accumulated in float32 with ZeRO 1, buffers of gradients do.
     assert states <= found["between"] * 1.001
     assert states + gradients >= found["between"] * 0.999

@@ -49,6 +49,30 @@ def storages() -> dict[int, int]:
     return found
 
 
+def reached(*roots: Any) -> int:
+    """Bytes of the storages that are found from some objects: through containers, tensors' gradients and attributes,
+    and the attributes of DeepSpeed's objects. What a thread of a collective still holds for a moment is not among them.
+    """
+    found: dict[int, int] = {}
+    todo, seen = list(roots), set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            todo += [thing.grad] if thing.is_leaf else []
+            todo += vars(thing).values()
+        elif isinstance(thing, dict):
+            todo += [*thing.keys(), *thing.values()]
+        elif isinstance(thing, list | tuple | set):
+            todo += thing
+        elif type(thing).__module__.startswith("deepspeed.runtime") and not isinstance(thing, nn.Module):
+            todo += vars(thing).values() if hasattr(thing, "__dict__") else []
+    return sum(found.values())
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that tensors made inside had at one time, and what they have now."""
 
