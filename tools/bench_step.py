@@ -144,7 +144,7 @@ def _layer_step(problem: Problem, gpt: Any, width: int) -> Step:
     hidden = torch.randn(problem.length, problem.batch, width, **like).requires_grad_()
     upstream = torch.randn(problem.length, problem.batch, width, **like)
     wanted = [hidden, *layer.parameters(), *(gpt.position.parameters() if gpt.position is not None else ())]
-    reading = Reading(Span(0, problem.length))
+    reading = Reading((Span(0, problem.length),))
 
     def step() -> None:
         torch.autograd.grad(layer(hidden, reading), wanted, upstream, allow_unused=True)
