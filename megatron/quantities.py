@@ -31,3 +31,12 @@ def flop(count: float) -> str:
 def speed(tflops: float) -> str:
     """12.3 GFLOP/s, 1.23 TFLOP/s: in the unit in which the number is not tiny."""
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
+
+
+def count(number: float) -> str:
+    """Three digits and a unit: 950, 837k, 124M, 26.2B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            shown = number / size
+            return f"{shown:.{2 if shown < 9.995 else 1 if shown < 99.95 else 0}f}{unit}"
+    return f"{number:.0f}"

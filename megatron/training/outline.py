@@ -9,19 +9,10 @@ from megatron.config.schema import Config
 from megatron.model.options import feed_forward_size
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
-from megatron.training.console import about
+from megatron.quantities import about, count
 from megatron.training.hardware import matmul_speed
 from megatron.training.pipeline import bubble
 from megatron.training.setup import Run
-
-
-def count(number: float) -> str:
-    """Three digits and a unit: 950, 837k, 124M, 26.2B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:
-            shown = number / size
-            return f"{shown:.{2 if shown < 9.995 else 1 if shown < 99.95 else 0}f}{unit}"
-    return f"{number:.0f}"
 
 
 def seconds_ahead(run: Run, step: int) -> float:

@@ -15,6 +15,7 @@ from tiny_runs import tiny_config, write_corpora
 
 from megatron.launch.console import run_console
 from megatron.parallel.mesh import Sizes
+from megatron.quantities import count
 from megatron.training import loop, outline
 from megatron.training.console import ConsoleReporter
 from megatron.training.hardware import matmul_speed
@@ -117,7 +118,7 @@ def test_validation_reports_every_micro_batch(corpus: Path, monkeypatch: pytest.
 
 
 def test_words_for_counts() -> None:
-    assert [outline.count(n) for n in (7, 12_345, 124_439_808, 999_999, 2.65e9, 26.2e9)] == [
+    assert [count(n) for n in (7, 12_345, 124_439_808, 999_999, 2.65e9, 26.2e9)] == [
         "7", "12.3k", "124M", "1.00M", "2.65B", "26.2B"
     ]  # fmt: skip
 
@@ -137,7 +138,7 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     result = train(config, Console(file=stream, width=300))
     first, _, last = stream.getvalue().splitlines()
     assert first == (
-        f"{outline.count(model.num_parameters())} parameters on CPU ({torch.get_num_threads()} threads) in fp32; "
+        f"{count(model.num_parameters())} parameters on CPU ({torch.get_num_threads()} threads) in fp32; "
         "2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"
     )
     assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"
