@@ -49,7 +49,9 @@ def show(run: Path, *, verify: bool, as_json: bool) -> bool:
         table.add_row(f"{each.step:,}", size(each.bytes), written, *shown, each.problem or "yes")
     console = PlainConsole(highlight=False)
     console.print(table)
-    console.print(f"{len(found)} in {found[0].path.parent}, {size(sum(each.bytes for each in found))} in all")
+    console.print(
+        f"{len(found)} in {folder.run_of(run) / folder.CHECKPOINTS}, {size(sum(each.bytes for each in found))} in all"
+    )
     return all(each.problem is None for each in found)
 
 

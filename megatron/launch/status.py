@@ -19,10 +19,8 @@ from megatron.config.load import read
 from megatron.errors import FarfieldError, UserError
 from megatron.launch.console import PlainConsole
 from megatron.quantities import duration
-from megatron.training.records import METRICS, lines
+from megatron.training.records import HEARTBEAT, METRICS, lines
 
-HEARTBEAT = "heartbeat.json"
-"""As the first rank writes it every ten seconds (`megatron.training.watch`)."""
 FRESH = 60.0
 """Seconds: a run on another machine whose heartbeat is older is not alive."""
 REFRESHED = 5.0

@@ -237,7 +237,7 @@ class Loop:
         self.samples += run.config.training.train_batch_size or 0
         self.tokens += tokens
         self.interval.add(loss, tokens, engine.grad_norm, engine.skipped)
-        self._watch(loss)
+        self._judge(loss)
         run.console.step(self.step)
         return False
 
@@ -254,7 +254,7 @@ class Loop:
         processes = self.run.processes
         return processes.sum(processes.mesh.once(share))[0]
 
-    def _watch(self, share: Tensor) -> None:
+    def _judge(self, share: Tensor) -> None:
         """Stop or go back when the loss is bad. `share` is this rank's part of the step's loss.
 
         A skipped step is bad, unless float16's loss scale was too large, which is normal and cures itself; and one

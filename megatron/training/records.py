@@ -1,4 +1,5 @@
-"""What a run's metrics.jsonl says: one JSON object per record and line. Read without torch."""
+"""Files by which a run tells how far it is, and what its metrics.jsonl says: one JSON object per record and line. Read
+without torch."""
 
 import json
 from collections.abc import Iterator
@@ -6,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+HEARTBEAT = "heartbeat.json"
+"""In the run's folder: where the first rank is, every few seconds while the run is alive."""
 
 
 def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -30,9 +30,8 @@ from megatron.errors import HangError
 from megatron.files import write_text
 from megatron.parallel.beats import Beats
 from megatron.parallel.processes import Processes
+from megatron.training.records import HEARTBEAT
 
-HEARTBEAT = "heartbeat.json"
-"""In the run's folder: where the first rank is, every few seconds while the run is alive."""
 STACKS = "stacks"
 """In the run's folder: the stacks of the ranks of a run that hung."""
 WRITTEN_EVERY = 10.0

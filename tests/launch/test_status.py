@@ -11,7 +11,6 @@ from megatron.checkpoint.lock import RunLock
 from megatron.errors import UserError
 from megatron.launch import status as module
 from megatron.launch.status import find, show, status, table
-from megatron.training import watch
 
 RECORD = {"kind": "train", "step": 30, "loss": 2.5, "tokens_per_second": 1000.0, "mfu": 0.25, "seconds_left": 70.0}
 
@@ -23,7 +22,7 @@ def make(run: Path, **heartbeat: object) -> Path:
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (valid, RECORD)))
     (run / "checkpoints" / "step_0000020").mkdir(parents=True)
     if heartbeat:
-        (run / watch.HEARTBEAT).write_text(json.dumps(heartbeat))
+        (run / module.HEARTBEAT).write_text(json.dumps(heartbeat))
     return run
 
 
@@ -61,7 +60,3 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in it"):
         find([tmp_path])
-
-
-def test_the_heartbeat_is_the_one_that_is_written() -> None:
-    assert module.HEARTBEAT == watch.HEARTBEAT

@@ -10,7 +10,8 @@ from tiny_runs import free_port, tiny_config, write_corpora
 
 from megatron.parallel.processes import Processes
 from megatron.training.loop import train
-from megatron.training.watch import HEARTBEAT, STACKS, Beat, Watch, verdict
+from megatron.training.records import HEARTBEAT
+from megatron.training.watch import STACKS, Beat, Watch, verdict
 
 SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"
 TIMEOUT = 5.0
