@@ -58,6 +58,12 @@ def run_of(path: str | Path) -> Path:
     return path.parent if path.name == CHECKPOINTS else path
 
 
+def run_of_checkpoint(checkpoint: str | Path) -> Path:
+    """The run's folder that a checkpoint lies in, abandoned ones included; of one that lies alone, its own folder."""
+    path = Path(checkpoint).resolve()
+    return next((parent.parent for parent in path.parents if parent.name == CHECKPOINTS), path)
+
+
 def resolve(path: str | Path) -> Path:
     """The checkpoint meant by a run's folder (its newest) or a checkpoint's own folder.
 

@@ -83,7 +83,7 @@ def load_model(
 
 def _others(checkpoint: Path) -> str:
     """What else of the same run can be loaded, in words."""
-    run = checkpoint.resolve().parent.parent
+    run = folder.run_of_checkpoint(checkpoint)
     others = [path for path in folder.checkpoints(run) if path.name != checkpoint.name]
     whole = [path.name for path in others if manifest.damage(path, manifest.MODEL_FILES) is None]
     if whole:

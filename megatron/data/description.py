@@ -1,23 +1,26 @@
 """`corpus.json`: what a corpus folder says of itself, and whether its files are still what it says.
 
+A tokenizer that is kept alone, as each run keeps its own, is described by `description.json`.
+
 A description is checked when it is read: types, ranges, names. Everything else in the package may trust it.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megatron.data.options import TokenizerType
 from megatron.errors import RunError, UserError
 
-CORPUS_FILE = "corpus.json"
+CORPUS_FILE, TOKENIZER_FILE = "corpus.json", "description.json"
 LARGEST_FILE = 1 << 26
-"""Bytes of a corpus.json: one with a hundred thousand sources has fewer."""
+"""Bytes of a description: a corpus.json with a hundred thousand sources has fewer."""
 
 CHECKED_WHOLE = 1 << 32
 """Bytes of the largest .bin whose content is compared with its checksum when a run first uses it: about 4 to 8 seconds.
@@ -34,10 +37,16 @@ TOKENIZER_FILES: dict[TokenizerType, tuple[str, ...]] = {
 LARGEST_VOCABULARY = 1 << 24
 """Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
 
+PREPARE_AGAIN = "prepare the corpus again"
+_TAKE_THE_DATAS = "delete the folder, and the tokenizer of the run's data is taken"
+
 SplitName = Literal["train", "valid", "test", "all"]
 Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _STRICT = ConfigDict(strict=True, frozen=True, protected_namespaces=())  # what a later version adds is passed over
+
+
+Described = TypeVar("Described", bound=BaseModel)
 
 
 class SplitCounts(BaseModel):
@@ -60,7 +69,7 @@ class FileFacts(BaseModel):
 
 
 class TokenizerFacts(BaseModel):
-    """The tokenizer that made a corpus."""
+    """The tokenizer that made a corpus, or that a run was trained with."""
 
     model_config = _STRICT
 
@@ -103,15 +112,39 @@ class Description(BaseModel):
         return values
 
 
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """A folder that holds a tokenizer's files, and what is said of them there."""
+
+    facts: TokenizerFacts
+    file: Path  # that says it
+    since: str  # what has to be as it was when
+    remedy: str  # if it is not
+
+
 def read_description(folder: str | Path) -> Description:
     """The content of a corpus folder's corpus.json. UserError if there is none, RunError if it is damaged."""
-    path = Path(folder) / CORPUS_FILE
+    return _read(Path(folder) / CORPUS_FILE, Description, "a corpus description", PREPARE_AGAIN)
+
+
+def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
+    """What a folder says of the tokenizer in it: one of a tokenizer alone, or else of a corpus. Errors as above."""
+    own = folder / TOKENIZER_FILE
+    if own.is_file():
+        facts = _read(own, TokenizerFacts, "the description of a tokenizer", _TAKE_THE_DATAS)
+        return TokenizerFolder(facts, own, "it was written", _TAKE_THE_DATAS)
+    return TokenizerFolder(
+        read_description(folder).tokenizer, folder / CORPUS_FILE, "the corpus was made", PREPARE_AGAIN
+    )
+
+
+def _read(path: Path, kind: type[Described], what: str, remedy: str) -> Described:
     try:
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise ValueError(f"it is larger than {LARGEST_FILE:,} bytes")
-        return Description.model_validate(json.loads(content.decode("utf-8")))
+        return kind.model_validate(json.loads(content.decode("utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; `./deepy.py prepare` makes a corpus folder, which has one") from None
     except ValidationError as error:
@@ -122,7 +155,7 @@ def read_description(folder: str | Path) -> Description:
         problem = error.strerror or str(error)
     except ValueError as error:
         problem = " ".join(str(error).split())
-    raise RunError(f"{path}: not a corpus description ({problem}); prepare the corpus again")
+    raise RunError(f"{path}: not {what} ({problem}); {remedy}")
 
 
 def _problem(error: ValidationError) -> str:
@@ -154,7 +187,7 @@ def check_files(folder: Path, described: Description, names: Iterable[str], *, c
         then = (described.files or {}).get(name)
         if then is None:
             if described.files is not None:
-                raise RunError(f"{folder / CORPUS_FILE}: files lacks {name}; prepare the corpus again")
+                raise RunError(f"{folder / CORPUS_FILE}: files lacks {name}; {PREPARE_AGAIN}")
             continue
         try:
             now = path.stat()
@@ -166,7 +199,7 @@ def check_files(folder: Path, described: Description, names: Iterable[str], *, c
         except OSError as error:
             raise RunError(f"{path}: cannot be read: {error.strerror}") from None
         if changed:
-            raise RunError(f"{path}: {how}; restore it or prepare the corpus again")
+            raise RunError(f"{path}: {how}; restore it or {PREPARE_AGAIN}")
 
 
 def _sha256(path: Path) -> str:

@@ -10,6 +10,7 @@ Four kinds, under GPT-NeoX's names where it has one:
 | `SPMTokenizer` | `tokenizer.model` | SentencePiece |
 
 A corpus folder holds a copy of its tokenizer's files, with a checksum, so that it can be moved and read anywhere.
+So does a run's folder (`run_tokenizer.py`).
 A tokenizer's `name` contains that checksum: two corpora fit together exactly if their tokenizers' names are equal.
 """
 
@@ -23,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 import tokenizers as hf
 
-from megatron.data.description import CORPUS_FILE, LARGEST_VOCABULARY, read_description
+from megatron.data.description import LARGEST_VOCABULARY, TokenizerFacts, read_tokenizer_folder
 from megatron.data.options import DataOptions, TokenizerType
 from megatron.data.paths import all_prefixes, description_of
 from megatron.errors import RunError, UserError
@@ -48,6 +49,18 @@ class Tokenizer(ABC):
     def name(self) -> str:
         """The identity: type and checksum of the files, wherever they lie."""
         return f"{self.type}-{self.checksum[:12]}" if self.files else self.type
+
+    @property
+    def facts(self) -> TokenizerFacts:
+        """What a description says of this tokenizer."""
+        return TokenizerFacts(
+            type=self.type,
+            name=self.name,
+            vocab_size=self.vocab_size,
+            eod=self.eod,
+            files=list(self.files),
+            checksum=self.checksum,
+        )
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -197,10 +210,10 @@ def open_tokenizer(type: str, vocab_file: str | Path | None = None, merge_file: 
 
 
 def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
-    """The tokenizer of a corpus folder, or of a configuration's data: read from the corpus.json beside the first
-    dataset, or from `tokenizer_type` and its files where the data have none.
+    """The tokenizer of a folder that describes it, a corpus's or a run's own, or of a configuration's data: read from
+    the corpus.json beside the first dataset, or from `tokenizer_type` and its files where the data have none.
 
-    Raises UserError if there is no tokenizer to be found, RunError if its files changed since the corpus was made.
+    Raises UserError if there is no tokenizer to be found, RunError if its files changed since they were described.
     """
     if isinstance(source, DataOptions):
         described = [prefix.parent for prefix in all_prefixes(source) if description_of(prefix) is not None]
@@ -210,17 +223,16 @@ def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
             raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
         return open_tokenizer(source.tokenizer_type, source.vocab_file, source.merge_file)
     folder = Path(source)
-    facts = read_description(folder).tokenizer
-    tokenizer = open_tokenizer(facts.type, *(folder / name for name in facts.files))
-    if tokenizer.checksum != facts.checksum:
-        files = ", ".join(facts.files)
-        raise RunError(f"{folder}: {files} changed since the corpus was made; restore it or prepare the corpus again")
+    said = read_tokenizer_folder(folder)
+    tokenizer = open_tokenizer(said.facts.type, *(folder / name for name in said.facts.files))
+    if tokenizer.checksum != said.facts.checksum:
+        files = ", ".join(said.facts.files)
+        raise RunError(f"{folder}: {files} changed since {said.since}; restore it or {said.remedy}")
     for fact in ("name", "vocab_size", "eod"):
-        said, found = getattr(facts, fact), getattr(tokenizer, fact)
-        if said != found:
+        stated, found = getattr(said.facts, fact), getattr(tokenizer, fact)
+        if stated != found:
             raise RunError(
-                f"{folder / CORPUS_FILE}: tokenizer.{fact} is {said}, but the tokenizer beside it has {found}; "
-                "prepare the corpus again"
+                f"{said.file}: tokenizer.{fact} is {stated}, but the tokenizer beside it has {found}; {said.remedy}"
             )
     return tokenizer
 

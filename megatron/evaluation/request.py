@@ -7,13 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.folder import resolve
-from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.stored import config_of
+from megatron.checkpoint.trained import Run, open_run
 from megatron.config.problems import describe
-from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.evaluation.located import located
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.placement import check_backend, check_device, check_precision
 from megatron.evaluation.protocols import Plan, plan_of
@@ -22,16 +18,6 @@ from megatron.files import check_folder
 from megatron.options import Section
 from megatron.reports import records as record_files
 from megatron.reports.records import RESULTS, Record
-
-
-@dataclass(frozen=True)
-class Run:
-    """A trained model that has not been loaded yet."""
-
-    name: str  # as the user wrote it
-    checkpoint: Path
-    config: Config  # with the paths of its data as they are found from here
-    progress: Progress
 
 
 @dataclass(frozen=True)
@@ -68,21 +54,12 @@ def read_request(runs: Sequence[str | Path], options: EvaluationOptions, output:
     opened = tuple(open_run(path) for path in runs)
     if len({run.checkpoint.resolve() for run in opened}) < len(opened):
         raise UserError(f"the same checkpoint is given twice: {', '.join(run.name for run in opened)}")
-    text = common_text(
-        [(run.name, run.config, (run.progress.vocabulary or {}).get("name")) for run in opened], options.data
-    )
+    text = common_text(opened, options.data)
     plan = plan_of(options, [run.config.model.seq_length for run in opened], len(text.tokens))
     own = _own_folder(opened)
     folder = own if output is None else Path(output)
     alone = own is not None and folder is not None and folder.resolve() == own.resolve()
     return Request(opened, options, text, plan, folder, _kept(folder), alone)
-
-
-def open_run(path: str | Path) -> Run:
-    """A run by its folder or one of its checkpoints. Raises UserError if there is none, RunError if it is damaged."""
-    checkpoint = resolve(path)
-    config, progress = config_of(checkpoint), Progress.read(checkpoint)
-    return Run(str(path), checkpoint, located(config, checkpoint, progress.directory), progress)
 
 
 def _kept(folder: Path | None) -> tuple[Record, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.checkpoint.trained import Run
 from megatron.config.schema import Config
 from megatron.data.corpus import read_corpus
 from megatron.data.datasets import token_stream
@@ -19,8 +20,9 @@ from megatron.data.encode import Encoder, chunks, encode_all
 from megatron.data.options import DataOptions
 from megatron.data.parts import sequence_range
 from megatron.data.paths import Split, basename, description_of, split_prefixes
+from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.sources import SUFFIXES, raw_documents, scan
-from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary
 from megatron.errors import UserError
 
@@ -48,7 +50,9 @@ class Text:
         return found.hexdigest()[:16]
 
 
-def text_of(name: str, config: Config, data: str | Path | None, trained: str | None = None) -> Text:
+def text_of(
+    name: str, config: Config, data: str | Path | None, trained: str | None = None, run: Path | None = None
+) -> Text:
     """The text that a run is scored on.
 
     Args:
@@ -56,17 +60,18 @@ def text_of(name: str, config: Config, data: str | Path | None, trained: str | N
         config: of the run.
         data: what `--data` says; None is the run's own test split, else its valid split.
         trained: the name of the tokenizer that the run was trained with, if it is known.
+        run: its folder, if there is one.
 
     Raises:
         UserError: there is no such text, or another tokenizer made it.
         RunError: its files are damaged.
     """
     if data is not None and _is_text_file(Path(data)):
-        tokenizer = _tokenizer(name, config, Path(data), trained)
+        tokenizer = _tokenizer(name, config, data, trained, run)
         known = Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod)
         source = str(data)
     else:
-        options, split = _split(name, config, data)
+        options, split = _split(name, config, data, trained, run)
         tokenizer, known = None, vocabulary(options)
         source = str(data) if data is not None else f"the {split} data of {name}"
     if known.name != (trained or known.name):
@@ -78,41 +83,47 @@ def text_of(name: str, config: Config, data: str | Path | None, trained: str | N
     return Text(token_stream(options, split), called, known)
 
 
-def common_text(runs: Sequence[tuple[str, Config, str | None]], data: str | Path | None) -> Text:
-    """The text of all runs, given as name, configuration and tokenizer.
+def common_text(runs: Sequence[Run], data: str | Path | None) -> Text:
+    """The text of all runs.
 
     Raises:
         UserError: as `text_of`, or the runs do not share their text, or its tokenizer.
     """
     first: Text | None = None
-    for name, config, trained in runs:
-        text = text_of(name, config, data, trained)
+    for run in runs:
+        name, text = run.name, text_of(run.name, run.config, data, run.tokenizer_name, run.folder)
         if first is None:
             first = text
         elif text.vocabulary.name != first.vocabulary.name:
             raise UserError(
-                f"{name} was trained with tokenizer {text.vocabulary.name}, {runs[0][0]} with "
+                f"{name} was trained with tokenizer {text.vocabulary.name}, {runs[0].name} with "
                 f"{first.vocabulary.name}: perplexities per token cannot be compared"
             )
         elif (text.name, text.vocabulary) != (first.name, first.vocabulary) and not np.array_equal(
             text.tokens, first.tokens
         ):
             raise UserError(
-                f"{name} would be scored on {text.name}, {runs[0][0]} on {first.name}: name one text for all with "
+                f"{name} would be scored on {text.name}, {runs[0].name} on {first.name}: name one text for all with "
                 "--data"
             )
     assert first is not None
     return first
 
 
-def _split(name: str, config: Config, data: str | Path | None) -> tuple[DataOptions, Split]:
+def _split(
+    name: str, config: Config, data: str | Path | None, trained: str | None, run: Path | None
+) -> tuple[DataOptions, Split]:
     """The data options and the split of them that a run is scored on."""
     own = config.data
     if data is not None:
         prefix = _dataset(Path(data))
-        # A tokenizer named in the run's configuration is needed only where the data do not say their own.
-        keys = {} if description_of(prefix) else own.model_dump(include={"tokenizer_type", "vocab_file", "merge_file"})
-        return DataOptions(test_data_paths=[str(prefix)], **keys), "test"
+        options = DataOptions(test_data_paths=[str(prefix)])
+        (_, named), *_ = split_prefixes(options, "test")
+        if description_of(named) is None:
+            tokenizer = _tokenizer(name, config, prefix, trained, run)
+            files = dict(zip(("vocab_file", "merge_file"), map(str, tokenizer.files.values()), strict=False))
+            options = options.replace(tokenizer_type=tokenizer.type, **files)
+        return options, "test"
     for split in ("test", "valid"):
         if own.data_path is not None and sequence_range(own.split, split, 1 << 20) is not None:
             return own, split
@@ -138,13 +149,11 @@ def _is_text_file(path: Path) -> bool:
     return path.is_file() and path.suffix not in (".bin", ".idx") and not Path(f"{path}.idx").exists()
 
 
-def _tokenizer(name: str, config: Config, file: Path, trained: str | None) -> Tokenizer:
-    """The run's own tokenizer: from its data, or without them where it needs no files."""
+def _tokenizer(name: str, config: Config, file: str | Path, trained: str | None, run: Path | None) -> Tokenizer:
+    """The run's own tokenizer, for data that do not say which made them."""
     try:
-        return load_tokenizer(config.data)
+        return run_tokenizer(run, config.data, trained)
     except UserError as error:
-        if trained == ByteTokenizer.type:
-            return ByteTokenizer()
         raise UserError(f"{file}: is to be tokenized as {name} was trained: {error}") from None
 
 

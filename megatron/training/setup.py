@@ -21,6 +21,8 @@ from megatron.checkpoint.stored import config_of
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, batches
 from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.run_tokenizer import keep_tokenizer
+from megatron.data.tokenizers import load_tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary
 from megatron.model.build import build_model, check_position
 from megatron.parallel import seeds
@@ -158,6 +160,7 @@ def restore(run: Run) -> None:
     """Put the states of the checkpoint back, if there is one, and take the folder over. All processes must call this.
 
     Raises:
+        UserError: the folder holds something else where the copy of the tokenizer belongs.
         RunError: files are missing or damaged, or the disk refuses.
     """
     config, start, processes = run.config, run.start, run.processes
@@ -169,6 +172,7 @@ def restore(run: Run) -> None:
     if not processes.first:
         return
     if (folder := config.checkpoint.save) is not None:
+        keep_tokenizer(load_tokenizer(config.data), folder)
         # From here on the run is this one: nothing can be refused any more.
         prune(folder, None)
         for note in resume.give_up(start, Path(folder) / METRICS):

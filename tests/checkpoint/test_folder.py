@@ -78,3 +78,12 @@ def test_what_is_set_aside_is_never_overwritten(tmp_path: Path) -> None:
         assert aside == tmp_path / "checkpoints" / "abandoned" / f"{number:04d}"
         assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step_0000003", "step_0000004"]
         assert steps(tmp_path) == []
+
+
+def test_the_run_of_a_checkpoint(tmp_path: Path) -> None:
+    make(tmp_path / "run", 5, 10)
+    set_aside = folder.abandon([tmp_path / "run" / "checkpoints" / folder.name(10)])
+    for checkpoint in (folder.resolve(tmp_path / "run"), set_aside / folder.name(10)):
+        assert folder.run_of_checkpoint(checkpoint) == tmp_path / "run"
+    alone = folder.resolve(tmp_path / "run").rename(tmp_path / "step_0000005")
+    assert folder.run_of_checkpoint(alone) == alone

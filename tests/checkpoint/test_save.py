@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import resource
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,14 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
     matrix = weights["decoder.layers.0.mlp.linear_fc1.weight"]
     assert not torch.equal(matrix, matrix.bfloat16().float())  # masters, not copies
     assert sum(name.startswith("embedding") or name.startswith("output") for name in weights) == 1  # tied: once
+
+
+def test_a_run_keeps_its_tokenizer_and_an_older_one_gets_it_when_it_is_resumed(corpus: Path, tmp_path: Path) -> None:
+    train(tiny_config(corpus, tmp_path))
+    assert load_tokenizer(tmp_path / "tokenizer").facts == load_tokenizer(corpus).facts
+    shutil.rmtree(tmp_path / "tokenizer")
+    train(tiny_config(corpus, tmp_path, train_iters=5, load=str(tmp_path)))
+    assert load_tokenizer(tmp_path / "tokenizer").facts == load_tokenizer(corpus).facts
 
 
 def test_only_the_last_n_are_kept(corpus: Path, tmp_path: Path) -> None:

@@ -8,38 +8,20 @@ import sentencepiece
 import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.tokenizers import END_OF_DOCUMENT, load_tokenizer, open_tokenizer, train_bpe
 from megatron.errors import UserError
 
-SAMPLE = ["def encode(text):\n    return list(text.encode('utf-8'))\n", "Grüße, 東京!\n", "the the then there\n" * 9]
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """One tokenizer of each kind, made here."""
-    folder = tmp_path_factory.mktemp("tokenizers")
-    train_bpe(SAMPLE, 300, folder / "tokenizer.json")
-    hf.Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))  # vocab.json, merges.txt
-    (folder / "text").write_text("\n".join(SAMPLE * 20))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"),
-        model_prefix=str(folder / "spm"),
-        vocab_size=80,
-        hard_vocab_limit=False,
-        minloglevel=9,
-    )
-    return folder
+    return write_tokenizers(tmp_path_factory.mktemp("tokenizers"))
 
 
 @pytest.fixture(scope="module")
 def all_tokenizers(files):
-    return {
-        "bytes": open_tokenizer("bytes"),
-        "HFTokenizer": open_tokenizer("HFTokenizer", files / "tokenizer.json"),
-        "GPT2BPETokenizer": open_tokenizer("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt"),
-        "SPMTokenizer": open_tokenizer("SPMTokenizer", str(files / "spm.model")),
-    }
+    return open_tokenizers(files)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "HFTokenizer", "GPT2BPETokenizer"])

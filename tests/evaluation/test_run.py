@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,14 @@ from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
 
+from megatron.checkpoint import folder
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
 from megatron.config.load import load
 from megatron.data.corpus import prepare
 from megatron.data.datasets import token_stream
+from megatron.data.run_tokenizer import keep_tokenizer
+from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import RunError, UserError
 from megatron.evaluation.lengths import read_lengths, wanted_lengths
 from megatron.evaluation.options import EvaluationOptions as Options
@@ -198,7 +202,7 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
             Path(data).write_text("")
         with pytest.raises(UserError, match=message):
             evaluated([run], [8], data=data)
-    with pytest.raises(UserError, match=r"fox.txt: is to be tokenized as runs/foreign was trained: train_data_paths"):
+    with pytest.raises(UserError, match=r"fox.txt: is to be tokenized as runs/foreign was trained: .*train_data_paths"):
         evaluated([foreign], [8], data="fox.txt")
 
 
@@ -214,6 +218,21 @@ def test_a_file_of_text_is_tokenized_by_the_tokenizer_of_the_corpus(place: Path)
     assert found.text_digest == expected.text_digest
     with pytest.raises(UserError, match="was trained with tokenizer bytes, runs/bpe with HFTokenizer-"):
         evaluated([run, make_run("runs/bytes")], [8], data="more.txt")
+
+
+def test_a_run_reads_text_by_its_own_copy_when_its_corpus_is_gone(place: Path) -> None:
+    bpe = prepare(["text.txt"], "bpe", tokenizer="bpe", vocab_size=300, split=(0.4, 0.3, 0.3))
+    data = [entry.replace("corpus/", "bpe/") for entry in DATA]
+    run = make_run("runs/bpe", data=data, tokenizer=bpe.tokenizer, size=bpe.vocab_size)
+    (found,) = evaluated([run], [8], data="text.txt")
+    keep_tokenizer(load_tokenizer(bpe.folder), run)
+    for suffix in ("bin", "idx"):  # a bare dataset, as GPT-NeoX's tools make them
+        Path(f"bare.{suffix}").write_bytes(Path(f"bpe/test_text_document.{suffix}").read_bytes())
+    (bare,) = evaluated([run], [8], data="bpe")
+    shutil.rmtree("bpe")
+    assert evaluated([run], [8], data="text.txt")[0].value == found.value
+    assert evaluated([folder.resolve(run)], [8], data="text.txt")[0].value == found.value
+    assert evaluated([run], [8], data="bare")[0].value == bare.value
 
 
 @pytest.mark.parametrize("save", ["runs/a", "/absolute"])

@@ -1,0 +1,86 @@
+"""A run's own copy of its tokenizer, so that its models read and write text wherever the run's folder goes.
+
+    RUN/tokenizer/description.json    type, name, vocabulary, end of document, files and their checksum
+    RUN/tokenizer/tokenizer.json      the files, under the names that a corpus folder has for them
+
+The copy is written when a run takes its folder over, and when a model is imported. Runs from before there were copies
+get theirs when they are resumed; until then the tokenizer of their data is taken.
+"""
+
+import contextlib
+import errno
+from pathlib import Path
+
+from megatron.data.description import TOKENIZER_FILE, TOKENIZER_FILES
+from megatron.data.folders import whole_folder
+from megatron.data.options import DataOptions
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, open_tokenizer
+from megatron.errors import FarfieldError, RunError, UserError
+
+FOLDER = "tokenizer"
+_OWN = {TOKENIZER_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)}
+
+
+def keep_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
+    """Write a run's copy of its tokenizer, whole or not at all; one that is there already and is right stays.
+
+    Returns:
+        The copy's folder.
+
+    Raises:
+        UserError: there is a folder of that name which is something else; it stays as it is.
+        RunError: the disk refuses.
+    """
+    folder = Path(run) / FOLDER
+    with contextlib.suppress(FarfieldError):
+        if (folder / TOKENIZER_FILE).is_file() and load_tokenizer(folder).checksum == tokenizer.checksum:
+            return folder
+    try:
+        there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        if there - _OWN or (there and TOKENIZER_FILE not in there):
+            raise UserError(f"{folder}: is not a run's copy of its tokenizer, which belongs there; move it away")
+        with whole_folder(folder.resolve()) as new:
+            tokenizer.copy_files(new)
+            (new / TOKENIZER_FILE).write_text(tokenizer.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise RunError(f"{folder}: not written ({'the disk is full' if full else error.strerror or error})") from error
+    return folder
+
+
+def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -> Tokenizer:
+    """The tokenizer that a run was trained with: its copy, else that of its data, else `bytes` where it was that.
+
+    Args:
+        run: the run's folder; None before there is one.
+        data: of its configuration, with paths as they are found from here.
+        name: of the tokenizer, as its checkpoint has it; None if that is not known.
+
+    Raises:
+        UserError: there is none, or it is another than `name`.
+        RunError: its files changed since they were described.
+    """
+    if run is not None and (Path(run) / FOLDER / TOKENIZER_FILE).is_file():
+        copy = load_tokenizer(Path(run) / FOLDER)
+        if name in (None, copy.name):
+            return copy  # else the run began anew with another, and this checkpoint is from before
+    try:
+        found = _of_data(data)
+    except UserError as error:
+        if name == ByteTokenizer.type:
+            return ByteTokenizer()
+        raise UserError(f"there is no copy of its tokenizer, and its data do not help: {error}") from None
+    if name not in (None, found.name):
+        raise UserError(f"it was trained with tokenizer {name}, and its data have {found.name} now")
+    return found
+
+
+def _of_data(data: DataOptions) -> Tokenizer:
+    try:
+        return load_tokenizer(data)
+    except UserError:
+        if data.tokenizer_type is None:
+            raise
+        return open_tokenizer(
+            data.tokenizer_type, data.vocab_file, data.merge_file
+        )  # whether the data are there or not

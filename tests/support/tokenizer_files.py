@@ -1,0 +1,35 @@
+"""A small tokenizer of each kind, trained on a few sentences."""
+
+from pathlib import Path
+
+import sentencepiece
+import tokenizers as hf
+
+from megatron.data.tokenizers import Tokenizer, open_tokenizer, train_bpe
+
+SAMPLE = ["def encode(text):\n    return list(text.encode('utf-8'))\n", "Grüße, 東京!\n", "the the then there\n" * 9]
+
+
+def write_tokenizers(folder: Path) -> Path:
+    """Write tokenizer.json, vocab.json and merges.txt, and spm.model into a folder; returns it."""
+    train_bpe(SAMPLE, 300, folder / "tokenizer.json")
+    hf.Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))  # vocab.json, merges.txt
+    (folder / "text").write_text("\n".join(SAMPLE * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "spm"),
+        vocab_size=80,
+        hard_vocab_limit=False,
+        minloglevel=9,
+    )
+    return folder
+
+
+def open_tokenizers(files: Path) -> dict[str, Tokenizer]:
+    """The tokenizers whose files `write_tokenizers` wrote, and `bytes`, by their types."""
+    return {
+        "bytes": open_tokenizer("bytes"),
+        "HFTokenizer": open_tokenizer("HFTokenizer", files / "tokenizer.json"),
+        "GPT2BPETokenizer": open_tokenizer("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt"),
+        "SPMTokenizer": open_tokenizer("SPMTokenizer", files / "spm.model"),
+    }
