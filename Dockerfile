@@ -21,7 +21,7 @@ RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
     && pip install -c constraints.txt -r requirements.txt
 
 FROM cpu AS test
-COPY requirements-dev.txt ./
+COPY requirements-dev.txt requirements-eval.txt ./
 RUN pip install -c constraints.txt -r requirements-dev.txt
 RUN apt-get update \
     && apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge \

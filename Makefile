@@ -30,7 +30,7 @@ $(VENV)/.runtime: requirements.txt
 	@$(PIP) -r requirements.txt
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt
+$(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt requirements-eval.txt
 	@echo "installing the test tools (once)"
 	@$(PIP) -r requirements-dev.txt
 	@touch $@

@@ -13,7 +13,14 @@ from megatron.uncompiled import uncompiled
 
 ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
-OURS = ("megatron.errors", "megatron.options", "megatron.files", "megatron.quantities", "megatron.suggest")
+OURS = (
+    "megatron.errors",
+    "megatron.options",
+    "megatron.optional",
+    "megatron.files",
+    "megatron.quantities",
+    "megatron.suggest",
+)
 OPTIONS = (
     "megatron.model.options",
     "megatron.data.options",
@@ -30,6 +37,7 @@ DOORS = {f"megatron/{part}/megatron_core.py" for part in ("data", "model", "para
 ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/errors.py": (),
     "megatron/options.py": ("pydantic",),
+    "megatron/optional.py": ("megatron.errors",),
     "megatron/uncompiled.py": ("torch",),
     "megatron/quantities.py": (),
     "megatron/suggest.py": (),

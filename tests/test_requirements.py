@@ -1,19 +1,24 @@
 """The pins agree with what the packages themselves ask for, so that pip finds a solution."""
 
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megatron.errors import UserError
+from megatron.optional import need
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = ("requirements.txt", "requirements-dev.txt", "requirements-eval.txt")
 
 
 def pinned(path: Path) -> dict[str, Requirement]:
     """The requirements of a file by name; those it includes are left out."""
     lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     found = [Requirement(line) for line in lines if line and not line.startswith("-r")]
-    return {requirement.name: requirement for requirement in found}
+    return {canonicalize_name(requirement.name): requirement for requirement in found}
 
 
 def test_triton_is_the_one_that_torch_asks_for() -> None:
@@ -25,7 +30,7 @@ def test_triton_is_the_one_that_torch_asks_for() -> None:
     assert of_triton[0].specifier.contains(version)
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "requirements-dev.txt"])
+@pytest.mark.parametrize("file", FILES)
 def test_every_requirement_is_bounded(file: str) -> None:
     """An open range would install another project's newest release on every new machine."""
     for name, requirement in pinned(ROOT / file).items():
@@ -34,9 +39,37 @@ def test_every_requirement_is_bounded(file: str) -> None:
 
 def test_what_images_install_is_what_is_asked_for() -> None:
     """constraints.txt has a version for each requirement, and one that it allows."""
-    exact = {name.lower(): requirement for name, requirement in pinned(ROOT / "constraints.txt").items()}
-    for file in ("requirements.txt", "requirements-dev.txt"):
+    exact = pinned(ROOT / "constraints.txt")
+    for file in FILES:
         for name, requirement in pinned(ROOT / file).items():
-            (specifier,) = exact[name.lower()].specifier
+            (specifier,) = exact[name].specifier
             assert specifier.operator == "=="
             assert requirement.specifier.contains(specifier.version), name
+
+
+def test_images_install_nothing_in_a_version_that_nobody_named() -> None:
+    """What the packages of all files ask for in their turn is in constraints.txt too, as far as it is installed."""
+    exact = pinned(ROOT / "constraints.txt")
+    asked = [requirement for file in FILES for requirement in pinned(ROOT / file).values()]
+    seen: set[str] = set()
+    while asked:
+        requirement = asked.pop()
+        name = canonicalize_name(requirement.name)
+        if name in seen or name.startswith("nvidia-"):  # a CUDA build of torch pins those itself
+            continue
+        seen.add(name)
+        try:
+            further = [Requirement(line) for line in requires(name) or ()]
+        except PackageNotFoundError:
+            continue
+        assert name in exact, name
+        asked += [each for each in further if each.marker is None or each.marker.evaluate({"extra": ""})]
+    assert len(seen) > 100
+
+
+def test_a_package_that_is_missing_is_asked_for_in_one_line() -> None:
+    need("pytest", "this test")
+    with pytest.raises(
+        UserError, match=r"^--tasks needs the package lm_evil, .*: pip install -r requirements-eval\.txt$"
+    ):
+        need("lm_evil", "--tasks")
