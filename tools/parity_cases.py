@@ -13,6 +13,12 @@ LENGTH, WIDTH, LAYERS, HEADS, VOCABULARY = 32, 32, 4, 4, 61
 BATCH = 4
 """Sequences of a step: four micro-batches of one, divided over the data-parallel ranks."""
 
+GROUPED = {
+    "num_kv_heads": 2,
+    "activation": "gelu_tanh",
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_qkv": True,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"pos_emb": "none"},
     "rotary": {"pos_emb": "rotary"},
@@ -25,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "cdape(kerple_log), window 20": {"pos_emb": "kerple_log", "score_processor": "cdape", "attention_window": 20},
     "rotary, randomized": {"pos_emb": "rotary", "randomized_positions": 80},
     "kerple_log, untied": {"pos_emb": "kerple_log", "no_weight_tying": True, "activation": "swiglu"},
+    "cdape(rotary), grouped": {"pos_emb": "rotary", "score_processor": "cdape", **GROUPED},
     "dape(alibi), recomputed": {"pos_emb": "alibi", "score_processor": "dape", "checkpoint_activations": True},
 }
 

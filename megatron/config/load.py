@@ -160,6 +160,7 @@ def _build(settings: Settings, sources: str) -> Config:
     """The checked configuration; `sources` are where a key that is missing was looked for."""
     _settle_options(settings)
     _settle_shares(settings)
+    _settle_variants(settings)
     _settle_tokenizer(settings)
     if ("precision",) not in settings.values:
         settings.values[("precision",)] = Setting("fp32", "default")
@@ -246,6 +247,23 @@ def _settle_shares(settings: Settings) -> None:
                 continue
             settings.values[(rule.to,)] = Setting(value, setting.where, setting.layer)
             settings.notes.append(f"{setting.where}: {name} {show(share)} makes {rule.to} {value}")
+
+
+def _settle_variants(settings: Settings) -> None:
+    """`bias_gelu_fusion` and its like: a switch that changes what a value of another key means."""
+    for name, setting in settings.options.items():
+        rule = neox.RULES[name]
+        if not isinstance(rule, neox.Variant):
+            continue
+        base = settings.values.get((rule.of,))
+        value = base.value if base is not None else _default(rule.of)
+        if setting.value not in (None, True, False):
+            settings.problems.append(f"{setting.where}: {name} is {show(setting.value)}; it must be true or false")
+        elif setting.value and value in rule.values:
+            settings.values[(rule.of,)] = Setting(rule.values[value], setting.where, setting.layer)
+            settings.notes.append(f"{setting.where}: {name} makes {rule.of} {value} {rule.values[value]}")
+        else:
+            settings.notes.append(f"{setting.where}: {name} {show(setting.value)} leaves {rule.of} {value}")
 
 
 def _settle_tokenizer(settings: Settings) -> None:

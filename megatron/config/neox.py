@@ -44,6 +44,15 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A switch that, where it is on, makes some values of another key mean others."""
+
+    key: str
+    of: str
+    values: dict[Any, Any]
+
+
+@dataclass(frozen=True)
 class NoEffect:
     """Accepted, and said to do nothing."""
 
@@ -101,6 +110,9 @@ SHARES = (
     Share("lr_decay_fraction", "train_iters", "lr_decay_iters"),
 )
 
+# Their fused kernel of bias and gelu computes the tanh approximation, and no other activation has it.
+VARIANTS = (Variant("bias_gelu_fusion", "activation", {"gelu": "gelu_tanh"}),)
+
 # Other names of values. For `pos_emb` see POSITIONS.
 VALUES: dict[str, dict[Any, Any]] = {
     "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
@@ -123,9 +135,10 @@ ADVICE: dict[str, dict[Any, str]] = {
         "CharLevelTokenizer": "use bytes, which is the same idea with an end-of-document token of its own",
         "TiktokenTokenizer": "use HFTokenizer with a tokenizer.json",
     },
-    "pos_emb": dict.fromkeys(
-        ("xpos", "yarn", "ntk", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"
-    ),
+    "pos_emb": {
+        **dict.fromkeys(("xpos", "ntk", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"),
+        "yarn": "use rotary with pos_emb_options.scaling: yarn",
+    },
     "lr_decay_style": {"exponential": "use cosine, linear or constant"},
     "zero_optimization.offload_optimizer.device": {"nvme": "use cpu"},
     "zero_optimization.offload_param.device": {"nvme": "use cpu"},
@@ -171,7 +184,6 @@ NO_EFFECT = (
         (
             "scaled_upper_triang_masked_softmax_fusion",
             "scaled_masked_softmax_fusion",
-            "bias_gelu_fusion",
             "bias_dropout_fusion",
             "rope_fusion",
             "layernorm_fusion",
@@ -354,7 +366,6 @@ _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
 REFUSED = (
     Refused(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
     Refused(("sliding_window_width",), "use attention_window, which counts the token itself: sliding_window_width + 1"),
-    Refused(("num_kv_heads",), "grouped-query attention is not supported; leave it out"),
     Refused(("use_qk_layernorm",), "normalised queries and keys are not supported"),
     Refused(("use_bias_in_norms",), "norms always have a bias; choose norm: rmsnorm, which has none", (None, True)),
     Refused(("num_unique_layers",), "layers do not share weights"),
@@ -479,10 +490,10 @@ class Checked:
 
 CHECKED = (Checked("attention_config", attention_config, "every layer attends to all earlier tokens (global)"),)
 
-Rule = Renamed | Option | Share | NoEffect | Refused | Checked
+Rule = Renamed | Option | Share | Variant | NoEffect | Refused | Checked
 
 RULES: dict[str, Rule] = {
-    **{rule.key: rule for rules in (RENAMED, OPTIONS, SHARES, CHECKED) for rule in rules},
+    **{rule.key: rule for rules in (RENAMED, OPTIONS, SHARES, VARIANTS, CHECKED) for rule in rules},
     **{key: rule for rules in (NO_EFFECT, REFUSED) for rule in rules for key in rule.keys},
 }
 """The rule for each of their keys, nested keys dotted."""

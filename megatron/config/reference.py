@@ -159,6 +159,11 @@ def _understood() -> str:
         for rule in neox.OPTIONS
     ]
     rows += [[f"`{rule.key}`", f"`{rule.to}` = {rule.key} × `{rule.of}`"] for rule in neox.SHARES]
+    rows += [
+        [f"`{rule.key}`", f"true: `{rule.of}: {new}` instead of `{rule.of}: {old}`"]
+        for rule in neox.VARIANTS
+        for old, new in rule.values.items()
+    ]
     rows.append(["`fp16: {type: bfloat16}`", "`precision: bf16`"])
     for key, values in neox.VALUES.items():
         rows += [[f"`{key}: {theirs}`", f"`{key}: {ours}`"] for theirs, ours in values.items()]
@@ -252,6 +257,9 @@ def _rule_text(name: str, rule: neox.Rule) -> str:
             return f"is {rule.chooser}_options.{rule.option} of {' and '.join(rule.methods)} here"
         case neox.Share():
             return f"makes {rule.to} = {name} × {rule.of}"
+        case neox.Variant():
+            meanings = " and ".join(f"{old} into {new}" for old, new in rule.values.items())
+            return f"true turns {rule.of} {meanings} here"
         case neox.Refused():
             return f"refused: {rule.instead}"
         case neox.NoEffect() | neox.Checked():

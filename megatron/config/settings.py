@@ -149,7 +149,7 @@ class Settings:
                     setting = Setting(on if value else off, where, setting.layer)
                 self.notes.append(f"{where}: {name} is {rule.to} here")
                 yield from self._own(tuple(rule.to.split(".")), setting)
-            case neox.Option() | neox.Share():
+            case neox.Option() | neox.Share() | neox.Variant():
                 old = self.options.get(name)
                 if old is not None and old.value != value:
                     self.notes.append(f"{name} {show(old.value)} ({old.where}) replaced by {show(value)} ({where})")

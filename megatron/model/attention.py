@@ -1,7 +1,8 @@
 """The attention module that stands as `core_attention` in megatron-core's layer.
 
 It asks the encoding's hooks and the processor, never their names.
-T sequence, B batch, H heads, h heads of this rank, d head dimension.
+T sequence, B batch, H heads, h heads of this rank, g of these that have keys and values of their own (h, unless queries
+are grouped), d head dimension.
 """
 
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class PositionedAttention(MegatronModule):
         self.layer = layer
         self.processes = processes
         self.heads = heads_of(processes.mesh.tensor, config.num_attention_heads)
+        assert config.num_query_groups is not None  # megatron-core fills it in
+        self.queries_per_key = config.num_attention_heads // config.num_query_groups
 
     @property
     def encoding(self) -> Encoding:
@@ -76,7 +79,7 @@ class PositionedAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Reading | None = None, **_: object
     ) -> Tensor:
-        """megatron-core's call: query, key, value [T, B, h, d] → [T, B, h·d].
+        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T, B, h·d].
 
         megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
@@ -88,6 +91,8 @@ class PositionedAttention(MegatronModule):
         if self.processor is not None:
             q, k = (gather_heads(x, self.processes) for x in (q, k))
         k, v = (gather_places(x, self.processes) for x in (k, v))
+        # Only now: the cache holds, and ranks exchange, the heads that there are.
+        k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
         rows = q.split([span.length for span in reading.spans], dim=2)
         outputs = [self._attend(q, k, v, span, reading) for q, span in zip(rows, reading.spans, strict=True)]
         return rearrange(_joined(outputs), "b h t d -> t b (h d)")

@@ -17,7 +17,14 @@ from megatron.model.megatron_core import (
     TransformerBlockSubmodules,
     get_gpt_layer_local_spec,
 )
-from megatron.model.options import ModelOptions, PositionOptions, conflicts, indivisible, padded_vocabulary
+from megatron.model.options import (
+    ModelOptions,
+    PositionOptions,
+    conflicts,
+    has_qkv_bias,
+    indivisible,
+    padded_vocabulary,
+)
 from megatron.model.stages import Foreign
 from megatron.model.transformer_config import transformer_config
 from megatron.parallel.collectives import sum_gradients
@@ -133,7 +140,8 @@ def _layer_spec(model: ModelOptions, position: LayerPosition, layer: int, proces
         return PositionedAttention(config, position, layer, processes)
 
     attention = spec.submodules.self_attention
-    attention.module, attention.params = Attention, {**attention.params, "bias": model.use_bias_in_attn_linear}
+    biases = {"bias": model.use_bias_in_attn_linear, "qkv_bias": has_qkv_bias(model)}
+    attention.module, attention.params = Attention, {**attention.params, **biases}
     attention.submodules.core_attention = core_attention
     return spec
 

@@ -5,7 +5,8 @@
     gpt(token, cache=cache)                one token at a time
 
 A step is the same code as a full forward pass: query rows that begin at a later place. Keys are stored rotated by their
-own positions, which never change. B batch, H heads, T tokens, d head dimension.
+own positions, which never change. B batch, T tokens, H heads (of keys: fewer than of queries where these are grouped),
+d head dimension.
 """
 
 import torch

@@ -19,12 +19,12 @@ from megatron.model.megatron_core import SelfAttention, TransformerConfig, Trans
 class Attention(SelfAttention):
     """megatron-core's queries, keys, values and output projection, with biases or without, whatever the MLP has.
 
-    `bias` comes from the layer spec's params.
+    `bias`, of all four, and `qkv_bias`, of the first three, come from the layer spec's params.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, bias: bool, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, bias: bool, qkv_bias: bool, **kwargs: Any) -> None:
         config = copy(config)
-        config.add_bias_linear = bias
+        config.add_bias_linear, config.add_qkv_bias = bias, qkv_bias
         super().__init__(config, *args, **kwargs)
 
 

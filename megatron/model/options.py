@@ -31,6 +31,14 @@ class ModelOptions(Section):
     num_attention_heads: int = key(
         ..., "attention heads; must divide hidden_size", ge=1, le=LARGEST, role="architecture"
     )
+    num_kv_heads: int | None = key(
+        None,
+        "heads of keys and values, each shared by num_attention_heads / num_kv_heads heads of queries (grouped-query "
+        "attention); num_attention_heads if absent",
+        ge=1,
+        le=LARGEST,
+        role="architecture",
+    )
     seq_length: int = key(..., "training length, in tokens", ge=2, le=LONGEST, role="context")
     max_position_embeddings: int | None = key(
         None, "rows of a learned position table; seq_length if absent", ge=1, le=LONGEST, role="architecture"
@@ -47,8 +55,10 @@ class ModelOptions(Section):
     )
     layernorm_epsilon: float = key(1e-5, "epsilon of layernorm", gt=0, role="architecture")
     rms_norm_epsilon: float = key(1e-8, "epsilon of rmsnorm", gt=0, role="architecture")
-    activation: Literal["gelu", "relu", "silu", "geglu", "swiglu"] = key(
-        "gelu", "feed-forward activation", role="architecture"
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "swiglu"] = key(
+        "gelu",
+        "feed-forward activation; gelu_tanh is gelu's approximation by tanh (GPT-2, and GPT-NeoX's bias_gelu_fusion)",
+        role="architecture",
     )
     gpt_j_residual: bool = key(
         False, "attention and feed-forward in parallel, x + attn(ln1(x)) + mlp(ln2(x))", role="architecture"
@@ -58,6 +68,12 @@ class ModelOptions(Section):
         False, "an output matrix of its own instead of the transposed embedding", role="architecture"
     )
     use_bias_in_attn_linear: bool = key(True, "bias in the linear layers of attention", role="architecture")
+    use_bias_in_qkv: bool | None = key(
+        None,
+        "bias of queries, keys and values; use_bias_in_attn_linear if absent (with that one false and this one true, "
+        "as in Qwen2, it is megatron-core's add_qkv_bias)",
+        role="architecture",
+    )
     use_bias_in_mlp: bool = key(True, "bias in the linear layers of the feed-forward layer", role="architecture")
     init_method: InitMethod = key("normal", "initialisation of weights", role="initialization")
     output_layer_init_method: InitMethod = key(
@@ -121,6 +137,21 @@ class PositionOptions(Section):
     )
 
 
+def kv_heads(model: ModelOptions) -> int:
+    """Heads of keys and values."""
+    return model.num_kv_heads or model.num_attention_heads
+
+
+def keys_width(model: ModelOptions) -> int:
+    """Numbers in the keys of one token, and in its values: hidden_size unless queries are grouped."""
+    return model.hidden_size // model.num_attention_heads * kv_heads(model)
+
+
+def has_qkv_bias(model: ModelOptions) -> bool:
+    """Do queries, keys and values have a bias?"""
+    return model.use_bias_in_attn_linear if model.use_bias_in_qkv is None else model.use_bias_in_qkv
+
+
 def feed_forward_size(model: ModelOptions) -> int:
     """Width of the feed-forward layer."""
     width = model.intermediate_size or 4 * model.hidden_size
@@ -138,6 +169,17 @@ def conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[
     heads, width, length = model.num_attention_heads, model.hidden_size, model.seq_length
     if width % heads:
         yield "num_attention_heads", f"hidden_size {width} is not divisible by num_attention_heads {heads}"
+    if model.num_kv_heads is not None and heads % model.num_kv_heads:
+        yield (
+            "num_kv_heads",
+            f"num_attention_heads {heads} is not divisible by num_kv_heads {model.num_kv_heads}; "
+            f"{_nearest(heads, model.num_kv_heads)} would do",
+        )
+    if model.use_bias_in_attn_linear and not has_qkv_bias(model):
+        yield (
+            "use_bias_in_qkv",
+            "use_bias_in_qkv: false needs use_bias_in_attn_linear: false; a bias after attention alone is not offered",
+        )
     if model.gpt_j_tied and not model.gpt_j_residual:
         yield "gpt_j_tied", "gpt_j_tied: true needs gpt_j_residual: true"
     if model.checkpoint_num_layers > model.num_layers:
@@ -157,6 +199,7 @@ def indivisible(model: ModelOptions, *, tensor: int, context: int, pipeline: int
     """
     divided = (
         ("num_attention_heads", model.num_attention_heads),
+        ("num_kv_heads", kv_heads(model)),
         ("intermediate_size", feed_forward_size(model)),
         ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by),
     )

@@ -1,14 +1,23 @@
 """ModelOptions in megatron-core's terms."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.model.initialization import init_method
 from megatron.model.megatron_core import TransformerConfig
-from megatron.model.options import GATED, ModelOptions, feed_forward_size
+from megatron.model.options import GATED, ModelOptions, feed_forward_size, kv_heads
 from megatron.parallel.mesh import Sizes
 
-ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "swiglu": F.silu}
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2 (Hendrycks & Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "swiglu": F.silu
+}  # fmt: skip
 
 
 def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: Sizes) -> TransformerConfig:
@@ -21,6 +30,7 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: Sizes) ->
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
+        num_query_groups=kv_heads(model),
         ffn_hidden_size=feed_forward_size(model),
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         layernorm_epsilon=model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,

@@ -9,6 +9,7 @@ compute type:
 |-------------------------------|------------------------------------------------------------------------------------|
 | a norm                        | 2·n·D·b: what it reads and what it gives (rmsnorm, composite in PyTorch: more)     |
 | q, k, v                       | 3·n·(D/T_p)·b, one tensor; a rotated q and k are copies: 2·n·(D/T_p)·b more        |
+| q, k, v of grouped queries    | 3·n·(D/T_p)·b: queries leave their groups, keys and values are repeated            |
 | gathered k and v              | 2·B·T·(D/T_p)·b: of all places, where ranks share the sequence                     |
 | attention's output            | n·(D/T_p)·b                                                                        |
 | feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 5, relu: 1)                 |
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 from megatron.config.schema import Config
 from megatron.model.backends.kept import KEPT_ROWS, KEPT_UP_TO
-from megatron.model.options import GATED, feed_forward_size
+from megatron.model.options import GATED, feed_forward_size, keys_width, kv_heads
 from megatron.parallel.mesh import Axis, Sizes
 from megatron.parallel.places import held
 from megatron.planning.positions import encoding, processor
@@ -137,12 +138,16 @@ class _Layer:
         plain_query = self.recomputed or self.backend == "sdpa"  # else a scaled copy is kept
         # Not where ranks share a sequence: the rows of its two chunks are joined, which copies them.
         query_is_view = plain_query and not (self.encoding.rotates or shared_heads or context)
+        grouped = kv_heads(self.model) < self.heads
         size = 0
-        if not context:
+        if not (context or grouped):
             size += 3 * n * part * b  # they lie in one tensor, which is kept whole for the values
-        size += 0 if query_is_view else n * wide * b
-        if context:
-            size += self.sizes.context * n * (wide + part) * b
+        if grouped and query_is_view and kv_heads(self.model) == self.sizes.tensor:
+            size += n * (part + 2 * keys_width(self.model) // self.sizes.tensor) * b  # of one group: in that tensor too
+        elif grouped or not query_is_view:
+            size += n * wide * b
+        if context or grouped:
+            size += self.sizes.context * n * (wide + part) * b  # of all places, repeated
         elif self.encoding.rotates or shared_heads:
             size += n * wide * b
         size += n * part * b  # the output, which the projection after it reads

@@ -8,7 +8,7 @@ What is computed again in the backward pass is no part of it, because it brings 
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.model.options import GATED, feed_forward_size, padded_vocabulary
+from megatron.model.options import GATED, feed_forward_size, keys_width, padded_vocabulary
 from megatron.planning.positions import encoding, processor
 
 TRAINING = 3
@@ -44,7 +44,7 @@ def flops(config: Config, vocabulary: int) -> Flops:
     scores = seen - seen * (seen - 1) / 2 / length  # keys that a token sees: the mean of min(i + 1, window)
     own = processor(position)
     return Flops(
-        matrices=2.0 * (4 * width * width + wide * width + inner * width),
+        matrices=2.0 * width * (2 * width + 2 * keys_width(model) + wide + inner),
         scores=width * (4.0 * scores + 2.0 * encoding(position).products(position.pos_emb_options, scores)),
         processor=0.0 if own is None else own.flops(model.num_attention_heads) * scores,
         output=2.0 * padded_vocabulary(model, vocabulary) * width,

@@ -1,10 +1,10 @@
 """How many parameters a model has, and how many of them each rank holds.
 
-D hidden size, F width of the feed-forward layer, V padded vocabulary, T tensor-parallel ranks.
+D hidden size, K width of keys, F width of the feed-forward layer, V padded vocabulary, T tensor-parallel ranks.
 """
 
 from megatron.config.schema import Config
-from megatron.model.options import GATED, feed_forward_size, padded_vocabulary
+from megatron.model.options import GATED, feed_forward_size, has_qkv_bias, keys_width, padded_vocabulary
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
 from megatron.planning.positions import encoding, encoding_parameters, processor_parameters
@@ -17,8 +17,9 @@ def _layer(config: Config, tensor: int) -> int:
     wide = inner * (2 if model.activation in GATED else 1)
     norm = width * (2 if model.norm == "layernorm" else 1)
     norms = norm * (1 if model.gpt_j_residual and model.gpt_j_tied else 2)
-    matrices = 4 * width * width + wide * width + inner * width
-    biases = (3 * width if model.use_bias_in_attn_linear else 0) + (wide if model.use_bias_in_mlp else 0)
+    qkv = width + 2 * keys_width(model)
+    matrices = (qkv + width + wide + inner) * width
+    biases = (qkv if has_qkv_bias(model) else 0) + (wide if model.use_bias_in_mlp else 0)
     whole = (width if model.use_bias_in_attn_linear else 0) + (width if model.use_bias_in_mlp else 0)
     own = encoding_parameters(model, position) if position.pos_emb_per_layer else 0
     return (matrices + biases) // tensor + whole + norms + own + processor_parameters(model, position)

@@ -6,8 +6,9 @@
     waiting         the pipeline's bubble: P - 1 micro-batches of the slowest stage more than the m of the step
     communicating   bytes of each collective over the link that it takes, nothing of it hidden behind computing
 
-Bytes that a rank sends in a ring, p parameters that it holds, n tokens of a micro-batch, D hidden size, b bytes of the
-compute type, N = data × context ranks, T and C tensor and context ranks, m micro-batches of a step:
+Bytes that a rank sends in a ring, p parameters that it holds, n tokens of a micro-batch, D hidden size, K width of keys
+(D unless queries are grouped), b bytes of the compute type, N = data × context ranks, T and C tensor and context ranks,
+m micro-batches of a step:
 
 | what                       | bytes                                                                              |
 |----------------------------|------------------------------------------------------------------------------------|
@@ -15,8 +16,8 @@ compute type, N = data × context ranks, T and C tensor and context ranks, m mic
 | ZeRO 2                     | p · b · (N - 1) / N per micro-batch, and once more for the weights                 |
 | ZeRO 3                     | 3 · p · b · (N - 1) / N per micro-batch: weights twice, gradients once             |
 | tensor: sums of activations| 2 · n · D · b · (T - 1) / T, four times per layer and micro-batch, six if recomputed|
-| tensor: a score processor  | n · D · b · (T - 1) / T for queries and for keys of all heads, as often as below   |
-| context: keys and values   | n · D · b · (C - 1) for each, twice per layer and micro-batch; recomputed: thrice |
+| tensor: a score processor  | n · (D + K) · b · (T - 1) / T for queries and keys of all heads, as often as below |
+| context: keys and values   | n · K · b · (C - 1) for each, twice per layer and micro-batch; recomputed: thrice  |
 | pipeline: hidden states    | n · D · b to the next stage, and as much back                                      |
 
 A group of ranks inside one node talks over the GPUs' link. A group that leaves the node shares the node's network with
@@ -30,6 +31,7 @@ layouts and for the order of magnitude. docs/planning.md compares it with publis
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
+from megatron.model.options import keys_width
 from megatron.parallel.gpus import Gpu
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
@@ -113,6 +115,7 @@ class _Stage:
         self.layers = len(layers_of(config.model.num_layers, Axis(stage, sizes.pipeline)))
         self.n = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
         self.b = BYTES[config.training.compute_type]
+        self.keys = self.n * keys_width(config.model) * self.b
         self.again = 1 if config.model.checkpoint_activations else 0
         self.processor = processor(config.position)
         self.parameters = held(config, sizes, vocabulary, stage)
@@ -135,12 +138,12 @@ class _Stage:
         passes = 2 + self.again
         if sizes.tensor > 1:
             sums = 2 * hidden * (2 * passes)
-            heads = 0 if self.processor is None else 2 * hidden * passes
+            heads = 0 if self.processor is None else (hidden + self.keys) * passes
             sent = (sums + heads) * (sizes.tensor - 1) / sizes.tensor
             seconds += self.layers * sent / cluster.rate(1, sizes.tensor)
         if sizes.context > 1:
-            keys = hidden if self.processor is not None else hidden / sizes.tensor
-            sent = (keys + hidden / sizes.tensor) * (sizes.context - 1) * passes
+            keys = self.keys if self.processor is not None else self.keys / sizes.tensor
+            sent = (keys + self.keys / sizes.tensor) * (sizes.context - 1) * passes
             seconds += self.layers * sent / cluster.rate(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
             seconds += 2 * hidden / cluster.rate(sizes.world // sizes.pipeline, sizes.pipeline)

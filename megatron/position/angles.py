@@ -4,10 +4,14 @@ import torch
 from torch import Tensor
 
 
+def frequencies(half: int, base: float, device: torch.device | str | None = None) -> Tensor:
+    """base^(−m/half), m = 0 … half − 1: float64 [half]."""
+    return base ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
+
+
 def angles(positions: Tensor, half: int, base: float) -> Tensor:
     """positions [T] times the frequencies base^(−m/half), m = 0 … half − 1: float64 [T, half].
 
     In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
     """
-    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
-    return positions.double()[:, None] * frequency
+    return positions.double()[:, None] * frequencies(half, base, positions.device)

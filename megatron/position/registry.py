@@ -7,7 +7,8 @@ import difflib
 import importlib
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 from .encoding import Encoding
 from .method import Method
@@ -70,7 +71,10 @@ def _check_options(method: type[Method], name: str, options: dict[str, Any]) -> 
             near = difflib.get_close_matches(option, known, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(f"unknown option {option!r} of {name}; {hint}options: {choices}")
-        wanted = known[option].annotation
+        kinds = get_args(known[option].annotation) or (known[option].annotation,)
+        if value is None and NoneType in kinds:
+            continue
+        wanted = next(kind for kind in kinds if kind is not NoneType)
         right = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
         if not right or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(f"option {option} of {name} is {value!r}; it must be of type {wanted.__name__}")

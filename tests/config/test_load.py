@@ -161,7 +161,7 @@ def test_all_problems_at_once_each_with_its_place(write):
         ("betas=[0.9, 0.9]", "did you mean optimizer.params.betas?"),
         ("save.folder=x", "unknown key 'save.folder'"),
         ("tensor=9", "`./deepy.py keys` lists all keys"),
-        ("num_heads=9", "did you mean num_attention_heads"),
+        ("num_heads=9", "did you mean num_kv_heads or num_attention_heads"),
         ("model_parallel_size=0", "at least 1"),
         ("context_parallel_size=2.5", "context_parallel_size"),
         ("optimizer_type=sgd", "use Adam or AdamW"),

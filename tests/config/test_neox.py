@@ -147,6 +147,11 @@ def test_of_our_name_and_theirs_the_later_counts(read):
         ({"lr_decay_fraction": 0.4}, "lr_decay_iters", 2),
         ({"data_impl": "infer"}, "data_impl", "mmap"),
         ({"activation": "swish"}, "activation", "silu"),
+        ({"bias_gelu_fusion": True}, "activation", "gelu_tanh"),
+        ({"bias_gelu_fusion": True, "activation": "gelu"}, "activation", "gelu_tanh"),
+        ({"bias_gelu_fusion": True, "activation": "geglu"}, "activation", "geglu"),
+        ({"bias_gelu_fusion": False}, "activation", "gelu"),
+        ({"num_kv_heads": 1}, "num_kv_heads", 1),
         ({"norm": "te_rmsnorm"}, "norm", "rmsnorm"),
         ({"optimizer": {"params": {"weight_decay": 0.3}}}, "weight_decay", 0.3),
         ({"precision": "bfloat16"}, "precision", "bf16"),
@@ -227,7 +232,7 @@ def test_tables_are_consistent():
         choices = keys()[tuple(key.split("."))].choices
         assert set(values.values()) <= set(choices), key
         assert not set(values) & set(choices), key
-    counted = sum(len(rules) for rules in (neox.RENAMED, neox.OPTIONS, neox.SHARES, neox.CHECKED))
+    counted = sum(len(rules) for rules in (neox.RENAMED, neox.OPTIONS, neox.SHARES, neox.VARIANTS, neox.CHECKED))
     counted += sum(len(rule.keys) for rules in (neox.NO_EFFECT, neox.REFUSED) for rule in rules)
     assert counted == len(neox.RULES), "a key has two rules"
     for option in neox.OPTIONS:

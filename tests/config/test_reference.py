@@ -69,7 +69,8 @@ def test_page_says_what_a_person_must_know_of_some_keys():
     assert rows()["rotary_pct"][1].startswith("`pos_emb_options.fraction` of rotary")
     assert rows()["kerple_capev2"][1] == "`pos_emb: kerple_log`, `score_processor: cdape`, `pos_emb_per_layer: true`"
     assert rows()["rope"][1] == "`pos_emb: rotary`"
-    assert rows()["num_kv_heads"][1].startswith("grouped-query attention is not supported")
+    assert rows("model")["num_kv_heads"][:3] == ["`num_kv_heads`", "null", "whole number or null"]
+    assert rows()["bias_gelu_fusion"][1] == "true: `activation: gelu_tanh` instead of `activation: gelu`"
     assert "flash" not in rows()
 
 

@@ -29,6 +29,14 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "swiglu, untied, parallel residual": {"model": SWIGLU, "position": {"pos_emb": "rotary"}},
     "rmsnorm": {"model": {"norm": "rmsnorm", "use_bias_in_attn_linear": False}, "position": {"pos_emb": "t5"}},
+    "grouped queries": {
+        "model": {"num_kv_heads": 2, "use_bias_in_attn_linear": False, "use_bias_in_qkv": True},
+        "position": {"pos_emb": "rotary"},
+    },
+    "grouped queries, processed": {
+        "model": {"num_kv_heads": 2, "activation": "gelu_tanh"},
+        "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+    },
     "no MLP bias": {"model": {"use_bias_in_mlp": False, "mlp_multiple_of": 24}, "position": {"pos_emb": "alibi"}},
 }
 CASES = {f"{e}+{p}": {"model": {}, "position": {"pos_emb": e, "score_processor": p}} for e, p in ALL} | EXTRA
@@ -38,6 +46,7 @@ REFUSED = {
         "num_attention_heads 3 is not divisible by model_parallel_",
     ),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout 0.1: with model_parallel_size 2"),
+    "groups": ({"num_kv_heads": 1}, "num_kv_heads 1 is not divisible by model_parallel_size 2"),
     "width": ({"intermediate_size": 65}, "intermediate_size 65 is not divisible by model_parallel_size 2"),
 }
 # Gradients come after as many sums again. They are compared with the largest of their tensor or, where they cancel to

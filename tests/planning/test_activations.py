@@ -101,6 +101,25 @@ def test_other_layers(keys: dict[str, Any], precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [(m, b) for m in METHODS for b in ("eager", "chunked")] + [("rotary", "sdpa"), ("none", "sdpa")],
+)
+def test_grouped_queries(method: str, backend: str, groups: int, precision: str) -> None:
+    keys = {"attention_backend": backend, "precision": precision, "num_kv_heads": groups, "use_bias_in_qkv": True}
+    wanted = config(256, **METHODS.get(method, {"pos_emb": "none"}), **keys, use_bias_in_attn_linear=False)
+    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+
+
+def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> None:
+    wanted = config(512, **METHODS["rotary"], num_kv_heads=2, attention_backend="sdpa")
+    for index in range(2):
+        estimate = activations.layer(wanted, Sizes(context=2), context_index=index).kept
+        assert estimate == pytest.approx(measured(wanted, Axis(index, 2)), rel=0.1)
+
+
+@pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_every_encoding(name: str, precision: str) -> None:
     wanted = config(256, pos_emb=name, attention_backend="eager", precision=precision)

@@ -85,6 +85,8 @@ def test_options_of_methods(position: str, options: dict[str, Any]) -> None:
         {"activation": "swiglu", "norm": "rmsnorm", "mlp_multiple_of": 24},
         {"gpt_j_residual": True, "gpt_j_tied": True},
         {"use_bias_in_mlp": False, "no_weight_tying": True},
+        {"num_attention_heads": 4, "num_kv_heads": 2},
+        {"num_kv_heads": 1, "use_bias_in_attn_linear": False, "use_bias_in_qkv": True},
         {"use_bias_in_attn_linear": False, "max_position_embeddings": 48, "pos_emb": "learned"},
     ],
 )

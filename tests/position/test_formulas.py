@@ -267,3 +267,79 @@ def test_transformer_xl_against_a_loop() -> None:
                 size = (u[h].abs() @ kj.abs() + (qi.abs() + v[h].abs()) @ (w[h].abs() @ r.abs())).item() / 2
                 exact = (u[h] @ kj + (qi + v[h]) @ (w[h] @ r)) / 2
                 assert_alike(ours[0, h, i, j], exact, terms=8, sums=3, size=size)
+
+
+def _yarn_or_llama3(scaling: str, m: int, half: int, base: float, options: dict[str, float]) -> float:
+    """One frequency as the publications word it: by wavelengths, and by the pair that turns so often."""
+    plain, factor, length = base ** (-m / half), options["factor"], options.get("original_length", 0)
+    if scaling == "linear":
+        return plain / factor
+    if scaling == "llama3":
+        wavelength = 2 * math.pi / plain
+        if wavelength < length / options.get("high_freq_factor", 4.0):
+            return plain
+        if wavelength > length / options.get("low_freq_factor", 1.0):
+            return plain / factor
+        low, high = options.get("low_freq_factor", 1.0), options.get("high_freq_factor", 4.0)
+        smooth = (length / wavelength - low) / (high - low)
+        return (1 - smooth) * plain / factor + smooth * plain
+    pairs = [
+        2 * half * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (options.get("beta_fast", 32), options.get("beta_slow", 1))
+    ]
+    low, high = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), 2 * half - 1)
+    ramp = min(max((m - low) / (high - low), 0), 1)
+    return plain / factor * ramp + plain * (1 - ramp)
+
+
+SCALED = [
+    ("linear", {"factor": 4.0}),
+    ("llama3", {"factor": 8.0, "original_length": 256}),
+    ("llama3", {"factor": 32.0, "original_length": 512, "low_freq_factor": 2.0, "high_freq_factor": 6.0}),
+    ("yarn", {"factor": 4.0, "original_length": 256}),
+    ("yarn", {"factor": 16.0, "original_length": 4096, "beta_fast": 64.0, "beta_slow": 2.0, "attention_factor": 1.3}),
+]
+
+
+@pytest.mark.parametrize(("scaling", "options"), SCALED)
+def test_rotary_scaling(scaling: str, options: dict[str, float]) -> None:
+    half, base = 16, 5000.0
+    encoding = registry.build_encoding(
+        "rotary", Shape(2, 32, 64, 16, 16), {"base": base, "scaling": scaling, **options}
+    )
+    exact = [_yarn_or_llama3(scaling, m, half, base, options) for m in range(half)]
+    np.testing.assert_allclose(encoding.frequencies().numpy(), exact, rtol=1e-14)
+    assert len({round(f * base ** (m / half), 6) for m, f in enumerate(exact)}) > (1 if scaling != "linear" else 0)
+    amplitude = options.get("attention_factor", 0.1 * math.log(options["factor"]) + 1) if scaling == "yarn" else 1.0
+    x = torch.randn(1, 2, 5, 32)
+    place = 1000
+    turned = encoding.rotate(x, Span(place, 5)).double()
+    angle = (place + np.arange(5))[:, None] * np.array(exact)
+    a, b = x[..., :half].double().numpy(), x[..., half:].double().numpy()
+    wanted = amplitude * np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+    )
+    # A cosine, rounded once, times a number of the size of x, twice, and their sum.
+    np.testing.assert_allclose(turned.numpy(), wanted, atol=8 * 2**-24 * float(x.abs().max()) * amplitude)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scaling": "ntk"}, "choose from none, linear, llama3, yarn"),
+        ({"factor": 2.0}, "option factor of rotary is 2.0, but scaling none takes no options"),
+        ({"scaling": "linear"}, "option factor of rotary is missing"),
+        ({"scaling": "linear", "factor": 0.5}, "must be at least 1"),
+        ({"scaling": "linear", "factor": "2"}, "option factor of rotary is '2'; it must be of type float"),
+        ({"scaling": "yarn", "factor": 2, "original_length": 0}, "must be a positive number"),
+        ({"scaling": "llama3", "factor": 2.0}, "option original_length of rotary is missing"),
+        ({"scaling": "yarn", "factor": 2.0, "original_length": 64, "beta_fast": 1.0}, "must be less than beta_fast 1"),
+        (
+            {"scaling": "llama3", "factor": 2.0, "original_length": 64, "beta_fast": 9.0},
+            "takes factor, original_length, low_freq_factor",
+        ),
+    ],
+)
+def test_rotary_scaling_that_makes_no_sense(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _build("rotary", **options)

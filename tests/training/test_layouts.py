@@ -21,6 +21,8 @@ TWO = [
     Case("none", Layout(tensor=2, stage=3), steps=STEPS),
     Case("kerple_log, untied", Layout(tensor=2, stage=1), "bf16", STEPS),
     Case("rotary, randomized", Layout(context=2), steps=STEPS),
+    Case("cdape(rotary), grouped", Layout(tensor=2, stage=1), steps=STEPS),
+    Case("cdape(rotary), grouped", Layout(context=2, stage=2), steps=STEPS),
     Case("fire", Layout(context=2, stage=2), steps=STEPS),
     Case(CDAPE, Layout(context=2, stage=1), "bf16", STEPS),
     Case("kerple_log per layer", Layout(pipeline=2), steps=STEPS),
