@@ -41,7 +41,7 @@ from megatron.model.build import build_model  # noqa: E402
 from megatron.model.options import ModelOptions, PositionOptions  # noqa: E402
 from megatron.model.precision import DTYPES  # noqa: E402
 from megatron.parallel.processes import alone  # noqa: E402
-from megatron.position.shape import Span  # noqa: E402
+from megatron.position.stretches import stretches  # noqa: E402
 from megatron.training.hardware import peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402
 from tools.kernel_gate import in_a_line, products_in_full  # noqa: E402
@@ -144,7 +144,7 @@ def _layer_step(problem: Problem, gpt: Any, width: int) -> Step:
     hidden = torch.randn(problem.length, problem.batch, width, **like).requires_grad_()
     upstream = torch.randn(problem.length, problem.batch, width, **like)
     wanted = [hidden, *layer.parameters(), *(gpt.position.parameters() if gpt.position is not None else ())]
-    reading = Reading((Span(0, problem.length),))
+    reading = Reading(stretches(problem.length))
 
     def step() -> None:
         torch.autograd.grad(layer(hidden, reading), wanted, upstream, allow_unused=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.runtime import interpreted
-from megatron.model.backends.backend import Backend, Rows
+from megatron.model.backends.backend import Backend
 from megatron.model.backends.choose import RowBlocks
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
@@ -23,6 +23,7 @@ from megatron.model.backends.triton import Triton
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
+from megatron.position.rows import Rows
 from megatron.position.scores import distances
 from megatron.position.shape import Shape, Span, at_least_float32
 from tools.plain_gpt import AppendixCdape

@@ -7,18 +7,19 @@ are grouped), d head dimension.
 
 from dataclasses import dataclass
 
-import torch
 from einops import rearrange
 from torch import Tensor
 
-from megatron.model.backends.backend import Backend, Rows
+from megatron.model.backends.backend import Backend
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.model.shared_attention import gather_heads, gather_places, heads_of
 from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
+from megatron.position.rows import Rows
 from megatron.position.shape import Span
+from megatron.position.stretches import Stretch, attended, rotated, stretches
 
 
 @dataclass
@@ -35,15 +36,12 @@ class LayerPosition:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a forward pass reads: which places of the sequence its tokens stand at, and what came before them.
+    """What a forward pass reads: which places of their sequences its tokens stand at, and what came before them.
 
     It travels through megatron-core's layers in the place of their attention mask.
     """
 
-    spans: tuple[Span, ...]
-    """One after the other, and more than one only where ranks share the sequence (`parallel/places.py`)."""
-    key_mask: Tensor | None = None
-    """Bool [B, tokens so far], False for padding that must not be seen."""
+    stretches: tuple[Stretch, ...]
     cache: Cache | None = None
 
 
@@ -83,9 +81,9 @@ class PositionedAttention(MegatronModule):
 
         megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
-        reading = attention_mask if attention_mask is not None else Reading((Span(0, query.shape[0]),))
+        reading = attention_mask if attention_mask is not None else Reading(stretches(query.shape[0]))
         q, k, v = (rearrange(x, "t b h d -> b h t d") for x in (query, key, value))
-        q, k = (self._rotated(x, reading.spans) for x in (q, k))
+        q, k = (rotated(x, self.encoding, reading.stretches) for x in (q, k))
         if reading.cache is not None:
             k, v = reading.cache.extend(self.layer, k, v)
         if self.processor is not None:
@@ -93,32 +91,22 @@ class PositionedAttention(MegatronModule):
         k, v = (gather_places(x, self.processes) for x in (k, v))
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        rows = q.split([span.length for span in reading.spans], dim=2)
-        outputs = [self._attend(q, k, v, span, reading) for q, span in zip(rows, reading.spans, strict=True)]
-        return rearrange(_joined(outputs), "b h t d -> t b (h d)")
+        return rearrange(attended(q, k, v, reading.stretches, self._attend), "b h t d -> t b (h d)")
 
-    def _rotated(self, x: Tensor, spans: tuple[Span, ...]) -> Tensor:
-        parts = x.split([span.length for span in spans], dim=2)
-        return _joined([self.encoding.rotate(part, span) for part, span in zip(parts, spans, strict=True)])
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, query: Span, reading: Reading) -> Tensor:
-        """The rows of one span against all keys up to its end."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, stretch: Stretch) -> Tensor:
+        query = stretch.span
         return self.backend(
             Rows(
                 q=q,
-                k=k[:, :, : query.stop],
-                v=v[:, :, : query.stop],
+                k=k,
+                v=v,
                 query=query,
                 key=Span(0, query.stop, query.drawn),
                 encoding=self.encoding,
                 processor=self.processor,
-                key_mask=reading.key_mask,
+                key_mask=stretch.key_mask,
                 window=self.window,
                 heads=self.heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
         )
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

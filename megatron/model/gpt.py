@@ -27,6 +27,7 @@ from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.randomized import draw_positions
 from megatron.position.shape import DrawnPositions, Span
+from megatron.position.stretches import Stretch, embedded, one_after_another, stretches
 
 
 class GPT(GPTModel):
@@ -122,26 +123,29 @@ class GPT(GPTModel):
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def _spans(self, length: int, cache: Cache | None, seed: int | None) -> tuple[Span, ...]:
-        """Where `length` tokens of this rank stand in their sequence."""
+    def _stretches(
+        self, length: int, mask: Tensor | None, cache: Cache | None, seed: int | None
+    ) -> tuple[Stretch, ...]:
+        """Where `length` tokens of this rank stand in their sequences."""
         if cache is not None:
             cache.check(length)
-            return (Span(cache.length, length, cache.drawn),)
-        whole = length * self.processes.mesh.context.size
+            return stretches(length, mask, cache.length, lambda _: cache.drawn)
+        context = self.processes.mesh.context
+        if context.size == 1:
+            return stretches(length, mask, draw=lambda whole: self._draw(whole, seed))
+        whole = length * context.size
         drawn = self._draw(whole, seed)
-        return tuple(Span(start, size, drawn) for start, size in held(whole, self.processes.mesh.context))
+        return one_after_another([Span(start, size, drawn) for start, size in held(whole, context)])
 
-    def _embedded(self, tokens: Tensor, spans: tuple[Span, ...]) -> Tensor:
+    def _embedded(self, tokens: Tensor, parts: tuple[Stretch, ...]) -> Tensor:
         """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None)
         if self.position is None:
             return hidden
         try:
-            vectors = [self.position.embed(span, hidden) for span in spans]
+            return embedded(hidden.transpose(0, 1), self.position, parts).transpose(0, 1)
         except ValueError as error:
             raise UserError(str(error)) from error
-        added = [each for each in vectors if each is not None]
-        return hidden + torch.cat(added)[:, None] if added else hidden
 
     def forward(
         self,
@@ -162,7 +166,8 @@ class GPT(GPTModel):
             tokens: int64 [B, T].
             labels: int64 [B, T], the token that follows each position.
             last: only the last n positions are scored.
-            attention_mask: bool [B, T], False for padding that must not be seen; with a cache [B, all tokens so far].
+            attention_mask: bool [B, T], False for padding; with a cache [B, all tokens so far]. A sequence padded on
+                the left gives what it gives alone. What a padding token gives means nothing.
             cache: the tokens that came before, see `new_cache`; these are added to it.
             draw: seed of randomized positions; None takes those that belong to a sequence of this length for good.
 
@@ -175,9 +180,9 @@ class GPT(GPTModel):
         if self.processes.mesh.context.size > 1 and not (last is None and cache is None and attention_mask is None):
             raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
         length = tokens.shape[1 if self.first else 0]
-        spans = self._spans(length, cache, draw)
-        hidden = self._embedded(tokens, spans) if self.first else tokens  # [T, B, D]
-        hidden = self._layers(hidden, Reading(spans, attention_mask, cache))
+        parts = self._stretches(length, attention_mask, cache, draw)
+        hidden = self._embedded(tokens, parts) if self.first else tokens  # [T, B, D]
+        hidden = self._layers(hidden, Reading(parts, cache))
         if cache is not None:
             cache.length += length
         return self._scored(hidden, labels, last) if self.last else hidden

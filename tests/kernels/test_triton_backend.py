@@ -14,7 +14,7 @@ from kernels.cdape_attention.op import WIDEST
 from kernels.rows import MAX_HEAD_DIM
 from megatron.errors import UserError
 from megatron.model.backends import bias_matrix, triton
-from megatron.model.backends.backend import Backend, Rows
+from megatron.model.backends.backend import Backend
 from megatron.model.backends.choose import RowBlocks, choose_backend
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.triton import Route, Triton, plan
@@ -30,6 +30,7 @@ from megatron.position.registry import (
     processor_class,
     processors,
 )
+from megatron.position.rows import Rows
 from megatron.position.scores import table_for
 from megatron.position.shape import Shape, Span
 from tools.rounding import assert_rounding_alone

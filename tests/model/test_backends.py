@@ -8,11 +8,11 @@ from position_methods import build, random_qkv
 
 from megatron.errors import UserError
 from megatron.model.backends import choose
-from megatron.model.backends.backend import Rows
 from megatron.model.backends.choose import choose_backend
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.sdpa import Sdpa
+from megatron.position.rows import Rows
 from megatron.position.shape import Span
 from tools.rounding import assert_alike
 

@@ -45,14 +45,13 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def decoded(gpt: GPT, x: torch.Tensor, steps: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
+def decoded(gpt: GPT, x: torch.Tensor, steps: list[int]) -> torch.Tensor:
     """Logits of all tokens, read in steps of the given sizes and then one by one."""
     cache, outputs = gpt.new_cache(x.shape[1]), []
     while cache.length < x.shape[1]:
         size = steps[len(outputs)] if len(outputs) < len(steps) else 1
         part = x[:, cache.length : cache.length + size]
-        seen = None if mask is None else mask[:, : cache.length + part.shape[1]]
-        outputs.append(gpt(part, cache=cache, attention_mask=seen))
+        outputs.append(gpt(part, cache=cache))
     return torch.cat(outputs, dim=1)
 
 
@@ -92,17 +91,6 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None
     assert (whole - free).abs().max() > DIFFERENT
     assert torch.equal(gpt(x, draw=1), gpt(x, draw=1)), "a draw follows from its seed"
     assert not torch.equal(gpt(x, draw=1), gpt(x, draw=2))
-
-
-@pytest.mark.parametrize("processor", ["none", "cdape"])
-@pytest.mark.parametrize("encoding", ["rotary", "kerple_log", "cope"])
-def test_decoding_sequences_padded_on_the_left(encoding: str, processor: str) -> None:
-    gpt, x = gpt_of(encoding, processor), tokens()
-    mask = torch.arange(LENGTH)[None] >= torch.tensor([[0], [4]])
-    with torch.no_grad():
-        whole = gpt(x, attention_mask=mask)
-        ours = decoded(gpt, x, [6, 2], mask)
-    assert_alike(ours[mask], whole[mask], TERMS, SUMS)
 
 
 def test_a_cache_says_what_it_cannot_do() -> None:

@@ -118,21 +118,6 @@ def test_backends_agree_in_the_model(backend: str, processor: str) -> None:
     assert_alike(gpt(x, labels), reference(x, labels), TERMS, SUMS)
 
 
-def test_padding_that_may_not_be_seen() -> None:
-    """A sequence padded on the left, its padding masked, gives the logits of the sequence alone."""
-    for method, processor in (("kerple_log", "cdape"), ("alibi", "none"), ("rotary", "none")):
-        gpt = build_model(options(), position(method, processor), VOCABULARY, seed=3)
-        x = tokens(1, 12)
-        padded = torch.cat([torch.zeros(1, 5, dtype=torch.int64), x], dim=1)
-        mask = torch.arange(17)[None] >= 5
-        ours = gpt(padded, attention_mask=mask)[:, 5:]
-        if processor == "none":  # CDAPE convolves the masked columns as zeros, not as an edge
-            assert_alike(ours, gpt(x), TERMS, SUMS)
-        changed = padded.clone()
-        changed[:, :5] = 7
-        assert torch.equal(gpt(changed, attention_mask=mask)[:, 5:], ours)
-
-
 def test_dropout_only_in_training() -> None:
     gpt = build_model(options(hidden_dropout=0.3, attention_dropout=0.3), position(), VOCABULARY, seed=3)
     x = tokens()

@@ -18,6 +18,7 @@ from megatron.planning import activations
 from megatron.planning.memory import memory
 from megatron.planning.positions import ENCODINGS
 from megatron.position.shape import Span
+from megatron.position.stretches import one_after_another, stretches
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS = {
@@ -41,10 +42,10 @@ def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False)
     kind = TYPES[config.training.compute_type]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
-    spans = tuple(Span(start, size) for start, size in held(length, context))
+    parts = one_after_another([Span(start, size) for start, size in held(length, context)])
     batch = config.training.train_micro_batch_size_per_gpu
     hidden = torch.zeros(length // context.size, batch, 64, dtype=kind, requires_grad=True)
-    return kept_by_autograd(gpt, lambda: gpt._layers(hidden, Reading(spans)), arguments=arguments)
+    return kept_by_autograd(gpt, lambda: gpt._layers(hidden, Reading(parts)), arguments=arguments)
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
     for parameter in gpt.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with Peak() as tracked:
-        output = gpt._layers(hidden, Reading((Span(0, 1024),)))
+        output = gpt._layers(hidden, Reading(stretches(1024)))
         tracked.most = tracked.now
         output.sum().backward()
     estimate = activations.layer(wanted, Sizes())

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random_qkv
 from torch import Tensor
 
-from megatron.model.backends.backend import Rows
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.sdpa import Sdpa
 from megatron.position import registry
 from megatron.position.processors.cdape import Cdape
 from megatron.position.randomized import draw_positions
+from megatron.position.rows import Rows, attention
 from megatron.position.scores import distances, logits, table_for
 from megatron.position.shape import ALL_HEADS, DrawnPositions, Shape, Span
 from tools.rounding import FACTOR, assert_alike, assert_rounding_alone, excess
@@ -247,7 +247,7 @@ def _without_far_keys(rows: Rows) -> Tensor:
 
 def _with_distances_off_by_one(rows: Rows) -> Tensor:
     table = table_for(rows.encoding, rows.query, rows.key)
-    return Eager.with_table(rows, table._replace(bias=table.bias.roll(1, dims=-1)))
+    return attention(rows, table._replace(bias=table.bias.roll(1, dims=-1)))
 
 
 def _with_a_nan(rows: Rows) -> Tensor:

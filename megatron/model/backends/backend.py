@@ -1,39 +1,12 @@
 """The interface of an attention backend."""
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.scores import Dense
-from megatron.position.shape import ALL_HEADS, Span
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What attention is computed from. B batch, H heads, h heads wanted, R query rows, C key columns, d head dim."""
-
-    q: Tensor
-    """Rotated queries [B, H, R, d]; without a processor [B, h, R, d]."""
-    k: Tensor
-    """Rotated keys [B, H or h, C, d]."""
-    v: Tensor
-    """Values [B, h, C, d]."""
-    query: Span
-    key: Span
-    encoding: Encoding
-    processor: Processor | None
-    key_mask: Tensor | None = None
-    """Bool [B, C] or [B, R, C], False for padding and keys of another document."""
-    window: int | None = None
-    """A row sees the last `window` keys only, its own included."""
-    heads: slice = field(default_factory=lambda: ALL_HEADS)  # slices are not hashable before Python 3.12
-    """The wanted heads: a tensor-parallel rank's own."""
-    dropout: float = 0.0
-    dense: Dense | None = None
-    """Computes the encoding's matrices in its stead, where a backend knows a faster way."""
+from megatron.position.rows import Rows
 
 
 class Backend(Protocol):

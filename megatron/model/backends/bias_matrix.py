@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.backends.backend import Rows
-from megatron.model.backends.blocks import row_blocks
 from megatron.position.encoding import Terms
 from megatron.position.forms import Network
+from megatron.position.rows import Rows, row_blocks
 from megatron.position.shape import Span, causal
 
 BLOCK = 256

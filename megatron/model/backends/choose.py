@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.model.backends.backend import Backend, Rows
+from megatron.model.backends.backend import Backend
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.kept import KEPT_ROWS, KEPT_UP_TO
@@ -14,6 +14,7 @@ from megatron.model.backends.sdpa import Sdpa
 from megatron.model.backends.triton import Triton
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
+from megatron.position.rows import Rows
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.backends.backend import Rows
-from megatron.model.backends.blocks import row_blocks
-from megatron.model.backends.eager import Eager
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor, Share
-from megatron.position.scores import share_for, table_for
+from megatron.position.rows import Rows, attention, attention_in_blocks
 
 
 class Chunked:
@@ -32,11 +29,8 @@ class Chunked:
         return None
 
     def __call__(self, rows: Rows) -> Tensor:
-        table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
-        share = share_for(rows.processor, table, rows.query, rows.key, rows.key_mask, rows.window)
-        run = _recomputed if self.recompute and torch.is_grad_enabled() else Eager.with_table
-        outputs = [run(block, table, share) for block in row_blocks(rows, self.block)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        run = _recomputed if self.recompute and torch.is_grad_enabled() else attention
+        return attention_in_blocks(rows, self.block, run)
 
 
 def _recomputed(rows: Rows, table: Terms | None, share: Share | None) -> Tensor:
@@ -46,7 +40,7 @@ def _recomputed(rows: Rows, table: Terms | None, share: Share | None) -> Tensor:
     others = replace(rows, q=nothing, k=nothing, v=nothing)
 
     def run(q: Tensor, k: Tensor, v: Tensor, table: Terms | None, share: Share | None) -> Tensor:
-        return Eager.with_table(replace(others, q=q, k=k, v=v), table, share)
+        return attention(replace(others, q=q, k=k, v=v), table, share)
 
     return checkpoint(
         run, rows.q, rows.k, rows.v, table, share, use_reentrant=False, preserve_rng_state=rows.dropout > 0

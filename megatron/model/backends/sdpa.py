@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.model.backends.backend import Rows
-from megatron.model.backends.blocks import row_blocks
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
+from megatron.position.rows import Rows, row_blocks
 from megatron.position.scores import visible_keys
 
 MASKED_ROWS = 512

@@ -18,11 +18,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.model.backends.backend import Backend, Rows
+from megatron.model.backends.backend import Backend
 from megatron.model.backends.bias_matrix import attend_with_matrix, with_network_in_kernel
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.forms import Convolutions, Network
 from megatron.position.processor import Processor
+from megatron.position.rows import Rows
 from megatron.position.scores import table_for
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,98 @@
+"""A sequence that is padded, so that it ends together with others, gives what it gives alone: for every method."""
+
+import pytest
+import torch
+from models import build_model
+from position_methods import ALL
+from torch import Tensor
+
+from megatron.model.gpt import GPT
+from megatron.model.options import ModelOptions, PositionOptions
+from megatron.position import registry
+from megatron.position.stretches import stretches
+from tools.rounding import assert_alike, sums_of_gpt
+
+VOCABULARY, LENGTH = 40, 18
+LENGTHS = (18, 11, 14, 11, 1)
+MODEL = ModelOptions(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=3,
+    seq_length=LENGTH,
+    max_position_embeddings=LENGTH + 20,
+    attention_chunk_rows=8,
+    init_method_std=0.2,  # large enough for attention to matter
+    make_vocab_size_divisible_by=8,
+)
+TERMS, SUMS = sums_of_gpt(24, layers=2)
+
+
+def gpt_of(encoding: str, processor: str, **place: object) -> GPT:
+    position = PositionOptions(pos_emb=encoding, score_processor=processor, **place)
+    return build_model(MODEL, position, VOCABULARY, seed=5).eval()
+
+
+def padded() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Sequences [1, length], the batch of them [B, LENGTH], padded on the left with anything, and its mask."""
+    sequences = [torch.randint(VOCABULARY, (1, length)) for length in LENGTHS]
+    batch = torch.randint(VOCABULARY, (len(LENGTHS), LENGTH))
+    mask = torch.arange(LENGTH)[None] >= LENGTH - torch.tensor(LENGTHS)[:, None]
+    batch[mask] = torch.cat(sequences, dim=1)[0]
+    return sequences, batch, mask
+
+
+def assert_each_alike(found: Tensor, sequences: list[Tensor], alone: GPT) -> None:
+    for row, sequence in zip(found, sequences, strict=True):
+        assert_alike(row[-sequence.shape[1] :], alone(sequence)[0], TERMS, SUMS)
+
+
+@pytest.mark.parametrize(("encoding", "processor"), ALL)
+@torch.inference_mode()
+def test_padded_on_the_left(encoding: str, processor: str) -> None:
+    gpt, (sequences, batch, mask) = gpt_of(encoding, processor), padded()
+    assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
+    cache, outputs = gpt.new_cache(LENGTH), []
+    for start, stop in ((0, 5), (5, 6), (6, 12), (12, 17), (17, 18)):  # the first two hold nothing of some sequences
+        outputs.append(gpt(batch[:, start:stop], cache=cache, attention_mask=mask[:, :stop]))
+    assert_each_alike(torch.cat(outputs, dim=1), sequences, gpt)
+
+
+@pytest.mark.parametrize("encoding", ["rotary", "learned", "fire", "kerple_log"])
+@pytest.mark.parametrize("place", [{"randomized_positions": LENGTH + 20}, {"attention_window": 6}])
+@torch.inference_mode()
+def test_padded_at_randomized_positions_and_in_a_window(encoding: str, place: dict[str, int]) -> None:
+    gpt, (sequences, batch, mask) = gpt_of(encoding, "cdape", **place), padded()
+    assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
+
+
+@pytest.mark.parametrize("encoding", registry.encodings())
+@torch.inference_mode()
+def test_padded_on_the_right(encoding: str) -> None:
+    """Nothing looks at what comes after it."""
+    gpt, (sequences, _, _) = gpt_of(encoding, "cdape"), padded()
+    batch = torch.cat([torch.nn.functional.pad(each, (0, LENGTH - each.shape[1]), value=7) for each in sequences])
+    mask = torch.arange(LENGTH)[None] < torch.tensor(LENGTHS)[:, None]
+    for row, sequence in zip(gpt(batch, attention_mask=mask), sequences, strict=True):
+        assert_alike(row[: sequence.shape[1]], gpt(sequence)[0], TERMS, SUMS)
+
+
+def test_gradients_come_from_the_tokens_alone() -> None:
+    gpt, (sequences, batch, mask) = gpt_of("fire", "cdape"), padded()
+    (gpt(batch, attention_mask=mask)[mask] ** 2).sum().backward()
+    found = [parameter.grad.clone() for parameter in gpt.parameters()]
+    gpt.zero_grad()
+    sum((gpt(sequence) ** 2).sum() for sequence in sequences).backward()
+    for a, parameter in zip(found, gpt.parameters(), strict=True):
+        assert_alike(a, parameter.grad, TERMS * sum(LENGTHS), 2 * SUMS)
+
+
+def test_what_is_only_padding_is_nowhere() -> None:
+    mask = torch.tensor([[False, False, False], [False, True, True], [True, False, True]])
+    whole, alone = stretches(3, mask)
+    assert (alone.span.start, alone.span.length, alone.first, alone.padding) == (0, 2, 1, 1)
+    assert alone.sequences.tolist() == [1]
+    assert alone.key_mask is None
+    assert whole.sequences.tolist() == [2]
+    assert whole.key_mask.tolist() == [[True, False, True]]  # a hole is hidden, its place counted
+    gpt = gpt_of("kerple_log", "cdape")
+    assert gpt(torch.ones(3, 3, dtype=torch.int64), attention_mask=mask).isfinite().all()
