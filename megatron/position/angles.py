@@ -15,3 +15,9 @@ def angles(positions: Tensor, half: int, base: float) -> Tensor:
     In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
     """
     return positions.double()[:, None] * frequencies(half, base, positions.device)
+
+
+def sinusoids(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
+    """[sin; cos] of the angles of positions [T]: [T, dim]."""
+    angle = angles(positions, dim // 2, base)
+    return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)

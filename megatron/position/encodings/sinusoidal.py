@@ -1,9 +1,8 @@
 """Sines and cosines of the absolute position, any length."""
 
-import torch
 from torch import Tensor
 
-from ..angles import angles
+from ..angles import sinusoids
 from ..encoding import Encoding
 from ..shape import Shape, Span
 
@@ -26,6 +25,4 @@ class Sinusoidal(Encoding):
         self.base = base
 
     def embed(self, span: Span, like: Tensor) -> Tensor:
-        half = self.shape.hidden_size // 2
-        angle = angles(span.positions(like.device), half, self.base)
-        return torch.cat([angle.sin(), angle.cos()], dim=-1).to(like.dtype)
+        return sinusoids(span.positions(like.device), self.shape.hidden_size, self.base, like.dtype)

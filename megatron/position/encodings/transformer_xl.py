@@ -7,10 +7,20 @@ Each of the two products has a learned vector (u, v) of its own, which is added 
 import torch
 from torch import Tensor, nn
 
-from ..angles import angles
+from ..angles import sinusoids
 from ..encoding import Encoding
 from ..parameters import Bounded, normal
 from ..shape import Shape, Span, distance_count
+
+
+class Projection(nn.Linear):
+    """W_R, without a bias, applied to sinusoids or, transposed, to queries."""
+
+    def forward(self, x: Tensor, heads: slice | None = None) -> Tensor:
+        """R_n [N, D] → W_R R_n [N, H·d]; given heads, their queries q [B, h, R, d] → W_Rᵀ q [B, h, R, D]."""
+        if heads is None:
+            return super().forward(x)
+        return torch.matmul(x, self.weight.view(-1, x.shape[-1], self.in_features)[heads])
 
 
 class TransformerXL(Encoding):
@@ -31,20 +41,36 @@ class TransformerXL(Encoding):
         self.base = base
         self.u = Bounded((shape.num_heads, shape.head_dim), normal(std))
         self.v = Bounded((shape.num_heads, shape.head_dim), normal(std))
-        self.project = nn.Linear(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
+        self.project = Projection(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
         normal(std)(self.project.weight)
+        self._table: Tensor | None = None
+
+    def _sinusoids(self, count: int, like: Tensor) -> Tensor:
+        """R_0 … R_{count−1}, [count, D]. Made anew where more are asked for: a step of decoding asks for one more than
+        the step before, a block of rows for more than the block above it, and every layer for the same."""
+        table = self._table
+        if table is None or len(table) < count or table.dtype != like.dtype or table.device != like.device:
+            with torch.inference_mode(False):  # also for a training step after an evaluation
+                places = torch.arange(1 << (count - 1).bit_length(), device=like.device)
+                table = self._table = sinusoids(places, self.shape.hidden_size, self.base, like.dtype)
+        return table[:count]
+
+    def _by_distance(self, q: Tensor, count: int, heads: slice) -> Tensor:
+        """q·W_R R_n of queries [B, h, R, d] for n < count: [B, h, R, count]. Few rows are projected to the sinusoids'
+        space instead of all sinusoids to theirs."""
+        rows, dim, width = q.shape[0] * q.shape[2], self.shape.head_dim, self.shape.hidden_size
+        table = self._sinusoids(count, q)
+        if rows * width * (dim + count) < count * dim * (width + rows):
+            return torch.matmul(self.project(q, heads), table.t())
+        projected = self.project(table).view(-1, self.shape.num_heads, dim).permute(1, 2, 0)[heads]  # [h, d, N]
+        return torch.matmul(q, projected)
 
     def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor:
-        dim = self.shape.head_dim
-        half = self.shape.hidden_size // 2
-        angle = angles(torch.arange(distance_count(query, key), device=q.device), half, self.base)
-        sinusoids = torch.cat([angle.sin(), angle.cos()], dim=-1).to(q.dtype)
-        r = self.project(sinusoids).view(-1, self.shape.num_heads, dim).permute(1, 2, 0)[heads]  # [h, d, N]
         u, v = (p()[heads].to(q.dtype)[:, None] for p in (self.u, self.v))
-        by_distance = torch.matmul(q + v, r)  # [B, h, R, N]
+        by_distance = self._by_distance(q + v, distance_count(query, key), heads)
         distance = query.positions(q.device)[:, None] - key.positions(q.device)[None, :]
         index = distance.clamp_(min=0).expand(*by_distance.shape[:3], -1)
-        return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * dim**-0.5
+        return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * self.shape.head_dim**-0.5
 
     def contextual_flops(self, scores: float) -> float:
         return 2.0 * self.shape.num_heads * self.shape.head_dim * scores  # (q + v)·W_R R; u·k is linear in T
