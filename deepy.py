@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Farfield's command line: prepare, plan, train, checkpoints, evaluate, positions, sweep, keys.
+"""Farfield's command line: prepare, plan, train, checkpoints, evaluate, generate, positions, sweep, keys.
 
 Everything heavy is imported inside the commands, so that help and errors come at once.
 """
@@ -49,6 +49,7 @@ from typer.core import TyperGroup
 
 from megatron.errors import FarfieldError, UserError
 from megatron.evaluation.options import EvaluationOptions
+from megatron.generation.options import GenerationOptions
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -123,7 +124,8 @@ def with_options(section: type[Section], leaving_out: Sequence[str] = ()) -> Cal
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     """A key of a section as an option of a command. Choices are left to the section, which has better words."""
-    kind = int if int in (field.annotation, *get_args(field.annotation)) else str
+    kinds = (field.annotation, *get_args(field.annotation))
+    kind = next((each for each in (int, float) if each in kinds), str)
     least = next((each.ge for each in field.metadata if hasattr(each, "ge")), None)
     text = f"{(field.description or '')[:1].upper()}{(field.description or '')[1:]}."
     option = typer.Option(help=text, min=least, show_default=field.default is not None)
@@ -405,12 +407,64 @@ def evaluate(
     from megatron.training.signals import acknowledged
 
     with temporary_log() as log, run_console(log) as console, explained(log), acknowledged(console.print, "stopping"):
+        from megatron.config.chosen import chosen
         from megatron.evaluation.lengths import read_lengths
-        from megatron.evaluation.request import read_options
         from megatron.evaluation.run import evaluate_runs
 
-        chosen = {} if lengths is None else read_lengths(lengths)
-        evaluate_runs(runs, read_options({**options, **chosen}), output=output, console=console)
+        of_text = {} if lengths is None else read_lengths(lengths)
+        evaluate_runs(runs, chosen(EvaluationOptions, {**options, **of_text}), output=output, console=console)
+
+
+@command
+@with_options(GenerationOptions, leaving_out=("stop",))
+def generate(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, or a single checkpoint.", show_default=False)
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option("-p", "--prompt", help="A text to go on with; as often as you like.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("-f", "--file", help="A file whose text is gone on with; of .jsonl files, each text."),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="A text that ends what is written; as often as you like.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each prompt instead of its text.")] = False,
+    **options: Any,
+) -> None:
+    """Let a model go on with texts.
+
+    Without a prompt, what standard input holds is gone on with; on a terminal, lines are typed one by one. What is
+    written goes to standard output as it comes, and everything else to standard error.
+
+    [bold]Examples[/]
+
+      ./deepy.py generate runs/kerple --prompt "def main(" --maximum-tokens 200 --temperature 0.8 --top-p 0.95
+
+      ./deepy.py generate runs/kerple --temperature 0 < book.txt
+
+      ./deepy.py generate runs/kerple --file prompts.jsonl --json --batch-size 16 --stop "###"
+
+      ./deepy.py generate runs/kerple
+    """
+    from megatron.config.chosen import chosen
+    from megatron.generation import run as generation
+    from megatron.launch.console import explained, run_console, temporary_log
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    asked = chosen(GenerationOptions, {**options, "stop": stop or []})
+    prompts = generation.read_prompts(prompt or [], file or [], sys.stdin)
+    request = generation.read_request(run, asked, prompts)
+    with temporary_log() as log, run_console(log), explained(log):
+        writer = generation.load(request)
+    if prompts:
+        generation.write_all(writer, prompts, sys.stdout, say, as_json=as_json)
+    else:
+        generation.talk(writer, sys.stdout, say)
 
 
 @command

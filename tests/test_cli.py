@@ -20,7 +20,7 @@ from megatron.config.reference import lookup
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPY = ROOT / "deepy.py"
-COMMANDS = ("train", "plan", "prepare", "evaluate", "positions", "sweep", "keys", "status")
+COMMANDS = ("train", "plan", "prepare", "evaluate", "generate", "positions", "sweep", "keys", "status")
 TINY = """\
 num_layers: 1
 hidden_size: 16
@@ -132,6 +132,13 @@ MISTAKES = {
     ("evaluate", "run", "--lengths", "16", "--precision", "fp8"): "precision is fp8; choose from auto, fp32, bf16",
     ("evaluate", "run", "--lengths", "16", "--device", "tpu"): "device = 'tpu': choose one of auto, cpu, cuda",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",
+    ("generate", "nowhere", "-p", "a"): "nowhere: no such folder",
+    ("generate", "run", "-p", "a", "--top-p", "0"): "line: top_p is 0.0; it must be greater than 0",
+    ("generate", "run", "-p", "a", "--temperature", "-1"): "Invalid value '-1' for '--temperature'",
+    ("generate", "run", "-p", "a", "--precision", "fp8"): "precision is fp8; choose from auto, fp32, bf16",
+    ("generate", "run", "-p", "a", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",
+    ("generate", "run", "-p", "a", "--stop", ""): "--stop is empty",
+    ("generate", "run", "--file", "nowhere"): "nowhere: no such file; --file names a text",
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
     ("plan", "125M", "--gpu", "a200"): "--gpu a200 is not known; did you mean h200? choose from a10, a100, a100-40gb",
     ("plan", "125M", "--gpus", "0"): "Invalid value '0' for '--gpus'",
@@ -338,6 +345,16 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert "rotary" in evaluated.stdout
     assert "runs/one: step_0000004, whole by its checksums" in evaluated.stdout
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
+
+
+def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(corpus, trained, inside):
+    made = inside("generate", "runs/one", "-p", "The quick", "--maximum-tokens", "5", "--temperature", "0", cwd=corpus)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.endswith("\n")
+    (line,) = made.stderr.splitlines()
+    assert re.fullmatch(r"9 tokens read, the first written after [0-9.]+ s; [1-5] written(, [0-9,]+ tokens/s)?", line)
+    again = inside("generate", "runs/one", "-p", "The quick", "--maximum-tokens", "5", "--top-k", "1", cwd=corpus)
+    assert again.stdout == made.stdout
 
 
 def interrupted(corpus: Path, ranks: int) -> dict[int, float]:

@@ -28,6 +28,7 @@ OPTIONS = (
     "megatron.checkpoint.options",
     "megatron.launch.options",
     "megatron.evaluation.options",
+    "megatron.generation.options",
     "megatron.experiments.options",
 )
 NUMERIC = ("torch", "numpy", "megatron.core", "megatron.uncompiled")
@@ -80,6 +81,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "wandb",
         "pydantic",
         "psutil",
+        "megatron.config",
+        "megatron.data",
+        "megatron.model",
+        "megatron.parallel",
+        "megatron.checkpoint",
+        *OURS,
+    ),
+    "megatron/generation": (
+        *NUMERIC,
+        "pydantic",
+        "readline",
         "megatron.config",
         "megatron.data",
         "megatron.model",

@@ -76,7 +76,7 @@ def scan(sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[s
                     f"{path}: its suffix is none of {', '.join(suffixes)}; --suffixes {path.suffix or 'SUFFIX'} reads "
                     "such files as text"
                 )
-            files.append(_file(path, path.name))
+            files.append(source_file(path))
         else:
             raise UserError(f"{path}: no such file or folder (a source is a file, a folder or `python`)")
     if packages and "python" not in sources:
@@ -168,13 +168,15 @@ def _suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(suffixes)
 
 
-def _file(path: Path, name: str, format: Format | None = None) -> SourceFile:
+def source_file(path: Path, name: str | None = None, format: Format | None = None) -> SourceFile:
+    """One file by its path, its own name where none is given. UserError if it cannot be read."""
     try:
         stat = path.stat()
         if not os.access(path, os.R_OK):
             raise PermissionError(13, "permission denied")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    name = path.name if name is None else name
     if format is None:
         format = "json" if name.endswith(JSON_LINES) else "text"
     return SourceFile(path, name, format, stat.st_size, stat.st_mtime_ns)
@@ -196,7 +198,7 @@ def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
 def _folder(folder: Path, suffixes: tuple[str, ...]) -> list[SourceFile]:
     base = folder.resolve().name
     files = [
-        _file(path, f"{base}/{path.relative_to(folder).as_posix()}")
+        source_file(path, f"{base}/{path.relative_to(folder).as_posix()}")
         for path in _walk(folder)
         if path.name.endswith(suffixes)
     ]
@@ -223,7 +225,7 @@ def _python_library(packages: bool) -> list[SourceFile]:
 
 def _python_files(folder: Path, base: str) -> list[SourceFile]:
     return [
-        _file(path, f"{base}/{path.relative_to(folder).as_posix()}", "python")
+        source_file(path, f"{base}/{path.relative_to(folder).as_posix()}", "python")
         for path in _walk(folder, _NOT_SOURCE)
         if path.suffix == ".py"
     ]

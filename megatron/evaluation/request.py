@@ -1,21 +1,16 @@
 """What `evaluate` was asked for, read and checked before torch is imported: mistakes are told at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from megatron.checkpoint.trained import Run, open_run
-from megatron.config.problems import describe
 from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.placement import check_backend, check_device, check_precision
 from megatron.evaluation.protocols import Plan, plan_of
 from megatron.evaluation.texts import Text, common_text
 from megatron.files import check_folder
-from megatron.options import Section
+from megatron.model.placement import check_backend, check_device, check_precision
 from megatron.reports import records as record_files
 from megatron.reports.records import RESULTS, Record
 
@@ -31,18 +26,6 @@ class Request:
     folder: Path | None  # for the results
     kept: tuple[Record, ...]  # which are there already
     alone: bool  # the folder is that of the only run
-
-
-class _Asked(Section):
-    evaluation: EvaluationOptions
-
-
-def read_options(values: Mapping[str, Any]) -> EvaluationOptions:
-    """Options by their names. Raises UserError, one line per problem, if they are none."""
-    try:
-        return _Asked.model_validate({"evaluation": dict(values)}).evaluation
-    except ValidationError as error:
-        raise UserError("\n".join(describe(error, lambda _: "command line", known={}))) from error
 
 
 def read_request(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> Request:

@@ -18,11 +18,11 @@ from rich.console import Console
 
 from megatron.checkpoint.trained import Run
 from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.placement import compute_type, find_device
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.request import Request, read_request
 from megatron.evaluation.sketch import sketch
 from megatron.meter import Job, Meter
+from megatron.model.placement import compute_type, find_device
 from megatron.reports import records as record_files
 from megatron.reports import tables
 from megatron.reports.folder import write_results

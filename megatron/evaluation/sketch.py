@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.placement import check_backend
 from megatron.evaluation.protocols import Plan, plan_of
 from megatron.evaluation.texts import text_of
+from megatron.model.placement import check_backend
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT

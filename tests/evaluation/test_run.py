@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from megatron.checkpoint import folder
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
+from megatron.config.chosen import chosen
 from megatron.config.load import load
 from megatron.data.corpus import prepare
 from megatron.data.datasets import token_stream
@@ -26,10 +27,9 @@ from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import RunError, UserError
 from megatron.evaluation.lengths import read_lengths, wanted_lengths
 from megatron.evaluation.options import EvaluationOptions as Options
-from megatron.evaluation.placement import find_device
 from megatron.evaluation.provenance import machine, software
-from megatron.evaluation.request import read_options
 from megatron.evaluation.run import evaluate_runs
+from megatron.model.placement import find_device
 from megatron.reports import plots, records
 from megatron.reports.records import Record
 from tools.rounding import apart, sums_of_gpt
@@ -58,8 +58,8 @@ def evaluated(
     **options: object,
 ) -> list[Record]:
     """`evaluate_runs` with lengths in tokens or as the command line has them, and the other options by name."""
-    chosen = {} if lengths is None else read_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
-    return evaluate_runs(runs, read_options({**options, **chosen}), output=output, console=console)
+    of_text = {} if lengths is None else read_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
+    return evaluate_runs(runs, chosen(Options, {**options, **of_text}), output=output, console=console)
 
 
 @pytest.fixture

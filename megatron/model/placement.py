@@ -1,4 +1,4 @@
-"""Where and in which type models are scored."""
+"""Where and in which type trained models are used: to score text, and to write it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def check_precision(precision: str, device: str) -> None:
 
 
 def compute_type(precision: str, trained: str | None, device: torch.device) -> torch.dtype:
-    """The type that a model is scored in.
+    """The type that a trained model computes in.
 
     Args:
         precision: fp32, bf16, fp16, or auto: fp32 on a CPU, what the run was trained in on a GPU.
         trained: the precision of the training, if it is known.
-        device: where it is scored.
+        device: where it computes.
 
     Raises:
         UserError: the device cannot compute in it.

@@ -1,0 +1,74 @@
+"""Running a model token by token. B sequences, V padded vocabulary."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.errors import UserError
+from megatron.model.gpt import GPT
+
+Choose = Callable[[Tensor], Tensor]
+"""The next tokens, int64 [B], from the logits [B, V] of the last ones."""
+
+
+def check_length(model: GPT, prompt: int, tokens: int) -> None:
+    """Raises UserError if a model has no positions for a prompt of that length and so many tokens after it."""
+    needed = prompt + tokens - 1  # the last token is written and never read
+    if model.max_length is not None and needed > model.max_length:
+        fit = model.max_length + 1 - prompt
+        hint = f"choose --maximum-tokens {fit} or less" if fit > 0 else "the prompt alone is too long"
+        raise UserError(
+            f"the model has {model.max_length:,} positions; {prompt:,} tokens of a prompt and {tokens:,} more need "
+            f"{needed:,}: {hint}"
+        )
+
+
+def groups(model: GPT, lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Which prompts are read together, as lists of their numbers: `most` at a time, and those of similar length.
+
+    A row that is padded on the left computes what it would compute alone. Only where positions are randomized, prompts
+    of another length have other draws, so that those of equal length are read together.
+    """
+    numbers = sorted(range(len(lengths)), key=lengths.__getitem__) if most > 1 else list(range(len(lengths)))
+    found: list[list[int]] = []
+    for number in numbers:
+        last = found[-1] if found else []
+        fits = 0 < len(last) < most and (model.randomized is None or lengths[last[0]] == lengths[number])
+        if fits:
+            last.append(number)
+        else:
+            found.append([number])
+    return found
+
+
+@torch.inference_mode()
+def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Choose) -> Iterator[Tensor]:
+    """Go on with prompts for some steps; whoever has enough stops asking.
+
+    Randomized positions are drawn once, for the prompt and all steps together, as training draws them for a sequence.
+
+    Args:
+        model: in evaluation mode.
+        prompts: the tokens of each, at least one; of equal length if the model's positions are randomized.
+        steps: tokens at most.
+        choose: see `Choose`.
+
+    Yields:
+        The tokens that `choose` chose at each step, int64 [B].
+
+    Raises:
+        UserError: there are no positions for so many tokens.
+    """
+    width = max(map(len, prompts))
+    check_length(model, width, steps)
+    room, device = width + steps - 1, next(model.parameters()).device
+    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    paddings = torch.tensor([[width - len(prompt)] for prompt in prompts], device=device)
+    mask = torch.arange(room, device=device) >= paddings if paddings.any() else None
+    cache = model.new_cache(room)
+    for _ in range(steps):
+        seen = None if mask is None else mask[:, : cache.length + tokens.shape[1]]
+        chosen = choose(model(tokens, last=1, attention_mask=seen, cache=cache)[:, -1])
+        yield chosen
+        tokens = chosen[:, None]

@@ -1,0 +1,111 @@
+"""A model that goes on with prompts: tokens are chosen, decoded, turned into text, and ended where they should be."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from megatron.data.tokenizers import Tokenizer
+from megatron.generation.decode import decode, groups
+from megatron.generation.options import GenerationOptions
+from megatron.generation.sampling import Sampling
+from megatron.generation.stream import StopTexts, TextStream
+from megatron.model.gpt import GPT
+
+Reason = Literal["eod", "stop", "length"]
+"""Why a text ended: the model wrote the end of the document, one of the stops, or all tokens that it might."""
+
+
+@dataclass
+class Text:
+    """What is written after one prompt."""
+
+    prompt: int
+    """Its number."""
+    tokens: list[int] = field(default_factory=list)
+    """The end of the document is not among them."""
+    text: str = ""
+    reason: Reason | None = None
+    """None while it is being written."""
+
+
+class Writer:
+    """Goes on with prompts.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of its training.
+        options: how tokens are chosen, and when a text ends.
+    """
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, options: GenerationOptions) -> None:
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self._sampling = Sampling(tokenizer.vocab_size, options.temperature, options.top_k, options.top_p)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens that stand for a prompt; for none, the end of the document before, where training begins too."""
+        return list(self.tokenizer.encode(prompt)) or [self.tokenizer.eod]
+
+    def write(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+        """Go on with prompts, some of them together.
+
+        Each prompt has random numbers of its own, which follow from the seed and the prompt's number.
+
+        Args:
+            prompts: the tokens of each, at least one.
+
+        Yields:
+            A text and the piece that it has grown by; the last piece of a text, which may be empty, comes with a reason
+            why it ends. Pieces of prompts that are read together alternate.
+
+        Raises:
+            UserError: the model has no positions for so many tokens.
+            RunError: its logits are not numbers.
+        """
+        for numbers in groups(self.model, [len(prompt) for prompt in prompts], self.options.batch_size):
+            yield from self._together(numbers, [prompts[number] for number in numbers])
+
+    def _together(self, numbers: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+        draws = [np.random.default_rng([self.options.seed, number]) for number in numbers]
+
+        def choose(logits: torch.Tensor) -> torch.Tensor:
+            return self._sampling.choose(logits, torch.tensor([draw.random() for draw in draws], dtype=torch.float64))
+
+        rows = [_Row(self, Text(number), prompt) for number, prompt in zip(numbers, prompts, strict=True)]
+        steps = self.options.maximum_tokens
+        for step, chosen in enumerate(decode(self.model, prompts, steps, choose), start=1):
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                if row.text.reason is None:
+                    yield row.text, row.take(token, last=step == steps)
+            if all(row.text.reason is not None for row in rows):
+                return
+
+
+class _Row:
+    """One text while it is written."""
+
+    def __init__(self, writer: Writer, text: Text, prompt: Sequence[int]) -> None:
+        self.text = text
+        self._eod = writer.tokenizer.eod
+        self._stream = TextStream(writer.tokenizer.decode, prompt)
+        self._stops = StopTexts(writer.options.stop)
+
+    def take(self, token: int, *, last: bool) -> str:
+        """Add a token; returns the text that is certain now."""
+        if token == self._eod:
+            return self._end("eod")
+        self.text.tokens.append(token)
+        piece = self._stops.push(self._stream.push(token))
+        self.text.text += piece
+        if self._stops.found:
+            self.text.reason = "stop"
+            return piece
+        return piece + self._end("length") if last else piece
+
+    def _end(self, reason: Reason) -> str:
+        piece = self._stops.push(self._stream.flush()) + self._stops.flush()
+        self.text.text += piece
+        self.text.reason = "stop" if self._stops.found else reason
+        return piece
