@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Farfield's command line: prepare, plan, train, checkpoints, evaluate, generate, positions, sweep, keys.
+"""Farfield's command line: prepare, import, plan, train, checkpoints, evaluate, generate, positions, sweep, keys.
 
 Everything heavy is imported inside the commands, so that help and errors come at once.
 """
@@ -103,8 +103,9 @@ app = typer.Typer(
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a command whose help is the function's docstring."""
-    return app.command(help=paragraphs(function.__doc__ or ""))(function)
+    """Add a command: the function's name, without the underscore that keeps it from being a word of Python, and its
+    docstring as help."""
+    return app.command(function.__name__.rstrip("_"), help=paragraphs(function.__doc__ or ""))(function)
 
 
 def with_options(section: type[Section], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
@@ -361,6 +362,52 @@ def prepare(
         seed=seed,
         workers=workers,
         overwrite=overwrite,
+    )
+
+
+@command
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A folder with config.json and weights.", show_default=False)
+    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make.", show_default=False)],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="bytes, HFTokenizer, GPT2BPETokenizer or SPMTokenizer; the one in SOURCE if absent.",
+            show_default=False,
+        ),
+    ] = None,
+    vocab_file: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, vocab.json or .model file.", show_default=False)
+    ] = None,
+    merge_file: Annotated[Path | None, typer.Option(help="merges.txt of GPT2BPETokenizer.", show_default=False)] = None,
+) -> None:
+    """Make a run folder of a model from elsewhere.
+
+    SOURCE is a folder as Hugging Face's libraries write it: GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2,
+    Qwen2. What it computes is computed here; what could not be is refused by name. The run is evaluated, analyzed,
+    exported and finetuned like any other.
+
+    [bold]Examples[/]
+
+      ./deepy.py import pythia-160m runs/pythia
+
+      ./deepy.py evaluate runs/pythia --data book.txt --lengths 1x,2x,4x
+
+      ./deepy.py train runs/pythia/config.yml cdape load=runs/pythia finetune=true save=runs/cdape train_iters=1000 …
+    """
+    from megatron.importing.run import import_model
+    from megatron.quantities import count
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # third parties', about packages that are not needed
+        made, notes = import_model(source, run, tokenizer=tokenizer, vocab_file=vocab_file, merge_file=merge_file)
+    _note(notes)
+    model = made.config.model
+    print(
+        f"{run}: {count(made.parameters)} parameters, {model.num_layers} layers of width {model.hidden_size}, "
+        f"{made.config.position.pos_emb}, training length {model.seq_length:,}, tokenizer {made.tokenizer}"
     )
 
 

@@ -34,7 +34,18 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 SLOW = (
-    *("checkpoint", "cluster", "experiments/test_run.py", "golden", "kernels", "launch", "tools", "test_cli.py"),
+    *(
+        "checkpoint",
+        "cluster",
+        "experiments/test_run.py",
+        "formats",
+        "golden",
+        "importing",
+        "kernels",
+        "launch",
+        "tools",
+    ),
+    "test_cli.py",
     *("config/test_keys_are_used.py", "test_tutorial.py"),
     *("data/test_corpus.py", "data/test_datasets.py", "data/test_description.py", "data/test_sources.py"),
     *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),

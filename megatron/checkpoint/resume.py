@@ -92,6 +92,11 @@ def find_start(config: Config, processes: Processes) -> Start:
     if options.finetune:
         notes += (f"weights of {checkpoint}; optimizer, data and step begin anew",)
         return Start(checkpoint, True, notes=notes)
+    if not (checkpoint / manifest.STATES).is_dir() and not _is_old(checkpoint):
+        raise UserError(
+            f"load: {checkpoint} holds weights alone (it was imported), so there is no training to go on with; take "
+            "the weights with finetune=true"
+        )
     progress = Progress.read(checkpoint)
     which = "" if named else ", the newest whole checkpoint"
     notes += (f"resuming from {checkpoint} at step {progress.step}{which}", *_notes(config, checkpoint))

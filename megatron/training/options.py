@@ -152,7 +152,9 @@ class TrainingOptions(Section):
         """The type that the model computes in."""
         return self.precision or ("bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32")
 
-    train_iters: int = key(..., "optimizer steps", ge=1, le=MOST_STEPS, role="schedule")
+    train_iters: int = key(
+        0, "optimizer steps; a training needs it, an imported model has none", ge=0, le=MOST_STEPS, role="schedule"
+    )
     train_micro_batch_size_per_gpu: int = key(
         4, "sequences per rank and micro-step", ge=1, le=LARGEST_BATCH, role="machine"
     )

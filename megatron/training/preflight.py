@@ -47,6 +47,10 @@ def preflight(config: Config, machine: Machine, *, place: Place | None = None, d
     launch, data, precision = config.launch, config.data, config.training.compute_type
     if data.data_path is None and not data.train_data_paths:
         raise UserError("no data to train on: give train_data_paths or data_path; `./deepy.py prepare` makes a corpus")
+    if not config.training.train_iters:
+        raise UserError(
+            "train_iters is missing (optimizer steps); give it in a file or as train_iters=…", "train_iters"
+        )
     if place is not None:
         _check_place(config, place)
     elif launch.nodes not in (None, 1) and not dry:

@@ -1,0 +1,49 @@
+"""`./deepy.py import`: a model from elsewhere becomes a run folder."""
+
+from pathlib import Path
+
+from megatron.errors import UserError
+from megatron.importing import run_folder
+from megatron.importing.hugging_face import CONFIG, hugging_face
+from megatron.importing.run_folder import Imported
+from megatron.importing.source import Source
+
+
+def find_source(path: Path) -> Source:
+    """What a path holds. Raises UserError if it is nothing that can be imported."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder" if not path.exists() else f"{path}: is a file; name its folder")
+    if (path / CONFIG).is_file():
+        return hugging_face(path)
+    raise UserError(f"{path}: holds no {CONFIG}; a folder of Hugging Face's libraries has one")
+
+
+def import_model(
+    source: str | Path,
+    run: str | Path,
+    *,
+    tokenizer: str | None = None,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+) -> tuple[Imported, tuple[str, ...]]:
+    """Make a run folder of a model from elsewhere.
+
+    Args:
+        source: a folder of Hugging Face's libraries.
+        run: the folder to make.
+        tokenizer, vocab_file, merge_file: the model's tokenizer, where the source does not hold it, or another one.
+
+    Returns:
+        What was made, and lines worth telling.
+
+    Raises:
+        UserError: it is no model of ours, naming what stands against it.
+        RunError: a file is damaged, or the disk refuses. Nothing is left then.
+    """
+    run = Path(run)
+    run_folder.check_place(run)
+    found = find_source(Path(source))
+    files = (None if file is None else Path(file) for file in (vocab_file, merge_file))
+    opened = run_folder.tokenizer_of(found, tokenizer, *files)
+    found.config()  # refused here if it cannot be one of ours, before torch
+    return run_folder.write(found, run, opened), found.notes

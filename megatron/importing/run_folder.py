@@ -1,0 +1,144 @@
+"""A run folder made of a source: config.yml, tokenizer/, and one checkpoint at step 0, whole or not at all.
+
+    RUN/config.yml                     the keys of model and position; a training says the others
+    RUN/tokenizer/                     its copy, as every run keeps one
+    RUN/checkpoints/step_0000000/      model.safetensors in float32, config.yml, progress.json, manifest.json
+
+The checkpoint has weights alone, no optimizer's states: it is evaluated, exported and finetuned, not resumed.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.config.schema import Config
+from megatron.config.yaml_files import dump
+from megatron.data.folders import whole_folder
+from megatron.data.run_tokenizer import keep_tokenizer
+from megatron.data.tokenizers import Tokenizer, open_tokenizer
+from megatron.errors import RunError, UserError, reason
+from megatron.importing.source import Source, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.checkpoint.stream import Form
+
+TOKENIZER_FILES = (
+    ("HFTokenizer", ("tokenizer.json",)),
+    ("GPT2BPETokenizer", ("vocab.json", "merges.txt")),
+    ("SPMTokenizer", ("tokenizer.model",)),
+)
+"""What a tokenizer is known by, the first that is there."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was made."""
+
+    run: Path
+    config: Config
+    parameters: int
+    tokenizer: str
+
+
+def check_place(run: Path) -> None:
+    """Refuse a place that holds something. Raises UserError."""
+    if run.is_dir() and any(run.iterdir()):
+        raise UserError(f"{run}: is there already, and is not empty; name another folder")
+    if run.exists() and not run.is_dir():
+        raise UserError(f"{run}: is a file; name a folder")
+
+
+def tokenizer_of(source: Source, kind: str | None, vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
+    """The tokenizer that was named, or the source's own.
+
+    Raises UserError: there is none, or its files are not what they should be.
+    """
+    if kind is not None:
+        return open_tokenizer(kind, vocab_file, merge_file)
+    if vocab_file is not None or merge_file is not None:
+        raise UserError("vocab_file: say which tokenizer it belongs to with --tokenizer")
+    for name, files in TOKENIZER_FILES:
+        if source.tokenizer is not None and all((source.tokenizer / file).is_file() for file in files):
+            return open_tokenizer(name, *(source.tokenizer / file for file in files))
+    names = "; ".join(" and ".join(files) for _, files in TOKENIZER_FILES)
+    raise UserError(
+        f"{source.path}: holds no tokenizer ({names}); name it with --tokenizer (bytes, HFTokenizer, GPT2BPETokenizer "
+        "or SPMTokenizer) and --vocab-file"
+    )
+
+
+def check_rows(tokens: int, rows: int, source: Path) -> None:
+    """Refuse a tokenizer with more tokens than the embedding has rows. Raises UserError."""
+    if tokens > rows:
+        raise UserError(
+            f"{source}: the tokenizer has {tokens:,} tokens, but the embedding has {rows:,} rows; it is another "
+            "model's, or name the right one with --tokenizer"
+        )
+
+
+def write(source: Source, run: Path, tokenizer: Tokenizer) -> Imported:
+    """Make the run.
+
+    Raises:
+        UserError: the model cannot be built.
+        RunError: a file of the source is damaged or does not fit its configuration, or the disk refuses. Nothing is
+            left then.
+    """
+    try:
+        with source.open(source.config()) as weights, whole_folder(run.resolve()) as new:
+            check_rows(tokenizer.vocab_size, weights.rows, source.path)
+            # The multiple that pads any number of tokens to these rows, whatever ranks can divide them.
+            config = source.config(make_vocab_size_divisible_by=weights.rows)
+            parameters = _fill(new, source, config, weights, tokenizer)
+    except OSError as error:
+        raise RunError(f"{run}: not written ({reason(error)})") from None
+    return Imported(run, config, parameters, tokenizer.name)
+
+
+def _fill(new: Path, source: Source, config: Config, weights: Weights, tokenizer: Tokenizer) -> int:
+    from megatron.checkpoint import folder, manifest, stream
+    from megatron.checkpoint.progress import Progress
+    from megatron.model.build import build_model
+    from megatron.parallel.processes import alone
+
+    gpt = build_model(config.model, config.position, tokenizer.vocab_size, processes=alone(), device="meta")
+    forms = {name: stream.Form(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()}
+    weights.check(list(forms))
+    text = _text(source, config)
+    (new / folder.CONFIG).write_text(text, encoding="utf-8")
+    keep_tokenizer(tokenizer, new)
+    checkpoint = new / folder.CHECKPOINTS / folder.name(0)
+    checkpoint.mkdir(parents=True)
+    entry = stream.write(checkpoint / folder.WEIGHTS, forms, _checked(source, weights, forms), {"step": "0"})
+    (checkpoint / folder.CONFIG).write_text(text, encoding="utf-8")
+    Progress(vocabulary={"size": tokenizer.vocab_size, "name": tokenizer.name}).write(checkpoint)
+    small = manifest.seal(checkpoint, [checkpoint / folder.CONFIG, checkpoint / folder.PROGRESS])
+    manifest.write(checkpoint, {folder.WEIGHTS: entry} | small)
+    return gpt.num_parameters()
+
+
+def _checked(source: Source, weights: Weights, forms: "Mapping[str, Form]") -> "Iterator[Tensor]":
+    """The weights as the model wants them, one at a time."""
+    import torch
+
+    for name, form in forms.items():
+        found = weights(name)
+        if tuple(found.shape) != form.shape:
+            raise RunError(
+                f"{source.path}: {name} comes out as {list(found.shape)}, its configuration makes it {list(form.shape)}"
+            )
+        weight = found.to(form.dtype)
+        if not bool(torch.isfinite(weight).all()):
+            raise RunError(f"{source.path}: {name} is not finite")
+        yield weight
+
+
+def _text(source: Source, config: Config) -> str:
+    """config.yml: what the model is, and nothing of how it was trained."""
+    sections = (config.model, config.position)
+    keys = {name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()}
+    head = f"# A {source.called} model, imported. A training says the rest: train_iters, train_data_paths …"
+    return f"{head}\n{dump(keys)}"

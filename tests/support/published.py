@@ -1,0 +1,87 @@
+"""Small random models of other families, written by transformers, with biases and norms that matter."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from megatron.data.tokenizers import train_bpe
+
+LENGTH, WIDTH, LAYERS, ROWS, TOKENS = 48, 32, 2, 304, 290
+"""Of all of them; the tokens are those of the tokenizer beside them."""
+
+SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": LAYERS, "vocab_size": ROWS}
+OF_NEOX = {**SHAPE, "intermediate_size": 80, "max_position_embeddings": LENGTH}
+OF_GPT2 = {"n_embd": WIDTH, "n_head": 4, "n_layer": LAYERS, "n_positions": LENGTH, "vocab_size": ROWS}
+OF_OPT = {**SHAPE, "ffn_dim": 80, "max_position_embeddings": LENGTH, "word_embed_proj_dim": WIDTH}
+OF_LLAMA = {**OF_NEOX, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pythia": ("GPTNeoX", {**OF_NEOX, "rotary_pct": 0.25}),
+    "neox, serial, tied": ("GPTNeoX", {**OF_NEOX, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    "neox, no bias, tanh": ("GPTNeoX", {**OF_NEOX, "attention_bias": False, "hidden_act": "gelu_new"}),
+    "gpt2": ("GPT2", OF_GPT2),
+    "gpt2, exact gelu, untied": (
+        "GPT2", {**OF_GPT2, "activation_function": "gelu", "n_inner": 48, "tie_word_embeddings": False}
+    ),
+    "opt": ("OPT", OF_OPT),
+    "opt, no bias": ("OPT", {**OF_OPT, "enable_bias": False, "activation_function": "gelu"}),
+    "llama": ("Llama", OF_LLAMA),
+    "llama3, tied": ("Llama", {**OF_LLAMA, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama, yarn, biases": (
+        "Llama", {**OF_LLAMA, "rope_parameters": YARN, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama, linear, one head": (
+        "Llama",
+        {
+            **OF_LLAMA, "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+    "qwen2": ("Qwen2", OF_LLAMA),
+}  # fmt: skip
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """A model, its weights as large as trained ones and no two of its numbers alike."""
+    family, keys = MODELS[name]
+    configuration = getattr(transformers, f"{family}Config")(**keys)
+    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model: PreTrainedModel = getattr(transformers, head)(configuration).eval()
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.15 if parameter.dim() > 1 else 0.2
+            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def written(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """Write a model and a tokenizer into a folder."""
+    model = model_of(name)
+    model.save_pretrained(folder, **options)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer trained on a few words."""
+    train_bpe(["the cat sat on the mat", "a dog ate the cat's food " * 9, "def f(x): return x"], 300, folder / "x.json")
+    (folder / "x.json").rename(folder / "tokenizer.json")
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """What transformers computes."""
+    return model(input_ids=tokens).logits
