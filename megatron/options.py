@@ -30,7 +30,7 @@ class Section(BaseModel):
 Role = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]
 """What a key decides. Whatever treats some keys differently from others asks for their role, never for their names.
 
-    architecture     which function the trained weights compute; a run never changes it
+    architecture     which function the trained weights compute; a run never changes it, finetuning only the encoding
     context          the same, but no weight's shape depends on it; only finetuning may change it
     initialization   the weights at step 0; a run that goes on from a checkpoint does not read it
     data             which tokens are read, in which order, and which of them are scored

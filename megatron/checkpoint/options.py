@@ -30,4 +30,8 @@ class CheckpointOptions(Section):
         "go back to the checkpoint that `load` names in this run's folder; later ones are moved aside",
         role="output",
     )
-    finetune: bool = key(False, "load weights only: step 0, fresh optimizer", role="output")
+    finetune: bool = key(
+        False,
+        "load weights only: step 0, fresh optimizer; pos_emb may be another one, and a score processor may be added",
+        role="output",
+    )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import counters, folder, legacy, manifest, random_states, states
+from megatron.checkpoint import changes, counters, folder, legacy, manifest, random_states, states
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.stored import config_of
-from megatron.checkpoint.weights import read_weights
+from megatron.checkpoint.weights import read_weights, shapes_in
 from megatron.config.schema import Config
 from megatron.config.settings import show
 from megatron.errors import FarfieldError, RunError, UserError
@@ -158,8 +158,9 @@ def give_up(start: Start, metrics: Path) -> tuple[str, ...]:
 def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = False) -> None:
     """Refuse a checkpoint of another model.
 
-    Finetuning may change what no weight's shape depends on, give every layer position parameters of its own, and add a
-    score processor (`load_weights` sees to it that it has no effect at first).
+    Finetuning may change what no weight's shape depends on, give every layer position parameters of its own, take
+    another encoding or other options of it that it names itself (`changes.py`), and add a score processor
+    (`load_weights` sees to it that it has no effect at first).
 
     Raises:
         UserError: naming the first key that differs and both values.
@@ -169,7 +170,7 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
     old = {**stored.architecture(), **settled(stored.position)}
     free: set[str] = set()
     if finetune:
-        free.update(config.of_role("context"))
+        free.update(config.of_role("context"), changes.asked(config, stored))
         if new["pos_emb_per_layer"]:
             free.add("pos_emb_per_layer")
         if old.get("score_processor") == "none":
@@ -179,6 +180,8 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
             continue
         if new.get(key) != old.get(key):
             what = "finetuning cannot change this" if finetune else "a run cannot change its model"
+            if finetune and key in ("pos_emb", "pos_emb_options") and key not in config.position.model_fields_set:
+                what = "it may be another one if you name it"
             raise UserError(
                 f"{key}: this run has {show(new.get(key))}, but {checkpoint} was trained with "
                 f"{show(old.get(key))}; {what}"
@@ -212,29 +215,35 @@ def _notes(config: Config, checkpoint: Path) -> list[str]:
     ]
 
 
-def load_weights(start: Start, config: Config, model: Any) -> None:
-    """Finetuning: copy the weights of the checkpoint into a model that no engine has yet, and that computes the same.
+def load_weights(start: Start, config: Config, model: Any) -> tuple[str, ...]:
+    """Finetuning: copy the weights of the checkpoint into a model that no engine has yet.
+
+    It computes the same then, but for an encoding that was chosen anew. Returns lines worth telling.
 
     Raises:
         UserError: the model has a score processor with an effect, which the checkpoint's has not.
     """
     assert start.checkpoint is not None
-    optional = dispensable(model)
+    stored, path = config_of(start.checkpoint), start.checkpoint / folder.WEIGHTS
     processor = config.position.score_processor
-    added = processor != "none" and config_of(start.checkpoint).position.score_processor == "none"
-    if added and not optional:
+    if processor != "none" and stored.position.score_processor == "none" and not dispensable(model):
         raise UserError(
             f"score_processor: {start.checkpoint} was trained without one; {processor} may be added with "
             "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
         )
+    found = changes.changes(model, config, stored, shapes_in(path), model.elsewhere)
     read_weights(
         model,
-        start.checkpoint / folder.WEIGHTS,
+        path,
         tensor=model.processes.mesh.tensor,
         elsewhere=model.elsewhere,
-        dispensable=optional if added else (),
+        fresh=found.fresh,
+        dropped=found.dropped,
         stand_ins=shared_names(model),
     )
+    before, now = ({**each.position.model_dump(), **settled(each.position)} for each in (stored, config))
+    unchanged = all(before[key] == now[key] for key in changes.ENCODING) and not (found.fresh or found.dropped)
+    return () if unchanged else (found.told(config, stored),)
 
 
 def check_engine(start: Start, config: Config, sizes: Sizes) -> None:

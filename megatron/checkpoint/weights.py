@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -29,13 +29,23 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in a file. Raises RunError: it is missing or damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
+
+
 def read_weights(
     model: nn.Module,
     path: Path,
     *,
     tensor: Axis = Axis(),
     elsewhere: tuple[str, ...] = (),
-    dispensable: Collection[str] = (),
+    fresh: Collection[str] = (),
+    dropped: Collection[str] = (),
     stand_ins: Mapping[str, str] | None = None,
 ) -> None:
     """Copy the weights of a file into a model, or into the part of one that a process holds, converting to its types
@@ -46,7 +56,8 @@ def read_weights(
         path: a safetensors file.
         tensor: the processes that share each layer.
         elsewhere: how the names of weights begin that only other pipeline stages hold.
-        dispensable: weights that the file may lack; they stay as they are.
+        fresh: weights that are not read; they stay as they are.
+        dropped: weights of the file that are passed over.
         stand_ins: for a weight that the file lacks, the name of the one to take instead.
 
     Raises:
@@ -56,11 +67,13 @@ def read_weights(
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
-    targets = dict(model.named_parameters()) | dict(buffers(model))
+    every = dict(model.named_parameters()) | dict(buffers(model))
+    targets = {name: target for name, target in every.items() if name not in fresh}
     sources = {name: name if name in stored else (stand_ins or {}).get(name, name) for name in targets}
-    sources = {name: source for name, source in sources.items() if source in stored or name not in dispensable}
     missing = sorted(name for name, source in sources.items() if source not in stored)
-    unknown = sorted(name for name in set(stored) - set(sources.values()) if not name.startswith(elsewhere))
+    unknown = sorted(
+        name for name in set(stored) - set(sources.values()) - set(dropped) if not name.startswith(elsewhere)
+    )
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
         raise RunError(f"{path}: does not fit the model: it {what} ({len(missing)} missing, {len(unknown)} unknown)")

@@ -89,16 +89,20 @@ class Config(BaseModel):
         """The keys that decide what is trained, on what and how: runs that agree in them differ by rounding alone."""
         return self.of_role("architecture", "context", "initialization", "data", "numerics", "schedule")
 
-    def text(self) -> str:
+    def text(self, *, given: bool = False) -> str:
         """The configuration as YAML with a heading for each section.
 
         Batch sizes that nobody gave and nothing settled yet are left out: a default would contradict the others.
+
+        given: leave out all that nobody gave, so that whoever reads it knows what was asked for.
         """
         parts = []
-        for name, values in self.model_dump().items():
+        for name, values in self.model_dump(exclude_unset=given).items():
             if name == "training":
                 open_ = set(BATCH_SIZES) - self.training.model_fields_set
                 values = {key: value for key, value in values.items() if key not in open_}
+            if not values:
+                continue
             title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
             parts.append(f"# {name}: {title}\n{dump(values)}")
         return "\n".join(parts)

@@ -137,7 +137,7 @@ def train(config: Config) -> int:
     if config.checkpoint.save is None:
         raise UserError("a run over several machines needs save, a folder that all of them see")
     order = {
-        "configuration": config.replace(num_gpus=None, nodes=None).text(),
+        "configuration": config.replace(num_gpus=None, nodes=None).text(given=True),
         "address": hosts[0].name.rpartition("@")[2],
         "port": config.launch.master_port or random.choice(PORTS),
         "folder": os.getcwd(),

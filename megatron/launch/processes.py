@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError, UserError
+from megatron.files import write_text
 from megatron.launch.parent import bound
 from megatron.launch.worker import CONFIG_FILE, KINDS, error_file
 from megatron.parallel.devices import count_cores
@@ -75,7 +76,7 @@ def run_processes(
         job = Path(folder)
         if config.data.data_cache is None and config.checkpoint.save is None:
             config = config.replace(data_cache=str(job / "data_cache"))  # the ranks share one sample index
-        config.save(job / CONFIG_FILE)
+        write_text(job / CONFIG_FILE, config.text(given=True))
         first = places[0].rank
 
         def report(index: int, code: int) -> dict[str, Any] | str:

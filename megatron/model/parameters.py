@@ -57,6 +57,16 @@ def dispensable(model: nn.Module) -> set[str]:
     }
 
 
+def encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a model's encodings, by name."""
+    return {
+        f"{name}.{weight}": tuple(parameter.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, Encoding)
+        for weight, parameter in module.named_parameters()
+    }
+
+
 def shared_names(model: nn.Module) -> dict[str, str]:
     """For each parameter of a layer's own encoding the name it has where all layers share one."""
     return {

@@ -126,7 +126,8 @@ def assemble(config: Config, session: Session, start: Start, console: ConsoleRep
     seed = seeds.seed_of(training.seed, "initialization", processes.mesh)
     model = build_model(config.model, config.position, known.size, processes=processes, seed=seed)
     if start.weights_only:
-        resume.load_weights(start, config, model)
+        for note in resume.load_weights(start, config, model):
+            reporter.say(note)
     # Counted before ZeRO divides the parameters among processes.
     flops_per_token, parameters = model.flops_per_token(config.model.seq_length), model.num_parameters()
     seeds.seed_torch(seeds.seed_of(training.seed, "dropout", processes.mesh))

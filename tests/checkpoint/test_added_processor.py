@@ -60,8 +60,6 @@ def test_one_with_an_effect_is_refused(options: dict, place: dict, corpus, train
 
 def test_nothing_else_may_change(corpus: Path, trained: Path, tmp_path: Path) -> None:
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
-    with pytest.raises(UserError, match="pos_emb: this run has alibi"):
-        finetuned(corpus, tmp_path / "alibi", trained, pos_emb="alibi", **zero)
     given = tmp_path / "given"
     finetuned(corpus, given, trained, pos_emb_per_layer=True, **zero)
     with pytest.raises(UserError, match="score_processor: this run has none"):

@@ -1,0 +1,87 @@
+"""Finetuning with another position encoding, or with a score processor that the checkpoint has not.
+
+The rest of the model stays. What the new encoding needs and the file does not hold starts fresh, and what the file
+holds of the old one is dropped; both are said. An added score processor has no effect at first.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron.config.schema import Config
+from megatron.config.settings import show
+from megatron.model.identity import settled
+from megatron.model.parameters import dispensable, encoding_weights, shared_names
+
+ENCODING = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
+"""The keys that say what encoding a model has."""
+
+OLD_ENCODING = re.compile(r"position\..*|.*\.core_attention\._own\..*")
+"""Names of an encoding's weights in a file, shared by all layers or of each one."""
+_LAYER = re.compile(r"(?<=\.layers\.)\d+")
+
+
+def asked(config: Config, stored: Config) -> set[str]:
+    """The keys of another encoding that the configuration names itself; defaults ask for nothing."""
+    named = config.position.model_fields_set
+    if config.position.pos_emb == stored.position.pos_emb:
+        return named & {"pos_emb_options"}
+    # Another encoding has its own options and sets, so what the old one had of them is no question.
+    return {"pos_emb", "pos_emb_options", "pos_emb_per_layer"} if "pos_emb" in named else set()
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What of the model does not come from the file, and what of the file is not used."""
+
+    fresh: frozenset[str]
+    dropped: frozenset[str]
+
+    def told(self, config: Config, stored: Config) -> str:
+        """One line."""
+        new, old = ({**each.position.model_dump(), **settled(each.position)} for each in (config, stored))
+        keys = (*ENCODING, "score_processor", "score_processor_options")
+        changed = [f"{key} {_shown(old[key])} → {_shown(new[key])}" for key in keys if old[key] != new[key]]
+        parts = [("fresh", self.fresh), ("dropped", self.dropped)]
+        return "; ".join(
+            [", ".join(changed), *(f"{word}: {', '.join(_patterns(names)) or 'nothing'}" for word, names in parts)]
+        )
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return show(value)
+    return "{" + ", ".join(f"{key}: {show(each)}" for key, each in value.items() if each is not None) + "}"
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Names with a star for the layer's number, each once."""
+    return sorted({_LAYER.sub("*", name) for name in names})
+
+
+def changes(
+    model: nn.Module, config: Config, stored: Config, shapes: Mapping[str, tuple[int, ...]], elsewhere: tuple[str, ...]
+) -> Changes:
+    """What differs between a model and a file of weights.
+
+    Args:
+        model: that takes the weights.
+        config, stored: of the model and of the file.
+        shapes: of the file's weights.
+        elsewhere: how names begin that only other pipeline stages hold.
+    """
+    own, shared = encoding_weights(model), shared_names(model)
+    sources = {name: name if name in shapes else shared.get(name, name) for name in own}
+    held = {name for name in shapes if OLD_ENCODING.fullmatch(name) and not name.startswith(elsewhere)}
+    if config.position.pos_emb != stored.position.pos_emb:
+        # The names of two encodings may agree (r1, r2), and the shapes too: what they mean does not.
+        fresh, dropped = set(own), held
+    else:
+        fresh = {name for name, source in sources.items() if source in held and shapes[source] != own[name]}
+        dropped = {sources[name] for name in fresh} - {sources[name] for name in own if name not in fresh}
+    if config.position.score_processor != stored.position.score_processor:
+        fresh |= dispensable(model)
+    return Changes(frozenset(fresh), frozenset(dropped))

@@ -1,0 +1,134 @@
+"""Finetuning takes another encoding that is asked for by name, and says what is fresh and what is dropped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.checkpoint.load_model import load_model
+from megatron.config.schema import Config
+from megatron.errors import UserError
+from megatron.launch.console import run_console
+from megatron.position import registry
+from megatron.training.loop import train
+
+ROTARY = {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One run of rotary, one of kerple_log and one of t5."""
+    runs = {name: tmp_path_factory.mktemp(name) for name in ("rotary", "kerple_log", "t5")}
+    for name, run in runs.items():
+        train(tiny_config(corpus, run, train_iters=2, **(ROTARY if name == "rotary" else {"pos_emb": name})))
+    return runs
+
+
+def tuned(corpus: Path, run: Path, source: Path, **keys: object) -> str:
+    """Finetune for a step; what was said."""
+    log = run.parent / f"{run.name}.txt"
+    keys = {"train_iters": 1, "load": str(source), "finetune": True, **keys}
+    with run_console(log) as console:
+        train(tiny_config(corpus, run, **keys), console)
+    return " ".join(log.read_text().split())
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder.resolve(run) / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [name for name in registry.encodings() if name != "rotary"])
+def test_rotary_becomes_any_encoding(name: str, corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+    said = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb=name)
+    own = [key for key in weights(tmp_path / "run") if key.startswith("position.")]
+    assert f"pos_emb rotary → {name}" in said
+    assert ("fresh: nothing" in said) == (own == [])
+    assert all(key in said for key in own)
+    assert "dropped: nothing" in said
+    assert load_model(tmp_path / "run").config.position.pos_emb == name
+
+
+def test_the_rest_of_the_model_stays(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+    """Without a learning rate to speak of, the other weights are those of the source to the last bit but one step."""
+    still = {"optimizer": {"params": {"lr": 1e-12}}, "weight_decay": 0.0}
+    said = tuned(corpus, tmp_path / "run", trained["kerple_log"], pos_emb="alibi", **still)
+    assert "fresh: nothing; dropped: position.r1.value, position.r2.value" in said
+    before, after = weights(trained["kerple_log"]), weights(tmp_path / "run")
+    assert before.keys() - after.keys() == {"position.r1.value", "position.r2.value"}
+    for key, value in after.items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=1e-11 + 2**-24 * float(value.abs().max()))
+
+
+def test_weights_of_the_same_name_mean_something_else(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+    """kerple_log and kerple_power both have r1 and r2, for every head."""
+    still = {"optimizer": {"params": {"lr": 1e-12}}}
+    options = {"r1_below": 0.02, "r2_below": 0.02}
+    said = tuned(
+        corpus, tmp_path / "run", trained["kerple_log"], pos_emb="kerple_power", pos_emb_options=options, **still
+    )
+    names = "position.r1.value, position.r2.value"
+    assert f"fresh: {names}; dropped: {names}" in said
+    assert weights(tmp_path / "run")["position.r1.value"].max() <= 0.02
+
+
+def test_another_base_needs_no_weight_and_other_buckets_do(corpus, trained: dict[str, Path], tmp_path: Path) -> None:
+    scaled = {"fraction": 0.5, "scaling": "linear", "factor": 4.0}
+    said = tuned(corpus, tmp_path / "scaled", trained["rotary"], pos_emb="rotary", pos_emb_options=scaled)
+    assert "scaling: linear, factor: 4.0" in said
+    assert "fresh: nothing; dropped: nothing" in said
+    buckets = {"pos_emb": "t5", "pos_emb_options": {"num_buckets": 16}}
+    for per_layer in (False, True):
+        run = tmp_path / f"buckets {per_layer}"
+        said = tuned(corpus, run, trained["t5"], pos_emb_per_layer=per_layer, **buckets)
+        own = "decoder.layers.*.self_attention.core_attention._own.bias.value" if per_layer else "position.bias.value"
+        assert f"fresh: {own}; dropped: position.bias.value" in said
+
+
+def test_with_a_processor_at_zero_effect_at_once(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+    zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
+    said = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb="kerple_log", pos_emb_per_layer=True, **zero)
+    assert "score_processor none → cdape" in said
+    assert "decoder.layers.*.self_attention.core_attention.processor.output.weight" in said
+    with pytest.raises(UserError, match="zero_init: true"):
+        tuned(corpus, tmp_path / "other", trained["rotary"], pos_emb="kerple_log", score_processor="cdape")
+
+
+def unnamed(config: Config, *keys: str) -> Config:
+    """The same without what it says of some keys of positions."""
+    given = {key: value for key, value in config.position.model_dump(exclude_unset=True).items() if key not in keys}
+    return config.model_copy(update={"position": type(config.position).model_validate(given)})
+
+
+def test_what_nobody_named_stays_refused(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+    keys = {"train_iters": 1, "load": str(trained["rotary"]), "finetune": True}
+    with pytest.raises(UserError, match=r"pos_emb: this run has learned.*it may be another one if you name it"):
+        train(unnamed(tiny_config(corpus, tmp_path / "a", **keys), "pos_emb"))
+    with pytest.raises(UserError, match=r"pos_emb_options: .*fraction': 0.5.*if you name it"):
+        train(tiny_config(corpus, tmp_path / "b", pos_emb="rotary", **keys))
+    with pytest.raises(UserError, match=r"num_layers: this run has 3.*finetuning cannot change this"):
+        train(tiny_config(corpus, tmp_path / "c", pos_emb="alibi", num_layers=3, **keys))
+    with pytest.raises(UserError, match=r"pos_emb: this run has alibi.*a run cannot change its model"):
+        train(tiny_config(corpus, tmp_path / "d", pos_emb="alibi", **{**keys, "finetune": False}))
+    assert not any((tmp_path / name / "checkpoints").exists() for name in "abcd")
+
+
+def test_several_ranks_begin_as_one_does(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+    """Each stage and each rank drops and makes what it has of the encoding."""
+    keys = {
+        "load": str(trained["t5"]), "finetune": True, "pos_emb": "kerple_log", "train_iters": 2,
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    train(tiny_config(corpus, tmp_path / "one", **keys))
+    layouts = {"pipe_parallel_size": 2, "model_parallel_size": 2}
+    configs = [tiny_config(corpus, tmp_path / name, num_gpus=2, **keys, **{name: 2}) for name in layouts]
+    assert train_with_processes(tmp_path / "job", configs) == [None, None]
+    for name in layouts:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
