@@ -48,7 +48,7 @@ except ModuleNotFoundError:  # a bare python3: continue in the environment that 
 from typer.core import TyperGroup
 
 from megatron.errors import FarfieldError, UserError
-from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.generation.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -412,6 +412,7 @@ def import_(
 
 
 @command
+@with_options(TaskOptions, leaving_out=("tasks",))
 @with_options(EvaluationOptions, leaving_out=("lengths", "multiples"))
 def evaluate(
     runs: Annotated[
@@ -429,9 +430,15 @@ def evaluate(
         Path | None,
         typer.Option("-o", "--output", metavar="FOLDER", help="For results.json, .csv and .png.", show_default=False),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,…", help="Tasks of lm-evaluation-harness instead of perplexity.", show_default=False
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
-    """Measure perplexity at lengths never trained on.
+    """Measure perplexity at lengths never trained on, or tasks of lm-evaluation-harness.
 
     The model is rebuilt from the configuration in its checkpoint. Every run and every length is scored on the same
     target tokens, so that the numbers differ in context alone. Prints a table; writes JSON, CSV and a picture.
@@ -448,6 +455,10 @@ def evaluate(
 
       ./deepy.py evaluate runs/rotary --window 512 -o results/window
 
+      ./deepy.py evaluate runs/kerple --tasks lambada_openai,piqa --lengths 1x,4x
+
+    With --tasks a length is the most tokens that the model sees at once; it is the training's if none is given.
+
     A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
     """
     from megatron.launch.console import explained, run_console, temporary_log
@@ -458,8 +469,19 @@ def evaluate(
         from megatron.evaluation.lengths import read_lengths
         from megatron.evaluation.run import evaluate_runs
 
+        of_tasks = {name: options.pop(name) for name in TaskOptions.model_fields if name in options}
         of_text = {} if lengths is None else read_lengths(lengths)
-        evaluate_runs(runs, chosen(EvaluationOptions, {**options, **of_text}), output=output, console=console)
+        wanted = chosen(EvaluationOptions, {**options, **of_text})
+        if tasks is None:
+            if given := [f"--{name.replace('_', '-')}" for name, value in of_tasks.items() if value is not None]:
+                raise UserError(f"{given[0]} is for tasks, and there is no --tasks")
+            evaluate_runs(runs, wanted, output=output, console=console)
+            return
+        from megatron.evaluation.tasks import evaluate_tasks
+
+        named = [name.strip() for name in tasks.split(",") if name.strip()]
+        asked = chosen(TaskOptions, {**of_tasks, "tasks": named})
+        evaluate_tasks(runs, asked, wanted, output=output, console=console)
 
 
 @command

@@ -126,6 +126,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.parallel",
         "megatron.position",
         "megatron.checkpoint",
+        "megatron.generation",
+        "lm_eval",
         *OURS,
     ),
     "megatron/launch": (

@@ -1,10 +1,21 @@
-"""How trained models are scored: the options of `./deepy.py evaluate` and of `evaluate:` in a sweep file."""
+"""How trained models are scored: the options of `./deepy.py evaluate`, most of them also of `evaluate:` in a sweep."""
 
 from typing import Literal
 
 from megatron.options import Section, key
 
 Protocol = Literal["last", "nonoverlapping"]
+
+
+class TaskOptions(Section):
+    """Which tasks of lm-evaluation-harness a model is given, and how much of them."""
+
+    tasks: list[str] = key(..., "names of tasks, groups or tags; * stands for anything", min_length=1)
+    include_path: str | None = key(None, "with --tasks: folder with tasks of your own (YAML files)")
+    limit: int | None = key(None, "with --tasks: documents of each task, the first ones; all if absent", ge=1)
+    num_fewshot: int | None = key(
+        None, "with --tasks: solved examples before each question; the task's own number if absent", ge=0
+    )
 
 
 class EvaluationOptions(Section):

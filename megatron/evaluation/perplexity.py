@@ -106,7 +106,7 @@ def window_losses(
             batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), last=scored)
             losses[done : done + len(chosen)] = batch.double().cpu().numpy()
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             if size == 1:
                 raise RunError(
@@ -227,23 +227,27 @@ def evaluate(
     """
     config, model = loaded.config, loaded.model
     name = method_name(config.position, loaded.position.attention_window)
-    parameter = next(model.parameters())
     targets = scored_targets(stream, plan, vocabulary, eod_mask_loss=config.data.eod_mask_loss)
     measured = list(_measured(name, model, stream, plan, targets, batch_tokens, progress))
-    shared = {
+    shared = {"protocol": plan.protocol, "blocks": plan.blocks, "target_digest": targets.digest}
+    return _records(measured, plan, targets, {**about_model(loaded), **shared, **(about or {})})
+
+
+def about_model(loaded: "LoadedModel") -> dict[str, Any]:
+    """What records say of a model."""
+    config, model = loaded.config, loaded.model
+    name = method_name(config.position, loaded.position.attention_window)
+    parameter = next(model.parameters())
+    return {
         "method": name,
         "train_length": config.model.seq_length,
-        "protocol": plan.protocol,
         "seed": config.training.seed,
-        "blocks": plan.blocks,
-        "target_digest": targets.digest,
         "position": name,
         "max_length": model.max_length,
         "parameters": model.num_parameters(),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": _device_name(parameter.device),
     }
-    return _records(measured, plan, targets, {**shared, **(about or {})})
 
 
 def _measured(
@@ -330,7 +334,8 @@ def _exp(nats: float) -> float:
     return math.exp(min(nats, LARGEST_NLL))  # the upper end of an interval may lie beyond what floats hold
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
+def out_of_memory(error: RuntimeError) -> bool:
+    """Is this what torch raises where memory does not suffice?"""
     # On CPU the allocator raises a plain RuntimeError.
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 

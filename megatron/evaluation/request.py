@@ -16,20 +16,34 @@ from megatron.reports.records import RESULTS, Record
 
 
 @dataclass(frozen=True)
-class Request:
-    """Runs that can be put side by side, and how they are scored."""
+class Asked:
+    """Runs that are to be measured, and where the results go."""
 
     runs: tuple[Run, ...]
     options: EvaluationOptions
-    text: Text
-    plan: Plan  # the same for all runs
     folder: Path | None  # for the results
     kept: tuple[Record, ...]  # which are there already
     alone: bool  # the folder is that of the only run
 
 
+@dataclass(frozen=True)
+class Request(Asked):
+    """Runs that can be put side by side, and the text that they are scored on."""
+
+    text: Text
+    plan: Plan  # the same for all runs
+
+
 def read_request(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> Request:
     """Arguments and errors as for `megatron.evaluation.run.evaluate_runs`."""
+    asked = read_runs(runs, options, output)
+    text = common_text(asked.runs, options.data)
+    plan = plan_of(options, [run.config.model.seq_length for run in asked.runs], len(text.tokens))
+    return Request(**vars(asked), text=text, plan=plan)
+
+
+def read_runs(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> Asked:
+    """The runs that are named, each once, and the results that are there. Errors as above."""
     if not runs:
         raise UserError("no run given")
     check_precision(options.precision, check_device(options.device)[0])
@@ -37,12 +51,10 @@ def read_request(runs: Sequence[str | Path], options: EvaluationOptions, output:
     opened = tuple(open_run(path) for path in runs)
     if len({run.checkpoint.resolve() for run in opened}) < len(opened):
         raise UserError(f"the same checkpoint is given twice: {', '.join(run.name for run in opened)}")
-    text = common_text(opened, options.data)
-    plan = plan_of(options, [run.config.model.seq_length for run in opened], len(text.tokens))
     own = _own_folder(opened)
     folder = own if output is None else Path(output)
     alone = own is not None and folder is not None and folder.resolve() == own.resolve()
-    return Request(opened, options, text, plan, folder, _kept(folder), alone)
+    return Asked(opened, options, folder, _kept(folder), alone)
 
 
 def _kept(folder: Path | None) -> tuple[Record, ...]:

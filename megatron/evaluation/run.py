@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from megatron.checkpoint.trained import Run
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.provenance import machine, software
-from megatron.evaluation.request import Request, read_request
+from megatron.evaluation.request import Asked, Request, read_request
 from megatron.evaluation.sketch import sketch
 from megatron.meter import Job, Meter
 from megatron.model.placement import compute_type, find_device
@@ -51,6 +51,9 @@ class Candidate:
     note: str | None  # what is said of it before the work begins
 
 
+Score = Callable[[Candidate, "LoadedModel", "Progress"], list[Record]]
+
+
 def evaluate_runs(
     runs: Sequence[str | Path],
     options: EvaluationOptions | None = None,
@@ -78,9 +81,32 @@ def evaluate_runs(
         UserError: anything that would keep the runs from being compared, before any work.
         RunError: what fails while scoring; the files of finished runs stay.
     """
-    say: Say = _silent if console is None else _lines(console)
     asked = read_request(runs, options or EvaluationOptions(), output)
-    candidates = _candidates(asked, names)
+    sketches = [sketch(run.name, run.config, asked.plan, asked.options) for run in asked.runs]
+    candidates = candidates_of(asked, [(sketched.flops, sketched.note) for sketched in sketches], names)
+
+    def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
+        return _score(candidate, loaded, asked, report)
+
+    return measured(asked, candidates, score, console, progress)
+
+
+def measured(
+    asked: Asked,
+    candidates: Sequence[Candidate],
+    score: Score,
+    console: Console | None,
+    progress: Progress | None = None,
+) -> list[Record]:
+    """Load runs one after the other and measure each; show and write what is found.
+
+    Args:
+        asked: what was asked for.
+        candidates: its runs.
+        score: measures a loaded model.
+        console, progress: as for `evaluate_runs`.
+    """
+    say = saying(console)
     say(_fate(asked))
     for candidate in candidates:
         if candidate.note is not None:
@@ -94,7 +120,7 @@ def evaluate_runs(
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
             loaded = _load(candidate, asked)
             meter.say(_trust(candidate, loaded))
-            found += _score(candidate, loaded, asked, report)
+            found += score(candidate, loaded, report)
             del loaded
             if candidate.device.type == "cuda":
                 torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
@@ -109,14 +135,21 @@ def evaluate_runs(
     return found
 
 
-def _candidates(asked: Request, names: Sequence[str] | None) -> list[Candidate]:
-    """The runs with their names, devices and types; refuses what cannot be scored before any model is loaded."""
+def candidates_of(
+    asked: Asked, foreseen: Sequence[tuple[float, str | None]], names: Sequence[str] | None = None
+) -> list[Candidate]:
+    """The runs with their names, devices and types, which are refused before any model is loaded.
+
+    Args:
+        asked: what was asked for.
+        foreseen: the work that each run will be, and what is to be said of it.
+        names: as for `evaluate_runs`.
+    """
     from megatron.evaluation.names import distinct_names
 
     runs, options = asked.runs, asked.options
     device = find_device(options.device)
     dtypes = [compute_type(options.precision, run.config.training.precision, device) for run in runs]
-    sketches = [sketch(run.name, run.config, asked.plan, options) for run in runs]
     if names is None:
         names = distinct_names([run.config for run in runs], [run.name for run in runs], options.window)
     return [
@@ -125,14 +158,14 @@ def _candidates(asked: Request, names: Sequence[str] | None) -> list[Candidate]:
             name=name,
             device=device,
             dtype=dtype,
-            job=Job(f"{name} seed {run.config.training.seed}", "evaluate", sketched.flops),
-            note=sketched.note,
+            job=Job(f"{name} seed {run.config.training.seed}", "evaluate", work),
+            note=note,
         )
-        for run, name, dtype, sketched in zip(runs, names, dtypes, sketches, strict=True)
+        for run, name, dtype, (work, note) in zip(runs, names, dtypes, foreseen, strict=True)
     ]
 
 
-def _load(candidate: Candidate, asked: Request) -> LoadedModel:
+def _load(candidate: Candidate, asked: Asked) -> LoadedModel:
     from megatron.checkpoint.load_model import load_model
 
     return load_model(
@@ -156,18 +189,12 @@ def _score(candidate: Candidate, loaded: LoadedModel, asked: Request, report: Pr
     """Score a run's model, and say of the records where it and the text come from."""
     from megatron.evaluation.perplexity import evaluate
 
-    run, options, text = candidate.run, asked.options, asked.text
+    options, text = asked.options, asked.text
     about = {
-        "method": candidate.name,
-        "run": run.name,
-        "step": run.progress.step,
-        "train_tokens": run.progress.consumed_tokens,
+        **about_run(candidate, options),
         "dataset": text.name,
         "text_digest": text.digest,
         "tokenizer": text.vocabulary.name,
-        "backend": options.backend or run.config.model.attention_backend,
-        "machine": machine(),
-        "software": software(),
     }
     return evaluate(
         loaded,
@@ -180,7 +207,21 @@ def _score(candidate: Candidate, loaded: LoadedModel, asked: Request, report: Pr
     )
 
 
-def _fate(asked: Request) -> str:
+def about_run(candidate: Candidate, options: EvaluationOptions) -> dict[str, Any]:
+    """What records say of a run, and of where and with what it was measured."""
+    run = candidate.run
+    return {
+        "method": candidate.name,
+        "run": run.name,
+        "step": run.progress.step,
+        "train_tokens": run.progress.consumed_tokens,
+        "backend": options.backend or run.config.model.attention_backend,
+        "machine": machine(),
+        "software": software(),
+    }
+
+
+def _fate(asked: Asked) -> str:
     """What will become of the results, said while they can still be given another place."""
     if asked.folder is None:
         return "results will not be written: give --output FOLDER to keep them"
@@ -190,9 +231,8 @@ def _fate(asked: Request) -> str:
     return line
 
 
-def _lines(console: Console) -> Say:
+def saying(console: Console | None) -> Say:
+    """How lines are told; on no console, to nobody."""
+    if console is None:
+        return lambda line: None
     return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _silent(line: str) -> None:
-    """There is nobody to tell."""

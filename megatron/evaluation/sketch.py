@@ -31,6 +31,14 @@ class Sketch:
 def sketch(name: str, config: Config, plan: Plan, options: EvaluationOptions) -> Sketch:
     """Build the model without weights. Raises UserError if it cannot be scored at any of the plan's lengths."""
     from megatron.evaluation.perplexity import forward_flops
+
+    model = outline(config, options)
+    note = ending(name, config, model, plan.lengths)  # refuses what has no length to score
+    return Sketch(model, plan, sum(forward_flops(model, plan).values()), note)
+
+
+def outline(config: Config, options: EvaluationOptions) -> GPT:
+    """A configuration's model without weights. Raises UserError if the backend cannot do it."""
     from megatron.model.build import build_model
     from megatron.parallel.processes import alone
 
@@ -38,9 +46,7 @@ def sketch(name: str, config: Config, plan: Plan, options: EvaluationOptions) ->
     position = config.position
     if options.window is not None:
         position = position.replace(attention_window=options.window)
-    model = build_model(config.model, position, 1, processes=alone(), device="meta", backend=options.backend)
-    note = _ending(name, config, model, plan.lengths)  # refuses what has no length to score
-    return Sketch(model, plan, sum(forward_flops(model, plan).values()), note)
+    return build_model(config.model, position, 1, processes=alone(), device="meta", backend=options.backend)
 
 
 def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:
@@ -49,7 +55,7 @@ def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:
     return sketch(name, config, plan_of(options, [config.model.seq_length], len(text.tokens)), options)
 
 
-def _ending(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
+def ending(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
     """What is said of a model whose positions end before the largest length. Raises UserError if all are past them."""
     if model.max_length is None or max(lengths) <= model.max_length:
         return None

@@ -93,11 +93,14 @@ class Layout:
             notes.append(f"95% bootstrap intervals of single cells are within {low} and {high}.")
         if self.changes:
             what = metric.title.lower()
-            notes.append(
-                f"Change is {what} at {self.lengths[-1]:,} {metric.relation} that at {self.lengths[0]:,} tokens"
-                + (" [95% paired bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed.")
-            )
-            notes.append(f"A change {metric.rule}.")
+            line = f"Change is {what} at {self.lengths[-1]:,} {metric.relation} that at {self.lengths[0]:,} tokens"
+            if any(change.verdict is not None for change in self.changes.values()):
+                known = (
+                    " [95% paired bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed."
+                )
+                notes += [f"{line}{known}", f"A change {metric.rule}."]
+            else:
+                notes.append(f"{line}; how sure it is, is not known.")
         return notes
 
     def heads(self) -> list[tuple[str, str]]:

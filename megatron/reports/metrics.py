@@ -152,6 +152,49 @@ METRICS = {
             highest=1.0,
             factor=100.0,
         ),
+        *(
+            Metric(
+                name=name,
+                title=title,
+                unit="in %",
+                definition=f"{title} is {share}.",
+                better="higher",
+                compared="difference",
+                negligible=0.005,
+                lowest=0.0,
+                highest=1.0,
+                factor=100.0,
+            )
+            for name, title, share in (
+                ("acc", "Task accuracy", "the share of a task's documents that are answered rightly"),
+                (
+                    "acc_norm",
+                    "Task accuracy by length",
+                    "as task accuracy, where the likelihood of each choice is divided by its length in bytes",
+                ),
+                ("exact_match", "Exact match", "the share of answers that are written exactly as they should be"),
+                ("f1", "F1", "the harmonic mean of precision and recall of the answers"),
+            )
+        ),
+        *(
+            Metric(
+                name=f"{of}_perplexity",
+                title="Perplexity",
+                unit=f"per {of}",
+                definition=f"Perplexity per {of} is exp of the mean negative log-likelihood per {what}, in nats.",
+                better="lower",
+                compared="ratio",
+                negligible=0.005,
+                lowest=0.0,
+                open_ended=True,
+                scale="logarithmic",
+            )
+            for of, what in (
+                ("word", "word of a task's documents"),
+                ("byte", "byte of a task's documents"),
+                ("target", "text that a task's document asks for"),
+            )
+        ),
     )
 }
 """All metrics by their names. No name may be that of another field of `Record`."""

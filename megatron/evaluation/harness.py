@@ -1,0 +1,235 @@
+"""lm-evaluation-harness over the project's own model: what its tasks ask of a language model, answered without export.
+
+The harness builds prompts and judges answers; the model answers three kinds of requests (`lm_eval.api.model.LM`):
+
+    loglikelihood            how likely is a continuation after a context, and would greedy decoding write it?
+    loglikelihood_rolling    how likely is a document, in windows of `max_length` that score each token once?
+    generate_until           what does the model write after a context?
+
+Contexts that are too long lose tokens on the left, as `lm_eval --model hf` does it. Shorter requests of a batch are
+padded on the left, which changes nothing. Nothing of transformers is imported. Needs the package lm_eval.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.data.tokenizers import Tokenizer
+from megatron.errors import RunError
+from megatron.evaluation.perplexity import BATCH_TOKENS, out_of_memory
+from megatron.generation.options import GenerationOptions
+from megatron.generation.writer import Writer
+from megatron.model.gpt import GPT
+
+GENERATED = 256
+"""Tokens that a task lets a model write, unless it says how many: the harness's own default."""
+
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+"""What tasks may say of how text is written."""
+
+_Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+"""A request's texts, if it has any, and the tokens of its context and of its continuation."""
+
+
+class Answer(NamedTuple):
+    """What a model says of a continuation."""
+
+    loglikelihood: float
+    greedy: bool
+
+
+@dataclass
+class Asked:
+    """What a task asked of a model."""
+
+    tokens: int = 0
+    """Scored or written."""
+    requests: int = 0
+    cut: int = 0
+    """Requests whose context was too long."""
+    digest: Any = field(default_factory=hashlib.sha256)
+    """Equal for equal requests, whoever answers them."""
+
+
+class HarnessModel(TemplateLM):
+    """A trained model as the harness sees one.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of its training.
+        max_length: tokens that the model is given at once, at most.
+        batch_tokens: tokens of a forward pass, padding included; None takes what is usual on the device.
+        after: called with the number of requests that are answered, and of all of the kind, after every batch.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        max_length: int,
+        *,
+        batch_tokens: int | None = None,
+        after: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.tokens_of, self.max_length = model, tokenizer, max_length
+        self._device = next(model.parameters()).device
+        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self._device.type, BATCH_TOKENS["cuda"])
+        self._after = after or (lambda done, total: None)
+        self.asked: dict[str, Asked] = {}
+        """By the names of tasks."""
+        self._counts: list[tuple[int, bool]] = []
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokens_of.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return list(self.tokens_of.encode(string))
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
+        answers = super().loglikelihood(requests, disable_tqdm=True)
+        self._note(requests, self._counts)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        windows: list[_Scored] = []
+        owners: list[int] = []
+        counts: list[tuple[int, bool]] = []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            found: list[_Scored] = [(None, *make_disjoint_window(window)) for window in rolling]
+            windows += found
+            owners += [number] * len(found)
+            counts.append((len(tokens), False))
+        sums = [0.0] * len(requests)
+        for number, answer in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += answer.loglikelihood
+        self._note(requests, counts)
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        texts, counts = [""] * len(requests), [(0, False)] * len(requests)
+        kinds: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        done = 0
+        for numbers in kinds.values():
+            options = self._generation(requests[numbers[0]])
+            room = self.max_length - options.maximum_tokens
+            contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
+            writer = Writer(self.model, self.tokens_of, options)
+            for written, _ in writer.write([context[-room:] for context in contexts]):
+                if written.reason is not None:
+                    number = numbers[written.prompt]
+                    texts[number] = written.text
+                    counts[number] = (max(len(written.tokens), 1), len(contexts[written.prompt]) > room)
+                    done += 1
+                    self._after(done, len(requests))
+        self._note(requests, counts)
+        return texts
+
+    def _generation(self, request: Instance) -> GenerationOptions:
+        """How a task wants text to be written. Raises RunError where that cannot be done here."""
+        given: Any = normalize_gen_kwargs(dict(request.args[1]), GENERATED)
+        name, foreign = request.task_name, sorted(set(given) - _KNOWN)
+        if foreign:
+            raise RunError(f"{name}: writes with {', '.join(foreign)}; known are {', '.join(sorted(_KNOWN))}")
+        tokens = given["max_gen_toks"]
+        if tokens >= self.max_length:
+            raise RunError(
+                f"{name}: writes up to {tokens:,} tokens, which leaves no room for a context at length "
+                f"{self.max_length:,}; give greater --lengths"
+            )
+        temperature = float(given.get("temperature", 1.0)) if given["do_sample"] else 0.0
+        top_p = float(given.get("top_p", 1.0))
+        return GenerationOptions(
+            maximum_tokens=tokens,
+            temperature=temperature,
+            top_k=int(given.get("top_k", 0)),
+            top_p=top_p,
+            stop=[text for text in given["until"] if text],
+            batch_size=max(1, self.batch_tokens // self.max_length),
+        )
+
+    def _note(self, requests: Sequence[Instance], counts: Sequence[tuple[int, bool]]) -> None:
+        """Remember what was asked, by task."""
+        for request, (tokens, cut) in zip(requests, counts, strict=True):
+            asked = self.asked.setdefault(request.task_name, Asked())
+            asked.tokens += tokens
+            asked.requests += 1
+            asked.cut += cut
+            asked.digest.update(json.dumps([request.request_type, *request.args], default=str).encode())
+
+    def _loglikelihood_tokens(self, requests: Sequence[_Scored], **more: Any) -> list[Answer]:
+        """Requests that read the same tokens are answered by one row, as choices of a single token are."""
+        self._counts = [
+            (len(continuation), len(context) + len(continuation) > self.max_length + 1)
+            for _, context, continuation in requests
+        ]
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise RunError(
+                    f"a continuation of {len(continuation):,} tokens cannot be scored at length {self.max_length:,}; "
+                    "give greater --lengths"
+                )
+            rows.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
+        answers: list[Answer | None] = [None] * len(requests)
+        done = 0
+        for batch in self._batches(sorted(rows, key=len, reverse=True)):
+            wanted = [[requests[number][2] for number in rows[row]] for row in batch]
+            for row, found in zip(batch, self._answers(batch, wanted), strict=True):
+                for number, answer in zip(rows[row], found, strict=True):
+                    answers[number] = answer
+                done += len(rows[row])
+            self._after(done, len(requests))
+        return [answer for answer in answers if answer is not None]
+
+    def _batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Consecutive rows, the longest first, that fit a forward pass."""
+        start = 0
+        while start < len(rows):
+            size = max(1, self.batch_tokens // len(rows[start]))
+            yield list(rows[start : start + size])
+            start += size
+
+    def _answers(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
+        """For each row the answers to the continuations that end it. A batch that is too large is divided."""
+        try:
+            return self._forward(rows, wanted)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            if len(rows) == 1:
+                raise RunError(f"{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None
+        half = len(rows) // 2
+        return self._answers(rows[:half], wanted[:half]) + self._answers(rows[half:], wanted[half:])
+
+    @torch.inference_mode()
+    def _forward(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
+        width = max(map(len, rows))
+        last = max(len(continuation) for continuations in wanted for continuation in continuations)
+        tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self._device)
+        paddings = torch.tensor([[width - len(row)] for row in rows], device=self._device)
+        mask = torch.arange(width, device=self._device) >= paddings if paddings.any() else None
+        logits = self.model(tokens, last=last, attention_mask=mask)
+        found: list[list[Answer]] = []
+        for row, continuations in zip(logits, wanted, strict=True):
+            answers = []
+            for continuation in continuations:
+                own = row[-len(continuation) :].float()
+                labels = torch.tensor(continuation, device=self._device)
+                logs = own.gather(-1, labels[:, None])[:, 0] - own.logsumexp(-1)
+                answers.append(Answer(float(logs.double().sum()), bool((own.argmax(-1) == labels).all())))
+            found.append(answers)
+        return found

@@ -1,0 +1,270 @@
+"""`./deepy.py evaluate RUN… --tasks …`: tasks of lm-evaluation-harness, with records as results.
+
+Each run is given every task at every length: a length is the most tokens that the model sees at once, and the
+training's own if none is named. Values are those that the harness computes; its name of a metric is ours but for
+`perplexity`, which is that of a text that is asked for and not that of all tokens (`target_perplexity`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from megatron.data.run_tokenizer import run_tokenizer
+from megatron.data.tokenizers import Tokenizer
+from megatron.errors import RunError, UserError, reason
+from megatron.evaluation.lengths import wanted_lengths
+from megatron.evaluation.options import EvaluationOptions, TaskOptions
+from megatron.evaluation.request import Asked as Runs
+from megatron.evaluation.request import read_runs
+from megatron.evaluation.run import Candidate, Say, about_run, candidates_of, measured, saying
+from megatron.evaluation.sketch import ending, outline
+from megatron.optional import need
+from megatron.reports.metrics import METRICS
+from megatron.reports.records import Record
+from megatron.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
+    from megatron.evaluation.harness import Asked
+    from megatron.evaluation.perplexity import Progress
+
+OWN_TEXT = ("data", "protocol", "windows", "targets")
+"""Options that say which tokens of which text are scored: a task says so itself."""
+
+OURS = {"perplexity": "target_perplexity"}
+"""The harness's names of metrics that mean something else here."""
+
+BOOTSTRAPS = 1000
+"""Samples for the standard errors of metrics that are no means; the harness's 100,000 take minutes for the same two
+digits."""
+
+
+def evaluate_tasks(
+    runs: Sequence[str | Path],
+    tasks: TaskOptions,
+    options: EvaluationOptions | None = None,
+    *,
+    output: str | Path | None = None,
+    console: Console | None = None,
+) -> list[Record]:
+    """Give runs the tasks of lm-evaluation-harness.
+
+    Args:
+        runs, output, console: as for `megatron.evaluation.run.evaluate_runs`.
+        tasks: which, and how much of them.
+        options: how the models compute, and at which lengths; the defaults, and the training's length, if None.
+
+    Returns:
+        The records of all runs, lengths and tasks. A group that has a value of its own has one record for that, and
+        none for its parts.
+
+    Raises:
+        UserError: there is no such run or task, lm_eval is not installed, or an option says what a task says itself.
+        RunError: a task's data cannot be had, or it asks for something that cannot be done; finished runs stay.
+    """
+    options = options or EvaluationOptions()
+    for name in OWN_TEXT:
+        if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
+            raise UserError(f"--{name} says which text is scored, and tasks bring their own; leave out one of them")
+    need("lm_eval", "--tasks")
+    asked = read_runs(runs, options, output)
+    tokenizers = {run.checkpoint: run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in asked.runs}
+    if options.lengths is None and options.multiples is None:
+        options = options.replace(multiples=[1.0])
+    lengths = wanted_lengths(options, [run.config.model.seq_length for run in asked.runs])
+    say = saying(console)
+    say("reading the list of tasks")
+    loaded_tasks = load_tasks(tasks, say)
+    notes = [ending(run.name, run.config, outline(run.config, options), lengths) for run in asked.runs]
+    candidates = candidates_of(asked, [(float(len(lengths)), note) for note in notes])
+
+    def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
+        tokenizer = tokenizers[candidate.run.checkpoint]
+        return _score(candidate, loaded, tokenizer, asked, loaded_tasks, tasks, lengths, report, say)
+
+    return measured(asked, candidates, score, console)
+
+
+def load_tasks(options: TaskOptions, say: Say) -> Any:
+    """The tasks that are named, as the harness has them.
+
+    Raises:
+        UserError: there is none of that name.
+        RunError: one cannot be read, or its data cannot be had.
+    """
+    from lm_eval.tasks import TaskManager
+
+    folder = options.include_path
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"--include-path is {folder}, which is no folder")
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    if not all(manager.match_tasks([name]) for name in options.tasks):
+        manager = TaskManager(include_path=folder)  # thousands of files: only where one of them is asked for
+    names: list[str] = []
+    for name in options.tasks:
+        found = manager.match_tasks([name])
+        if not found:
+            near = did_you_mean(name, manager.all_tasks, most=3)
+            raise UserError(f"--tasks: there is no task {name!r}; {near or 'lm_eval ls tasks lists them'}")
+        names += [each for each in found if each not in names]
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # whatever a task's code and its data's library raise
+        raise RunError(f"--tasks {','.join(names)}: cannot be read: {type(error).__name__}: {reason(error)}") from error
+    for name, task in loaded["tasks"].items():
+        own = task.get_config("num_fewshot")
+        if own == 0 and options.num_fewshot:
+            say(f"{name}: always without examples, whatever --num-fewshot says")
+        elif options.num_fewshot is not None or own is None:
+            task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
+        task.set_fewshot_seed(seed=1234)
+    return loaded
+
+
+def _score(
+    candidate: Candidate,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    asked: Runs,
+    tasks: Any,
+    options: TaskOptions,
+    lengths: Sequence[int],
+    report: Progress,
+    say: Say,
+) -> list[Record]:
+    """The records of one run, by task, with their changes from the shortest length."""
+    from lm_eval import evaluator
+
+    from megatron.evaluation.harness import HarnessModel
+    from megatron.evaluation.perplexity import about_model, known_lengths
+
+    about = {**about_model(loaded), **about_run(candidate, asked.options), "tokenizer": tokenizer.name}
+    about["software"] = f"{about['software']}, lm_eval {version('lm_eval')}"
+    known = known_lengths(loaded.model, lengths)
+    found: list[Record] = []
+    for number, length in enumerate(known):
+
+        def after(done: int, total: int, length: int = length, number: int = number) -> None:
+            report(length, number + min(done / max(total, 1), 0.999), float(len(known)))
+
+        model = HarnessModel(
+            loaded.model, tokenizer, length, batch_tokens=asked.options.batch_tokens, after=after
+        )  # fmt: skip
+        begun = time.perf_counter()
+        with _as_the_harness_does():
+            results = evaluator.evaluate(
+                model, tasks, limit=options.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+            )
+        assert results is not None  # this process is alone
+        here = {
+            **about,
+            "length": length,
+            "seconds": round(time.perf_counter() - begun, 3),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        for name, each in model.asked.items():
+            if each.cut:
+                say(f"{name}: {each.cut:,} of {each.requests:,} requests were cut on the left to {length:,} tokens")
+        found += records_of(results, model.asked, here, say)
+    return [_with_change(record, found) for record in found]
+
+
+def records_of(
+    results: Mapping[str, Any], asked: Mapping[str, Asked], about: Mapping[str, Any], say: Say
+) -> list[Record]:
+    """Records of what the harness found.
+
+    Args:
+        results: the harness's.
+        asked: what its tasks asked, by their names.
+        about: fields that are the same for all, the length among them.
+        say: told of values that no record holds.
+    """
+    parts = results.get("group_subtasks", {})
+    inside = {part for group in results.get("groups", {}) for part in _leaves(group, parts)}
+    found: list[Record] = []
+    for name, values in {**results["results"], **results.get("groups", {})}.items():
+        if name in inside or (name in parts and name not in results.get("groups", {})):
+            continue
+        leaves = [asked[part] for part in _leaves(name, parts) if part in asked]
+        digest = sha256("".join(each.digest.hexdigest() for each in leaves).encode()).hexdigest()[:16]
+        shared = {
+            "tokens": max(sum(each.tokens for each in leaves), 1),
+            "target_digest": digest,
+            "text_digest": digest,
+            **about,
+        }
+        for metric, value, stderr, filter_ in _values(values):
+            ours = OURS.get(metric, metric)
+            protocol = ", ".join([name, f"{results['n-shot'].get(name, 0)}-shot", *filter_])
+            if metric == "bits_per_byte":
+                continue  # said of the perplexity per byte
+            if ours not in METRICS or METRICS[ours].refusal(value) is not None or not math.isfinite(value):
+                say(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
+                continue
+            if METRICS[ours].compared == "ratio":
+                stderr = None  # the harness has that of the value, which says little of its logarithm's
+            bits: dict[str, Any] = {"bits_per_byte": math.log2(value)} if ours == "byte_perplexity" else {}
+            found.append(Record(**shared, **bits, protocol=protocol, metric=ours, value=value, stderr=stderr))
+    return found
+
+
+def _values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None, list[str]]]:
+    """What stands under `acc,none` and `acc_stderr,none`: metric, value, standard error, and the filter if any."""
+    for key, value in values.items():
+        metric, _, filter_ = key.partition(",")
+        if not filter_ or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        stderr = values.get(f"{metric}_stderr,{filter_}")
+        known = float(stderr) if isinstance(stderr, int | float) and math.isfinite(stderr) else None
+        yield metric, float(value), known, [] if filter_ == "none" else [filter_]
+
+
+def _leaves(name: str, parts: Mapping[str, Sequence[str]]) -> list[str]:
+    """The tasks that a group consists of; a task is its own."""
+    return [leaf for part in parts[name] for leaf in _leaves(part, parts)] if parts.get(name) else [name]
+
+
+def _with_change(record: Record, found: Sequence[Record]) -> Record:
+    """A record with its change from the shortest length, if it is not that itself."""
+    alike = [each for each in found if (each.metric, each.protocol) == (record.metric, record.protocol)]
+    first = min(alike, key=lambda each: each.length)
+    if first is record:
+        return record
+    return record.replace(change=record.measure.change(record.value, first.value), change_from=first.length)
+
+
+@contextmanager
+def _as_the_harness_does() -> Iterator[None]:
+    """Its seeds for whatever tasks draw; and standard errors by this process alone, for forks of it hold its GPU."""
+    import numpy as np
+    import torch
+
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            random.seed(0)
+            np.random.seed(1234)
+            torch.manual_seed(1234)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before

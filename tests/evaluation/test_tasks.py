@@ -1,0 +1,328 @@
+"""Tasks of lm-evaluation-harness, offline, against direct computations: no batches, no padding, no cache."""
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.progress import Progress
+from megatron.config.load import load
+from megatron.errors import RunError, UserError
+from megatron.evaluation.options import EvaluationOptions, TaskOptions
+from megatron.evaluation.tasks import evaluate_tasks, records_of
+from megatron.model.build import build_model
+from megatron.model.gpt import GPT
+from megatron.parallel.processes import alone
+from megatron.reports import plots
+from megatron.reports.records import Record, read
+from tools.rounding import apart, sums_of_gpt
+
+pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
+
+LENGTHS = [12, 24]
+DOCUMENTS = [f"{i * i} is the square of {i}, é {'and more ' * (i % 4)}" for i in range(7)]
+QUESTIONS = [
+    {"q": "one ", "choices": ["two", "three words"], "gold": 0},
+    {"q": "a question that is longer than both of the lengths ", "choices": ["a", "b", "c"], "gold": 2},
+    {"q": "", "choices": ["now", "never"], "gold": 1},
+    {"q": "trailing  ", "choices": ["x", "yy"], "gold": 0},
+    {"q": "mid", "choices": ["dle", "night", "day"], "gold": 1},
+]
+ROUNDING = apart(*sums_of_gpt(16, layers=1))  # of a token's logarithm of probability
+TASK = """\
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/{data}.jsonl}}, cache_dir: {folder}/cache}}
+test_split: test
+metadata: {{version: 1.0}}
+target_delimiter: ""
+"""
+TASKS = {
+    "texts": """\
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "choices": """\
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{gold}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "asked": """\
+output_type: loglikelihood
+doc_to_text: "{{q}}"
+doc_to_target: "{{choices[0]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "written": """\
+output_type: generate_until
+doc_to_text: "{{q}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_pictures() -> Iterator[None]:
+    """Drawing costs more than the tasks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "png", lambda found: b"\x89PNG")
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks of each kind, and a group of two of them."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in DOCUMENTS))
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    (folder / "yaml").mkdir()
+    for name, text in TASKS.items():
+        data = "documents" if name == "texts" else "questions"
+        (folder / "yaml" / f"{name}.yaml").write_text(f"task: {name}\n{TASK.format(folder=folder, data=data)}{text}")
+    group = "group: both\ntask: [choices, asked]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    (folder / "yaml" / "both.yaml").write_text(f"{group}metadata: {{version: 1.0}}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A run with random weights, of bytes."""
+    return make_run(place / "run")
+
+
+def make_run(folder: Path, *overrides: str) -> Path:
+    shape = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=12", "train_iters=5"]
+    position = ["pos_emb=kerple_log", "score_processor=cdape", "init_method_std=0.3"]
+    data = ["train_data_paths=[gone/train_text_document]"]
+    config = load([], [*shape, *position, *data, f"save={folder}", *overrides]).config
+    model = build_model(config.model, config.position, 257, processes=alone(), seed=3)
+    checkpoint = folder / "checkpoints" / "step_0000005"
+    checkpoint.mkdir(parents=True)
+    config.save(checkpoint / "config.yml")
+    Progress(step=5, consumed_tokens=480, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
+    weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    save_file(weights, checkpoint / "model.safetensors")
+    return folder
+
+
+def given(place: Path, run: Path, tasks: str, **options: Any) -> list[Record]:
+    of_tasks = {name: options.pop(name) for name in ("limit", "num_fewshot") if name in options}
+    chosen = TaskOptions(tasks=tasks.split(","), include_path=str(place / "yaml"), **of_tasks)
+    how = {name: options.pop(name) for name in ("output", "console") if name in options}
+    return evaluate_tasks([run], chosen, EvaluationOptions(**options), **how)
+
+
+@torch.no_grad()
+def logs(model: GPT, tokens: list[int]) -> torch.Tensor:
+    """Logarithms of the probabilities after each token, float64 [T, V]: one sequence, whole."""
+    return model(torch.tensor([tokens]))[0].double().log_softmax(-1)
+
+
+def of_continuation(model: GPT, context: str, continuation: str, length: int) -> tuple[float, bool]:
+    before = list(context.encode()) or [256]
+    after = list(continuation.encode())
+    stripped = context.rstrip()
+    if context and stripped != context:  # blanks go to the continuation, as words begin with them
+        before, after = list(stripped.encode()), [*context[len(stripped) :].encode(), *after]
+    tokens = [*before, *after][-length - 1 :]
+    found = logs(model, tokens[:-1])[-len(after) :]
+    return float(found[range(len(after)), after].sum()), found.argmax(-1).tolist() == after
+
+
+def of_document(model: GPT, text: str, length: int) -> float:
+    """Windows of the length, each token scored once, the last one with as much context as there is."""
+    stream = [256, *text.encode()]
+    total, scored = 0.0, 0
+    while scored < len(stream) - 1:
+        new = min(length, len(stream) - 1 - scored)
+        end = scored + new + 1
+        window = stream[max(0, end - length - 1) : end]
+        found = logs(model, window[:-1])[-new:]
+        total += float(found[range(new), window[-new:]].sum())
+        scored += new
+    return total
+
+
+@pytest.fixture(scope="module")
+def found(place: Path, run: Path) -> dict[tuple[str, str, int], Record]:
+    """All tasks at two lengths, with batches of several rows."""
+    records = given(place, run, "texts,choices,asked,written", lengths=LENGTHS, batch_tokens=60)
+    return {(record.protocol.split(",")[0], record.metric, record.length): record for record in records}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_perplexities_of_documents(found: dict[tuple[str, str, int], Record], run: Path, length: int) -> None:
+    model = load_model(run).model
+    total = sum(of_document(model, text, length) for text in DOCUMENTS)
+    units = {
+        "byte": sum(len(text.encode()) for text in DOCUMENTS),
+        "word": sum(len(re.split(r"\s+", text)) for text in DOCUMENTS),
+    }
+    for of, count in units.items():
+        record = found["texts", f"{of}_perplexity", length]
+        assert math.log(record.value) == pytest.approx(-total / count, rel=ROUNDING)
+        assert record.tokens == units["byte"]
+    assert found["texts", "byte_perplexity", length].bits_per_byte == pytest.approx(
+        -total / units["byte"] / math.log(2)
+    )
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_choices_and_continuations(found: dict[tuple[str, str, int], Record], run: Path, length: int) -> None:
+    model = load_model(run).model
+    right = right_by_length = 0
+    for each in QUESTIONS:
+        sums = [of_continuation(model, each["q"], choice, length)[0] for choice in each["choices"]]
+        by_length = [value / len(choice) for value, choice in zip(sums, each["choices"], strict=True)]
+        right += sums.index(max(sums)) == each["gold"]
+        right_by_length += by_length.index(max(by_length)) == each["gold"]
+    assert found["choices", "acc", length].value == right / len(QUESTIONS)
+    assert found["choices", "acc_norm", length].value == right_by_length / len(QUESTIONS)
+    answers = [of_continuation(model, each["q"], each["choices"][0], length) for each in QUESTIONS]
+    mean = -sum(value for value, _ in answers) / len(answers)
+    assert math.log(found["asked", "target_perplexity", length].value) == pytest.approx(mean, rel=ROUNDING)
+    assert found["asked", "acc", length].value == sum(greedy for _, greedy in answers) / len(answers)
+
+
+def test_what_is_written_is_greedy_over_whole_passes(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.evaluation.harness import HarnessModel
+
+    seen: list[tuple[str, str]] = []
+    usual = HarnessModel.generate_until
+
+    def watched(self: HarnessModel, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        texts = usual(self, requests)
+        seen.extend((request.args[0], text) for request, text in zip(requests, texts, strict=True))
+        return texts
+
+    monkeypatch.setattr(HarnessModel, "generate_until", watched)
+    given(place, run, "written", lengths=[24], batch_tokens=60)
+    model = load_model(run).model
+    assert [context for context, _ in seen] == [each["q"] for each in QUESTIONS]
+    for context, text in seen:
+        tokens = (list(context.encode()) or [256])[-16:]
+        start = len(tokens)
+        while len(tokens) < start + 8 and tokens[start:].count(256) == 0:
+            tokens.append(int(logs(model, tokens)[-1, :257].argmax()))
+        expected = bytes(token for token in tokens[start:] if token != 256).decode(errors="replace")
+        assert text == re.split("e|\n", expected)[0]
+
+
+def test_records_say_what_was_measured(found: dict[tuple[str, str, int], Record]) -> None:
+    record = found["choices", "acc", 24]
+    assert (record.protocol, record.train_length, record.tokenizer, record.step) == ("choices, 0-shot", 12, "bytes", 5)
+    assert re.search(r"torch .*, lm_eval \d", record.software or "")
+    first = found["choices", "acc", 12]
+    assert (record.change, record.change_from) == (record.value - first.value, 12)
+    assert first.target_digest == record.target_digest != found["asked", "acc", 12].target_digest
+    assert first.stderr == pytest.approx(math.sqrt(first.value * (1 - first.value) / (len(QUESTIONS) - 1)))
+
+
+def test_groups_limits_examples_and_a_folder_that_keeps_perplexities(place: Path, run: Path, tmp_path: Path) -> None:
+    out = io.StringIO()
+    (group,) = given(
+        place, run, "both", limit=3, num_fewshot=1, output=tmp_path, console=Console(file=out, width=200)
+    )  # fmt: skip
+    assert (group.protocol, group.metric, group.length) == ("both, 1-shot", "acc", 12)
+    parts = {record.protocol: record for record in given(place, run, "choices,as*", limit=3, num_fewshot=1)
+             if record.metric == "acc"}  # fmt: skip
+    assert set(parts) == {"choices, 1-shot", "asked, 1-shot"}
+    assert group.value == pytest.approx(sum(record.value for record in parts.values()) / 2)
+    assert group.tokens == sum(record.tokens for record in parts.values())
+    said = out.getvalue()
+    assert re.search(r"asked: \d of 3 requests were cut on the left to 12 tokens", said)
+    assert "Task accuracy in %, trained at 12 tokens, protocol both, 1-shot\n" in said
+    given(place, run, "texts", output=tmp_path)
+    assert {record.protocol for record in read(tmp_path / "results.json")} == {"both, 1-shot", "texts, 0-shot"}
+
+
+def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval import tasks as of_harness
+
+    # Without the thousands of tasks that come with it, which take ten seconds to list.
+    usual = of_harness.TaskManager
+    monkeypatch.setattr(
+        of_harness, "TaskManager", lambda include_path, **_: usual(include_path=include_path, include_defaults=False)
+    )
+    for tasks, options, message in (
+        ("text", {}, r"there is no task 'text'; did you mean .*texts"),
+        ("texts", {"data": "x.txt"}, "--data says which text is scored, and tasks bring their own"),
+        ("texts", {"protocol": "nonoverlapping"}, "--protocol says which text"),
+        (
+            "written",
+            {"lengths": [8]},
+            r"written: writes up to 8 tokens, which leaves no room .* length 8; give greater",
+        ),
+        ("choices", {"lengths": [4]}, r"a continuation of \d+ tokens cannot be scored at length 4"),
+    ):
+        with pytest.raises((UserError, RunError), match=message) as error:
+            given(place, run, tasks, **options)
+        assert "\n" not in str(error.value)
+    (place / "questions.jsonl").rename(place / "moved.jsonl")
+    with pytest.raises(RunError, match=r"--tasks written: cannot be read: .*questions.jsonl"):
+        given(place, run, "written")
+    (place / "moved.jsonl").rename(place / "questions.jsonl")
+    learned = make_run(place / "learned", "pos_emb=learned", "score_processor=none")
+    with pytest.raises(UserError, match="learned ends at 12 positions"):
+        given(place, learned, "texts", lengths=[24])
+    with pytest.raises(UserError, match="nowhere, which is no folder"):
+        evaluate_tasks([run], TaskOptions(tasks=["a"], include_path="nowhere"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--tasks needs the package lm_eval, .*: pip install -r requirements-eval.txt"):
+        given(place, run, "texts")
+
+
+def test_values_that_no_record_holds_are_told() -> None:
+    from megatron.evaluation.harness import Asked
+
+    about = {"method": "a", "train_length": 8, "length": 8, "seed": 1}
+    values = {
+        "alias": "told",
+        "mcc,none": 0.25,
+        "mcc_stderr,none": 0.1,
+        "exact_match,strict-match": 0.5,
+        "exact_match_stderr,strict-match": "N/A",
+        "byte_perplexity,none": math.inf,
+    }
+    said: list[str] = []
+    results = {"results": {"told": values}, "n-shot": {"told": 3}}
+    (record,) = records_of(results, {"told": Asked(tokens=7)}, about, said.append)
+    assert (record.protocol, record.value, record.stderr, record.tokens) == ("told, 3-shot, strict-match", 0.5, None, 7)
+    assert said == [
+        "told, 3-shot: mcc is 0.25, which records have no place for",
+        "told, 3-shot: byte_perplexity is inf, which records have no place for",
+    ]
+
+
+def test_a_batch_that_is_too_large_is_divided(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.evaluation.harness import HarnessModel
+
+    whole = given(place, run, "choices")
+    usual, refused = HarnessModel._forward, []
+
+    def small(self: HarnessModel, rows: Any, wanted: Any) -> Any:
+        if len(rows) > 2:
+            refused.append(len(rows))
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return usual(self, rows, wanted)
+
+    monkeypatch.setattr(HarnessModel, "_forward", small)
+    assert [record.value for record in given(place, run, "choices")] == [record.value for record in whole]
+    assert refused
+    monkeypatch.setattr(HarnessModel, "_forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(RunError, match="12 tokens do not fit the memory of cpu"):
+        given(place, run, "choices")
