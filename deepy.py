@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Farfield's command line: prepare, import, plan, train, checkpoints, evaluate, generate, positions, sweep, keys.
+"""Farfield's command line: prepare, import, plan, train, checkpoints, evaluate, generate, export, positions, sweep, keys.
 
 Everything heavy is imported inside the commands, so that help and errors come at once.
 """
@@ -592,6 +592,33 @@ def sweep(
 
     files, overrides = _divide(arguments)
     run(files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run)
+
+
+@command
+def export(
+    run: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 (exact), bfloat16 or float16.")] = "float32",
+    shard: Annotated[str, typer.Option(help="The largest file of weights, which is also what memory holds.")] = "2GB",
+    license: Annotated[
+        str | None, typer.Option(help="Of the weights, for the model card: apache-2.0, …", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+) -> None:
+    """Write a model for Hugging Face's transformers: weights, tokenizer, model card, and the code that computes it.
+
+    The folder needs torch and transformers (4.57 or 5) and nothing of this project. Every encoding, processor and
+    window exports; the code is the one that trained the model.
+
+    [bold]Examples[/]
+
+      ./deepy.py export runs/cdape exported/cdape
+
+      ./deepy.py export runs/cdape/checkpoints/step_0010000 exported/cdape --dtype bfloat16 --license apache-2.0
+    """
+    from megatron.export.run import export as write
+
+    write(run, folder, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
 
 
 @command

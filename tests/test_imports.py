@@ -130,6 +130,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "lm_eval",
         *OURS,
     ),
+    "megatron/export": (
+        "torch",
+        "safetensors",
+        "huggingface_hub",
+        "tokenizers",
+        "sentencepiece",
+        "transformers",  # in bundled/ alone, which nothing here imports
+        "megatron.config",
+        "megatron.data",
+        "megatron.model.options",
+        "megatron.position",
+        "megatron.checkpoint",
+        "megatron.reports",
+        *OURS,
+    ),
     "megatron/launch": (
         "megatron.meter",
         "torch",

@@ -8,6 +8,19 @@ from ..parameters import normal
 from ..shape import Shape, Span
 
 
+class Vectors(nn.Embedding):
+    """A table of vectors that starts from N(0, std²)."""
+
+    def __init__(self, rows: int, width: int, std: float) -> None:
+        self.start = normal(std)  # the base class's constructor calls `reset_parameters`
+        super().__init__(rows, width)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # draws too: what is drawn after it stays what it was before this class
+        with torch.no_grad():
+            self.start(self.weight)
+
+
 class Learned(Encoding):
     formula = "x_i + p_i, p a learned table"
     parameters_text = "p [max_position_embeddings, D] ~ N(0, std²)"
@@ -21,9 +34,7 @@ class Learned(Encoding):
     def __init__(self, shape: Shape, *, std: float = 0.02) -> None:
         super().__init__(shape)
         self.max_length = shape.max_length
-        self.vectors = nn.Embedding(shape.max_length, shape.hidden_size)
-        with torch.no_grad():
-            normal(std)(self.vectors.weight)
+        self.vectors = Vectors(shape.max_length, shape.hidden_size, std)
 
     def embed(self, span: Span, like: Tensor) -> Tensor:
         if span.bound > self.shape.max_length:

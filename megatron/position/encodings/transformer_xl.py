@@ -14,7 +14,16 @@ from ..shape import Shape, Span, distance_count
 
 
 class Projection(nn.Linear):
-    """W_R, without a bias, applied to sinusoids or, transposed, to queries."""
+    """W_R ~ N(0, std²), without a bias, applied to sinusoids or, transposed, to queries."""
+
+    def __init__(self, inputs: int, outputs: int, std: float) -> None:
+        self.start = normal(std)  # the base class's constructor calls `reset_parameters`
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # draws too: what is drawn after it stays what it was before this class
+        with torch.no_grad():
+            self.start(self.weight)
 
     def forward(self, x: Tensor, heads: slice | None = None) -> Tensor:
         """R_n [N, D] → W_R R_n [N, H·d]; given heads, their queries q [B, h, R, d] → W_Rᵀ q [B, h, R, D]."""
@@ -41,8 +50,7 @@ class TransformerXL(Encoding):
         self.base = base
         self.u = Bounded((shape.num_heads, shape.head_dim), normal(std))
         self.v = Bounded((shape.num_heads, shape.head_dim), normal(std))
-        self.project = Projection(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
-        normal(std)(self.project.weight)
+        self.project = Projection(shape.hidden_size, shape.num_heads * shape.head_dim, std)
         self._table: Tensor | None = None
 
     def _sinusoids(self, count: int, like: Tensor) -> Tensor:

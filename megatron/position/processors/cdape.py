@@ -37,10 +37,14 @@ class KeyConvolution(nn.Module):
     """A 1×k convolution along the keys, of some of its input channels at a time.
 
     Channels that have no batch dimension (the bias) are convolved once, not once per sequence.
+
+    Args:
+        zero: it starts as zero instead of with torch.nn.Conv2d's start values.
     """
 
-    def __init__(self, inputs: int, outputs: int, kernel_size: int) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel_size: int, *, zero: bool = False) -> None:
         super().__init__()
+        self.zero = zero
         self.padding = (0, kernel_size // 2)
         self.weight = nn.Parameter(torch.empty(outputs, inputs, 1, kernel_size))
         self.bias = nn.Parameter(torch.empty(outputs))
@@ -52,6 +56,9 @@ class KeyConvolution(nn.Module):
         with torch.no_grad():
             nn.init.uniform_(self.weight, -bound, bound)
             nn.init.uniform_(self.bias, -bound, bound)
+            if self.zero:  # after the draws: what is drawn next does not depend on it
+                nn.init.zeros_(self.weight)
+                nn.init.zeros_(self.bias)
 
     def forward(
         self, x: Tensor | None, inputs: slice = EVERY, outputs: slice = EVERY, constant: bool = True
@@ -98,10 +105,8 @@ class Cdape(Processor):
         heads = shape.num_heads
         self.scores, self.biases = slice(0, heads), slice(heads, 2 * heads)  # Conv1's input channels
         self.hidden = KeyConvolution(2 * heads if has_bias else heads, width, kernel_size)
-        self.output = KeyConvolution(width, heads, kernel_size)
-        if zero_init:  # the processor starts as the identity, so a trained model keeps its loss
-            nn.init.zeros_(self.output.weight)
-            nn.init.zeros_(self.output.bias)
+        # With zero_init the processor starts as the identity, so a trained model keeps its loss.
+        self.output = KeyConvolution(width, heads, kernel_size, zero=zero_init)
 
     def has_effect(self) -> bool:
         return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)

@@ -1,0 +1,100 @@
+"""The configuration of an exported model, as transformers reads it from config.json."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class FarfieldConfig(PretrainedConfig):
+    """What the model computes. Names are transformers' own where it has one.
+
+    Args:
+        vocab_size: rows of the embedding, its padding included.
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as everywhere.
+        num_key_value_heads: heads of keys and values, each shared by several heads of queries.
+        hidden_act: gelu, gelu_tanh, relu, silu, geglu or swiglu.
+        norm: layernorm or rmsnorm.
+        norm_epsilon: added to the variance.
+        parallel_residual: x + attention(norm(x)) + mlp(norm(x)) instead of one after the other.
+        tied_norm: one norm for both, with parallel_residual.
+        qkv_bias, attention_bias, mlp_bias: biases of queries, keys and values; of the layer after attention; of the
+            feed-forward layers.
+        tie_word_embeddings: the output matrix is the embedding.
+        train_length: tokens of a training sequence. Any length can be read, but the model was not trained on it.
+        position_table: rows of a table of absolute positions, for encodings that have one.
+        pos_emb, pos_emb_options: the position encoding.
+        pos_emb_per_layer: every layer has an encoding of its own.
+        score_processor, score_processor_options: what makes logits of scores and bias; none for none.
+        attention_window: every token sees the last so many only, its own included.
+        randomized_positions: a sequence's positions are drawn from so many; there is no cache then.
+        hidden_dropout, attention_dropout: in training.
+        attention_rows: query rows that are computed at a time, for memory; the result does not depend on it.
+        initializer_range: standard deviation of fresh weights.
+    """
+
+    model_type = "farfield"
+
+    def __init__(
+        self,
+        vocab_size: int = 50304,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        num_key_value_heads: int | None = None,
+        intermediate_size: int | None = None,
+        hidden_act: str = "gelu",
+        norm: str = "layernorm",
+        norm_epsilon: float = 1e-5,
+        parallel_residual: bool = False,
+        tied_norm: bool = False,
+        qkv_bias: bool = True,
+        attention_bias: bool = True,
+        mlp_bias: bool = True,
+        tie_word_embeddings: bool = True,
+        train_length: int = 512,
+        position_table: int | None = None,
+        pos_emb: str = "none",
+        pos_emb_options: dict[str, Any] | None = None,
+        pos_emb_per_layer: bool = False,
+        score_processor: str = "none",
+        score_processor_options: dict[str, Any] | None = None,
+        attention_window: int | None = None,
+        randomized_positions: int | None = None,
+        hidden_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        attention_rows: int = 128,
+        initializer_range: float = 0.02,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.intermediate_size = intermediate_size or 4 * hidden_size
+        self.hidden_act = hidden_act
+        self.norm = norm
+        self.norm_epsilon = norm_epsilon
+        self.parallel_residual = parallel_residual
+        self.tied_norm = tied_norm
+        self.qkv_bias = qkv_bias
+        self.attention_bias = attention_bias
+        self.mlp_bias = mlp_bias
+        self.train_length = train_length
+        self.position_table = position_table or train_length
+        self.pos_emb = pos_emb
+        self.pos_emb_options = dict(pos_emb_options or {})
+        self.pos_emb_per_layer = pos_emb_per_layer
+        self.score_processor = score_processor
+        self.score_processor_options = dict(score_processor_options or {})
+        self.attention_window = attention_window
+        self.randomized_positions = randomized_positions
+        self.hidden_dropout = hidden_dropout
+        self.attention_dropout = attention_dropout
+        self.attention_rows = attention_rows
+        self.initializer_range = initializer_range
+        self.max_position_embeddings = train_length
+        self.use_cache = kwargs.pop("use_cache", randomized_positions is None)
+        kwargs.pop("max_position_embeddings", None)
+        kwargs["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**kwargs)

@@ -1,0 +1,105 @@
+"""A run's tokenizer as transformers reads it, giving the same tokens for every text.
+
+| ours | written | read as |
+|---|---|---|
+| bytes | tokenizer.json: a BPE of the 256 bytes without merges | PreTrainedTokenizerFast |
+| HFTokenizer | its tokenizer.json, as it is | PreTrainedTokenizerFast |
+| GPT2BPETokenizer | tokenizer.json made of vocab and merges | PreTrainedTokenizerFast |
+| SPMTokenizer | tokenizer.model, and a class around it | FarfieldTokenizer, by remote code |
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers as hf
+
+from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
+from megatron.export.bundle import HERE
+
+CLASS_FILE = HERE / "tokenization_farfield.py"
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
+    """Write a tokenizer's files.
+
+    Args:
+        longest: tokens of a training sequence, which transformers warns beyond.
+    """
+    config = _WRITERS[tokenizer.type](tokenizer, folder)
+    known = {
+        "model_max_length": longest,
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**known, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+
+
+def _bytes(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    characters = _byte_characters()
+    model = hf.models.BPE({character: byte for byte, character in enumerate(characters)}, [])
+    made = hf.Tokenizer(model)
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = hf.decoders.ByteLevel()
+    made.add_special_tokens([hf.AddedToken(END_OF_DOCUMENT[0], normalized=False, special=True)])
+    made.save(str(folder / "tokenizer.json"))
+    return _fast(END_OF_DOCUMENT[0], parses=False)
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level BPE: itself where it can be printed, else one from U+0100
+    on, in order (GPT-2's released code)."""
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+def _tokenizer_json(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    tokenizer.copy_files(folder)
+    read = hf.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return _fast(read.id_to_token(tokenizer.eod), parses=True)
+
+
+def _gpt2(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    ids, merges = hf.models.BPE.read_file(*(str(path) for path in tokenizer.files.values()))
+    made = hf.Tokenizer(hf.models.BPE(ids, merges))
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = hf.decoders.ByteLevel()
+    end = made.id_to_token(tokenizer.eod)
+    made.add_special_tokens([hf.AddedToken(end, normalized=False, special=True)])
+    made.save(str(folder / "tokenizer.json"))
+    return _fast(end, parses=False)
+
+
+def _sentencepiece(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    import sentencepiece
+
+    tokenizer.copy_files(folder)
+    (folder / CLASS_FILE.name).write_text(CLASS_FILE.read_text(encoding="utf-8"), encoding="utf-8")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return {
+        "tokenizer_class": "FarfieldTokenizer",
+        "auto_map": {"AutoTokenizer": [f"{CLASS_FILE.stem}.FarfieldTokenizer", None]},
+        **_ends(pieces.id_to_piece(tokenizer.eod)),
+    }
+
+
+def _fast(end: str | None, *, parses: bool) -> dict[str, Any]:
+    """parses: does `end` in a text become the special token?"""
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": not parses, **_ends(end)}
+
+
+def _ends(end: str | None) -> dict[str, Any]:
+    return {"eos_token": end, "pad_token": end}  # padding is masked, whatever its token
+
+
+_WRITERS: dict[str, Callable[[Tokenizer, Path], dict[str, Any]]] = {
+    "bytes": _bytes,
+    "HFTokenizer": _tokenizer_json,
+    "GPT2BPETokenizer": _gpt2,
+    "SPMTokenizer": _sentencepiece,
+}

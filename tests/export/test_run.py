@@ -1,0 +1,103 @@
+"""`export`: whole or not at all, and what is refused in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.checkpoint import folder, manifest
+from megatron.errors import RunError, UserError
+from megatron.export.run import export
+from megatron.export.weights import exported_name
+from megatron.reports.records import RESULTS
+from tools.export_cases import Case, gpt_of, write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    case = Case("fire", {"pos_emb": "fire", "pos_emb_per_layer": True, "no_weight_tying": True})
+    return write_run(tmp_path_factory.mktemp("runs") / "fire", case.config(), gpt_of(case, 257))
+
+
+def test_weights_are_the_same_bytes_under_other_names(run: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    target = export(run, tmp_path / "fire", say=lines.append)
+    ours = load_file(folder.resolve(run) / folder.WEIGHTS)
+    theirs = load_file(target / "model.safetensors")
+    assert {exported_name(name) for name in ours} == set(theirs)
+    assert all(torch.equal(theirs[exported_name(name)], tensor) for name, tensor in ours.items())
+    count = sum(tensor.numel() for tensor in ours.values())
+    assert lines[0].startswith(f"{target}: {count:,} parameters in float32")
+    assert (target / "model.safetensors").stat().st_mode & 0o044 == (target / "config.json").stat().st_mode & 0o044
+
+
+def test_half_precision(run: Path, tmp_path: Path) -> None:
+    target = export(run, tmp_path / "half", dtype="bfloat16", say=lambda line: None)
+    assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_card(run: Path, tmp_path: Path) -> None:
+    page = (export(run, tmp_path / "plain", say=lambda line: None) / "README.md").read_text()
+    assert "license: other" in page
+    assert "licence was not stated" in page
+    assert "`fire` positions" in page
+    assert "Measured" not in page
+    page = (export(run, tmp_path / "free", license="apache-2.0", say=lambda line: None) / "README.md").read_text()
+    assert "license: apache-2.0" in page
+    assert "not stated" not in page
+    assert RESULTS not in page
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"dtype": "float61"}, "--dtype is 'float61'; did you mean float16?"),
+        ({"shard": "big"}, "--shard is 'big'; write a size such as 500MB or 2GB"),
+        ({"shard": "0GB"}, "--shard is '0GB'"),
+    ],
+)
+def test_choices_that_are_wrong(run: Path, tmp_path: Path, choices: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        export(run, tmp_path / "no", **choices)
+    assert not (tmp_path / "no").exists()
+
+
+def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years")
+    with pytest.raises(UserError, match="is not empty; name another folder"):
+        export(run, tmp_path / "thesis")
+    with pytest.raises(UserError, match="no export: --overwrite replaces nothing else"):
+        export(run, tmp_path / "thesis", overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        export(run, tmp_path / "file")
+    with pytest.raises(UserError, match="no such folder"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+    target = export(run, tmp_path / "out", say=lambda line: None)
+    (target / "stale.py").write_text("")
+    export(run, target, overwrite=True, say=lambda line: None)
+    assert not (target / "stale.py").exists()
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years"
+
+
+def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    case = Case("alibi", {"pos_emb": "alibi"})
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    checkpoint = folder.resolve(run)
+    manifest.write(checkpoint, manifest.seal(checkpoint, [checkpoint / name for name in manifest.MODEL_FILES]))
+    weights = checkpoint / folder.WEIGHTS
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(RunError, match=r"is damaged: .*model\.safetensors"):
+        export(run, tmp_path / "out")
+    weights.write_bytes(content[:100])
+    (checkpoint / manifest.MANIFEST).unlink()
+    with pytest.raises(RunError, match="cannot be read as safetensors"):
+        export(run, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -1,0 +1,144 @@
+"""What the export's matrix compares: models, their runs, and what this project computes with them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint.folder import CHECKPOINTS, CONFIG, WEIGHTS, name
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.weights import buffers
+from megatron.config.schema import Config
+from megatron.data.run_tokenizer import keep_tokenizer
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer
+from megatron.model.build import build_model
+from megatron.model.gpt import GPT
+from megatron.parallel.processes import alone
+from megatron.position.registry import encodings, processors
+from tools.rounding import apart, sums_of_gpt
+
+LENGTH, FAR = 16, 64
+"""Tokens of a training sequence, and four times as many."""
+WIDTH, LAYERS = 24, 2
+LENGTHS = (FAR, 41, LENGTH)
+"""Of the sequences of a padded batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model that is exported."""
+
+    title: str
+    keys: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Config:
+        return Config.of(
+            {
+                "num_layers": LAYERS,
+                "hidden_size": WIDTH,
+                "num_attention_heads": 3,
+                "seq_length": LENGTH,
+                "max_position_embeddings": FAR,
+                "attention_chunk_rows": 24,
+                "init_method_std": 0.2,  # large enough for attention to matter
+                "make_vocab_size_divisible_by": 64,
+                "train_iters": 1,
+                **self.keys,
+            }
+        )
+
+
+def methods() -> Iterator[Case]:
+    """Every encoding with every processor."""
+    for encoding, processor in product(encodings(), ("none", *processors())):
+        yield Case(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
+
+
+def places() -> Iterator[Case]:
+    """Windows, randomized positions and parameters of each layer."""
+    for encoding, processor in product(encodings(), ("none", "cdape")):
+        keys = {"pos_emb": encoding, "score_processor": processor, "attention_window": 11}
+        yield Case(f"{encoding}, {processor}, window 11", keys)
+    for encoding in ("rotary", "kerple_log", "fire"):
+        randomized = {"pos_emb": encoding, "randomized_positions": 90}
+        yield Case(f"{encoding}, randomized", randomized)
+        yield Case(f"{encoding}, per layer", {"pos_emb": encoding, "pos_emb_per_layer": True})
+
+
+def shapes() -> Iterator[Case]:
+    """What else a layer may look like."""
+    with_cdape = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"kernel_size": 5}}
+    without_bias = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    yield Case("parallel residual", {**with_cdape, "gpt_j_residual": True})
+    yield Case("parallel residual, one norm", {**with_cdape, "gpt_j_residual": True, "gpt_j_tied": True})
+    yield Case("grouped queries", {**with_cdape, "num_kv_heads": 1})
+    llama = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True, **without_bias}
+    yield Case("as Llama", {**llama, "num_kv_heads": 1})
+    yield Case("as Qwen2", {**llama, "use_bias_in_qkv": True})
+    for activation in ("gelu_tanh", "relu", "silu", "geglu"):
+        yield Case(activation, {"pos_emb": "alibi", "activation": activation})
+
+
+def gpt_of(case: Case, vocabulary: int) -> GPT:
+    """The case's model with random weights, norms and biases too."""
+    config = case.config()
+    gpt = build_model(config.model, config.position, vocabulary, processes=alone(), seed=11).eval()
+    generator = torch.Generator().manual_seed(12)
+    with torch.no_grad():
+        for parameter_name, parameter in gpt.named_parameters():
+            if "norm" in parameter_name or parameter_name.endswith("linear.bias"):
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return gpt
+
+
+def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | None = None) -> Path:
+    """A run's folder with one checkpoint, as far as others read it."""
+    tokenizer = tokenizer or ByteTokenizer()
+    checkpoint = folder / CHECKPOINTS / name(1)
+    checkpoint.mkdir(parents=True)
+    tensors = {**dict(gpt.named_parameters()), **dict(buffers(gpt))}
+    save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, checkpoint / WEIGHTS)
+    config.save(checkpoint / CONFIG)
+    vocabulary = {"size": tokenizer.vocab_size, "name": tokenizer.name}
+    Progress(step=1, vocabulary=vocabulary).write(checkpoint)
+    keep_tokenizer(tokenizer, folder)
+    return folder
+
+
+def sequences(seed: int = 13) -> list[Tensor]:
+    """Those of a padded batch, int64 [1, length] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(256, (1, length), generator=generator) for length in LENGTHS]
+
+
+@torch.inference_mode()
+def expected(gpt: GPT) -> dict[str, Tensor]:
+    """The logits of each sequence alone, float32 [1, length, V], by its length."""
+    return {str(sequence.shape[1]): gpt(sequence).clone() for sequence in sequences()}
+
+
+def write_case(case: Case, folder: Path) -> Path:
+    """A run of the case, and beside it what the export must compute (`export_reader.py` reads it). Returns the run."""
+    tokenizer = ByteTokenizer()
+    gpt = gpt_of(case, tokenizer.vocab_size)
+    run = write_run(folder / "run", case.config(), gpt, tokenizer)
+    save_file(expected(gpt), folder / "expected.safetensors")
+    facts = {
+        "title": case.title,
+        "lengths": LENGTHS,
+        "cached": case.config().position.randomized_positions is None,
+        "tokens": [sequence[0].tolist() for sequence in sequences()],
+    }
+    (folder / "case.json").write_text(json.dumps(facts), encoding="utf-8")
+    return run
+
+
+def tolerance() -> float:
+    """How far logits may be apart, relative to the largest of them."""
+    return apart(*sums_of_gpt(WIDTH, LAYERS))

@@ -1,0 +1,95 @@
+"""Reads exports as somebody would who has torch and transformers only: `export_reader.py FOLDER…`.
+
+Each FOLDER holds an export, what this project computes (`expected.safetensors`) and what of (`case.json`). The export
+lies in a folder of the same name as FOLDER, because transformers 4 tells exports apart by that.
+Prints one JSON object a line: the largest difference of any logit, relative to the largest logit, for each way to read.
+"""
+
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest logit."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def in_chunks(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits of tokens read in three parts, by the cache."""
+    outputs, past, length = [], None, tokens.shape[1]
+    borders = [0, length // 3, length // 3 + 1, length]
+    for start, stop in pairwise(borders):
+        seen = None if mask is None else mask[:, :stop]
+        found = model(tokens[:, start:stop], attention_mask=seen, past_key_values=past, use_cache=True)
+        past = found.past_key_values
+        outputs.append(found.logits)
+    return torch.cat(outputs, dim=1)
+
+
+@torch.inference_mode()
+def differences(folder: Path) -> dict[str, float]:
+    """By how much each way to read is apart from what this project computes."""
+    case = json.loads((folder / "case.json").read_text(encoding="utf-8"))
+    expected = load_file(folder / "expected.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder / folder.name, trust_remote_code=True, dtype=torch.float32)
+    rows = [torch.tensor(each)[None] for each in case["tokens"]]
+    longest, shortest = rows[0], rows[-1]
+    batch = torch.zeros(len(rows), longest.shape[1], dtype=torch.int64)
+    mask = torch.zeros_like(batch)
+    for index, row in enumerate(rows):
+        batch[index, -row.shape[1] :], mask[index, -row.shape[1] :] = row[0], 1
+
+    def of_padded(logits: Tensor) -> float:
+        pairs = zip(rows, logits, strict=True)
+        return max(apart(found[-row.shape[1] :], expected[str(row.shape[1])][0]) for row, found in pairs)
+
+    found = {
+        "1x whole": apart(model(shortest).logits, expected[str(shortest.shape[1])]),
+        "4x whole": apart(model(longest).logits, expected[str(longest.shape[1])]),
+        "padded whole": of_padded(model(batch, attention_mask=mask).logits),
+    }
+    if case["cached"]:
+        found["1x cached"] = apart(in_chunks(model, shortest), expected[str(shortest.shape[1])])
+        found["4x cached"] = apart(in_chunks(model, longest), expected[str(longest.shape[1])])
+        found["padded cached"] = of_padded(in_chunks(model, batch, mask))
+    else:
+        try:
+            model(shortest, use_cache=True)
+        except ValueError as error:
+            if "use_cache must be False" not in str(error):
+                raise
+        else:
+            raise RuntimeError(f"{case['title']}: randomized positions were cached")
+    return found
+
+
+def main() -> None:
+    """Compare each folder."""
+    for forbidden in ("megatron.position", "kernels.runtime"):
+        try:
+            __import__(forbidden)
+        except ImportError:
+            continue
+        raise SystemExit(f"error: {forbidden} can be imported here, so nothing would be shown")
+    torch.set_num_threads(1)
+    for folder in sys.argv[1:]:
+        print(json.dumps(differences(Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
