@@ -1,6 +1,7 @@
 """Every encoding, processor and window exported, and read back where this project cannot be imported.
 
     python tools/export_matrix.py --json docs/results/export.json
+    python tools/export_matrix.py --python ~/transformers4/bin/python       read by another version of transformers
 
 Writes a record and, beside it, a page. The exit code is 1 if anything differs by more than rounding.
 """
@@ -28,8 +29,12 @@ from tools.export_cases import FAR, LENGTH, LENGTHS, Case, methods, places, shap
 READER = ROOT / "tools" / "export_reader.py"
 
 
-def differences(cases: Sequence[Case], folder: Path) -> dict[Case, dict[str, float]]:
-    """By how much each way to read each export is apart from this project, relative to the largest logit."""
+def differences(cases: Sequence[Case], folder: Path, python: str = sys.executable) -> dict[Case, dict[str, float]]:
+    """By how much each way to read each export is apart from this project, relative to the largest logit.
+
+    Args:
+        python: the interpreter that reads them, with torch and transformers.
+    """
     written = []
     for number, case in enumerate(cases):
         place = folder / f"case_{number}"
@@ -39,7 +44,7 @@ def differences(cases: Sequence[Case], folder: Path) -> dict[Case, dict[str, flo
     copy.write_text(READER.read_text(encoding="utf-8"), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(copy), *written],
+        [python, "-W", "ignore", str(copy), *written],
         cwd=folder,
         env={**environment, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -48,6 +53,14 @@ def differences(cases: Sequence[Case], folder: Path) -> dict[Case, dict[str, flo
     if done.returncode:
         raise SystemExit(f"error: an export cannot be read: {done.stderr[-3000:]}")
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def versions(python: str) -> dict[str, str]:
+    """Of torch and transformers, as an interpreter has them."""
+    asked = ("torch", "transformers")
+    script = f"from importlib.metadata import version; print(*map(version, {asked}))"
+    printed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout
+    return dict(zip(asked, printed.split(), strict=True))
 
 
 def page(record: dict[str, Any]) -> str:
@@ -81,16 +94,15 @@ def main() -> None:
     """Export, read, compare, write."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=output_file, help="the record; its page goes beside it")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that reads the exports")
     arguments = parser.parse_args()
-    from importlib.metadata import version
-
     from tools.stamp import stamp
 
     with tempfile.TemporaryDirectory() as folder:
-        found = differences([*methods(), *places(), *shapes()], Path(folder))
+        found = differences([*methods(), *places(), *shapes()], Path(folder), arguments.python)
     rows = [{"model": case.title, "apart": apart} for case, apart in found.items()]
     head = stamp(__file__, "cpu")
-    head["versions"]["transformers"] = version("transformers")
+    head["versions"] |= versions(arguments.python)
     record = {"stamp": head, "allowed": tolerance(), "rows": rows}
     worst = max(max(row["apart"].values()) for row in rows)
     print(f"{len(rows)} exports; the largest difference is {worst:.1e}, rounding allows {tolerance():.1e}")

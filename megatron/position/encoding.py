@@ -70,15 +70,18 @@ class Encoding(Method):
 
     def has_bias(self) -> bool:
         """Does it add a bias (rather than only a weight, contextual terms, or nothing)? Asked of its code, at n = 0."""
-        if type(self).overrides("table"):
-            return self.table(torch.zeros(1)).bias is not None
-        return self.dense(Span(0, 1), Span(0, 1), torch.zeros(1), ALL_HEADS).bias is not None
+        return self._at_zero().bias is not None
 
     def has_weight(self) -> bool:
         """Does it multiply the scores by something?"""
-        if type(self).overrides("table"):
-            return self.table(torch.zeros(1)).weight is not None
-        return self.dense(Span(0, 1), Span(0, 1), torch.zeros(1), ALL_HEADS).weight is not None
+        return self._at_zero().weight is not None
+
+    def _at_zero(self) -> Terms:
+        """Bias and weight at n = 0, wherever the parameters are."""
+        zero = torch.zeros(1, device=next(self.parameters(), torch.empty(0)).device)
+        return (
+            self.table(zero) if type(self).overrides("table") else self.dense(Span(0, 1), Span(0, 1), zero, ALL_HEADS)
+        )
 
     # The hooks.
 
