@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Farfield's command line: prepare, import, plan, train, checkpoints, evaluate, generate, export, positions, sweep, keys.
+"""Farfield's command line. `./deepy.py --help` lists its commands.
 
 Everything heavy is imported inside the commands, so that help and errors come at once.
 """
