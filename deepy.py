@@ -304,7 +304,8 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE…",
-            help="Files (.txt, .jsonl, .jsonl.gz or .zst), folders, or [bold]python[/]: the standard library.",
+            help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, or [bold]python[/]: the standard "
+            "library.",
             show_default=False,
         ),
     ],
@@ -324,9 +325,17 @@ def prepare(
     packages: Annotated[bool, typer.Option("--packages", help="With python: all installed packages too.")] = False,
     suffixes: Annotated[
         str | None,
-        typer.Option(metavar=".EXT,…", help="Files to take from folders; .txt, .jsonl(.gz, .zst) if absent."),
+        typer.Option(metavar=".EXT,…", help="Files to take from folders; all of the kinds above if absent."),
     ] = None,
-    jsonl_key: Annotated[str, typer.Option(help="Where a .jsonl line holds its text.")] = "text",
+    column: Annotated[
+        str, typer.Option("--column", "--jsonl-key", help="Key of a line, or column of a table, that holds the text.")
+    ] = "text",
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="Only so many documents, the first ones.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Only the first documents that hold so many tokens.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides which document goes to which split.")] = 1234,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; as many as are worth it if absent.", show_default=False)
@@ -358,7 +367,9 @@ def prepare(
         vocab_size=vocab_size,
         packages=packages,
         suffixes=None if suffixes is None else [suffix.strip() for suffix in suffixes.split(",")],
-        jsonl_key=jsonl_key,
+        jsonl_key=column,
+        documents=documents,
+        tokens=tokens,
         seed=seed,
         workers=workers,
         overwrite=overwrite,

@@ -73,7 +73,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.checkpoint",
         *OURS,
     ),
-    "megatron/data": (*NUMERIC, "tokenizers", "sentencepiece", "zstandard", "pydantic", "megatron.parallel", *OURS),
+    "megatron/data": (
+        *NUMERIC,
+        "tokenizers",
+        "sentencepiece",
+        "zstandard",
+        "pyarrow",
+        "datasets",
+        "pydantic",
+        "megatron.parallel",
+        *OURS,
+    ),
     "megatron/model": (*NUMERIC, "einops", "pydantic", "megatron.parallel", "megatron.position", "kernels", *OURS),
     "megatron/checkpoint": (
         *NUMERIC,

@@ -20,7 +20,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,8 @@ def prepare(
     packages: bool = False,
     jsonl_key: str = "text",
     suffixes: Sequence[str] | None = None,
+    documents: int | None = None,
+    tokens: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Corpus:
@@ -105,6 +107,9 @@ def prepare(
         or `bpe`, trained here on the training documents with `vocab_size` tokens.
     split: shares of documents for train, valid and test (a split with share 0 is not written), or None for one dataset
         of everything. A lone text file is cut at line ends.
+    jsonl_key: the key of a JSON line, or the column of a table, that holds the text.
+    documents, tokens: only the first documents of the sources, so many, or as few as hold so many tokens with their
+        ends; the whole documents of them.
     workers: processes; None takes as many as cores and text are worth. The corpus is the same for any number.
     overwrite: replace a corpus that was made differently.
 
@@ -117,7 +122,14 @@ def prepare(
     opened = _open_or_none(tokenizer, vocab_file, merge_file, vocab_size)
     if workers is not None and workers < 1:
         raise UserError(f"workers: {workers} is too few; at least 1")
+    for name, limit in (("documents", documents), ("tokens", tokens)):
+        if limit is not None and limit < 1:
+            raise UserError(f"{name}: {limit} is too few; at least 1")
+    if tokens is not None and opened is None:
+        raise UserError(f"tokens: tokenizer {TRAINED} is trained on the documents, so limit those; --documents does")
     files = scan(sources, packages=packages, suffixes=suffixes)
+    if (documents or tokens) and shares is not None and len(files) == 1 and files[0].format == "text":
+        raise UserError(f"{files[0].path}: is one document, which is cut into splits; there is nothing to limit")
     made_from = {
         "format": _FORMAT,
         "files": _digest([[file.name, file.size, file.modified] for file in files]),
@@ -125,22 +137,29 @@ def prepare(
         "split": list(shares) if shares else None,
         "seed": seed,
         "jsonl_key": jsonl_key,
+        "documents": documents,
+        "tokens": tokens,
     }
     recover(output.resolve())
     if (found := _already_there(output, sources, made_from, overwrite, report)) is not None:
         return found
 
-    assigned, parts = _assign(files, shares, seed, report)
+    workers = _workers(files, opened, workers)
+    if tokens is not None:
+        assert opened is not None
+        documents = _holding(tokens, files, opened, documents, workers, jsonl_key, report)
+    text = _Text(files, jsonl_key, documents)
+    assigned, parts = _assign(text, shares, seed, report)
     with _building(output) as folder:
         notes = []
         if opened is None:
             assert vocab_size is not None
-            opened = _train(folder, files, parts, assigned, vocab_size, jsonl_key, report)
+            opened = _train(folder, text, parts, assigned, vocab_size, report)
             if opened.vocab_size < vocab_size:
                 notes.append(f"the text gave {opened.vocab_size} tokens of the {vocab_size} asked for")
         else:
             opened.copy_files(folder)
-        counted, skipped = _write(folder, opened, files, parts, assigned, shares, workers, jsonl_key, report)
+        counted, skipped = _write(folder, opened, text, parts, assigned, shares, workers, report)
         if skipped:
             few = ", ".join(skipped[:5])
             notes.append(f"{len(skipped)} Python files left out, as Python cannot decode them: {few}")
@@ -153,8 +172,10 @@ def prepare(
             notes=notes,
             files={path.name: file_facts(path) for path in sorted(folder.iterdir())},
         )
-        text = json.dumps(described.model_dump(), indent=2)  # not model_dump_json: names of files need not be Unicode
-        (folder / CORPUS_FILE).write_text(text + "\n", encoding="utf-8")
+        content = json.dumps(
+            described.model_dump(), indent=2
+        )  # not model_dump_json: names of files need not be Unicode
+        (folder / CORPUS_FILE).write_text(content + "\n", encoding="utf-8")
     return read_corpus(output)
 
 
@@ -261,40 +282,95 @@ def _listed(sources: Sequence[str]) -> str:
     return " ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
 
 
+@dataclass(frozen=True)
+class _Text:
+    """The documents that a corpus is made of."""
+
+    files: list[SourceFile]
+    key: str  # where a line or a row holds its text
+    limit: int | None = None  # the first so many documents alone
+
+    @property
+    def size(self) -> int:
+        """Bytes of the sources, for progress."""
+        return sum(file.size for file in self.files)
+
+    def names(self, report: Progress) -> Iterator[str]:
+        """Of all documents."""
+
+        def every() -> Iterator[str]:
+            done = 0
+            for file in self.files:
+                yield from document_names(file)
+                done += file.size
+                report("listing", done, self.size)
+
+        return islice(every(), self.limit)
+
+    def documents(self) -> Iterator[RawDocument]:
+        """All documents, in the order of their names."""
+        return islice((document for file in self.files for document in raw_documents(file, self.key)), self.limit)
+
+
+def _workers(files: list[SourceFile], tokenizer: Tokenizer | None, workers: int | None) -> int:
+    """How many processes tokenize: as many as asked for, or as cores and text are worth."""
+    if workers is not None:
+        return workers
+    kind = "HFTokenizer" if tokenizer is None else tokenizer.type
+    worth = sum(file.size for file in files) // _BYTES_PER_WORKER.get(kind, _BYTES_PER_WORKER_DEFAULT)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, worth))
+
+
+def _holding(
+    tokens: int,
+    files: list[SourceFile],
+    tokenizer: Tokenizer,
+    limit: int | None,
+    workers: int,
+    key: str,
+    report: Progress,
+) -> int | None:
+    """How many documents, of the first `limit`, hold so many tokens; None if all together do not.
+
+    Which split a document goes to follows from how many there are, so that they are counted before any is written.
+    """
+    text, found, count, done = _Text(files, key, limit), 0, 0, 0
+    work = chunks((document, 0) for document in text.documents())
+    with contextlib.closing(encode_all(Encoder(tokenizer, np.int32, key), work, workers)) as results:
+        for result in results:
+            for length in result.lengths:
+                found, count = found + length, count + 1
+                if found >= tokens:
+                    return count
+            done += result.size
+            report("counting tokens", done, text.size)
+    return limit
+
+
 def _assign(
-    files: list[SourceFile], shares: tuple[float, ...] | None, seed: int, report: Progress
+    text: _Text, shares: tuple[float, ...] | None, seed: int, report: Progress
 ) -> tuple[np.ndarray | None, list[bytes]]:
     """The split of each document (None: all in one), or, for a lone text file, its three parts."""
     if shares is None:
         return None, []
-    if len(files) == 1 and files[0].format == "text":
-        return np.arange(3, dtype=np.uint8), cut(files[0], shares)
-    total = sum(file.size for file in files)
-
-    def names() -> Iterator[str]:
-        done = 0
-        for file in files:
-            yield from document_names(file)
-            done += file.size
-            report("listing", done, total)
-
-    return assign(names(), shares, seed), []
+    if len(text.files) == 1 and text.files[0].format == "text":
+        return np.arange(3, dtype=np.uint8), cut(text.files[0], shares)
+    return assign(text.names(report), shares, seed), []
 
 
-def _documents(
-    files: list[SourceFile], parts: list[bytes], assigned: np.ndarray | None
-) -> Iterator[tuple[RawDocument, int]]:
+def _documents(text: _Text, parts: list[bytes], assigned: np.ndarray | None) -> Iterator[tuple[RawDocument, int]]:
     """All documents with the number of their split."""
     if parts:
         line, offset = 1, 0
         for split, content in enumerate(parts):
-            name, where = f"{files[0].name}:{SPLITS[split]}", str(files[0].path)
+            name, where = f"{text.files[0].name}:{SPLITS[split]}", str(text.files[0].path)
             yield RawDocument(name, where, "text", content, len(content), line, offset), split
             line, offset = line + content.count(b"\n"), offset + len(content)
         return
-    every = (document for file in files for document in raw_documents(file))
+    splits = repeat(0) if assigned is None else assigned.tolist()
     try:
-        yield from zip(every, repeat(0) if assigned is None else assigned.tolist(), strict=assigned is not None)
+        yield from zip(text.documents(), splits, strict=assigned is not None)
     except ValueError as error:
         if "zip()" not in str(error):
             raise
@@ -303,23 +379,21 @@ def _documents(
 
 def _train(
     folder: Path,
-    files: list[SourceFile],
+    text: _Text,
     parts: list[bytes],
     assigned: np.ndarray | None,
     vocab_size: int,
-    jsonl_key: str,
     report: Progress,
 ) -> Tokenizer:
     """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen."""
-    total = sum(file.size for file in files)
 
     def texts() -> Iterator[str]:
         done = 0
-        for document, split in _documents(files, parts, assigned):
+        for document, split in _documents(text, parts, assigned):
             done += document.size
-            if split == 0 and (text := decode(document, jsonl_key)):
-                yield text
-            report("training the tokenizer", done, total)
+            if split == 0 and (decoded := decode(document, text.key)):
+                yield decoded
+            report("training the tokenizer", done, text.size)
 
     train_bpe(texts(), vocab_size, folder / "tokenizer.json")
     return open_tokenizer("HFTokenizer", folder / "tokenizer.json")
@@ -328,21 +402,14 @@ def _train(
 def _write(
     folder: Path,
     tokenizer: Tokenizer,
-    files: list[SourceFile],
+    text: _Text,
     parts: list[bytes],
     assigned: np.ndarray | None,
     shares: tuple[float, ...] | None,
-    workers: int | None,
-    jsonl_key: str,
+    workers: int,
     report: Progress,
 ) -> tuple[dict[SplitName, SplitCounts], list[str]]:
     """Tokenize everything into the datasets of a folder. Returns the sizes and the Python files left out."""
-    total = sum(file.size for file in files)
-    if workers is None:
-        worth = total // _BYTES_PER_WORKER.get(tokenizer.type, _BYTES_PER_WORKER_DEFAULT)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = max(1, min(cores, worth))
-
     from megatron.data.megatron_core import DType, IndexedDatasetBuilder  # takes seconds: after all that can be wrong
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
@@ -354,8 +421,8 @@ def _write(
     done = 0
     builders = {i: IndexedDatasetBuilder(str(folder / f"{basename(name)}.bin"), dtype) for i, name in names.items()}
     try:
-        work: Iterator[Chunk] = chunks(_documents(files, parts, assigned))
-        with contextlib.closing(encode_all(Encoder(tokenizer, dtype, jsonl_key), work, workers)) as results:
+        work: Iterator[Chunk] = chunks(_documents(text, parts, assigned))
+        with contextlib.closing(encode_all(Encoder(tokenizer, dtype, text.key), work, workers)) as results:
             for result in results:
                 for i, encoded in result.by_split.items():
                     _add(builders[i], encoded)
@@ -367,14 +434,14 @@ def _write(
                     )
                 skipped += result.skipped
                 done += result.size
-                report("tokenizing", done, total)
+                report("tokenizing", done, text.size)
         for i, name in names.items():
             builders[i].finalize(str(folder / f"{basename(name)}.idx"))
     finally:
         for builder in builders.values():
             with contextlib.suppress(OSError):  # on a full disk closing fails like writing did
                 builder.data_file.close()
-    _no_empty_split(counted, files)
+    _no_empty_split(counted, text.files)
     return counted, skipped
 
 

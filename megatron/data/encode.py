@@ -43,6 +43,7 @@ class Encoded:
 @dataclass
 class EncodedChunk:
     by_split: dict[int, Encoded]
+    lengths: list[int]  # of every document, with its end; 0 for those that are left out
     skipped: list[str]  # Python files that Python cannot decode
     size: int
 
@@ -69,14 +70,19 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         texts: dict[int, list[str]] = {}
+        owners: list[int | None] = []
         skipped = []
         for document, split in zip(chunk.documents, chunk.splits, strict=True):
             text = decode(document, self.jsonl_key)
+            owners.append(split if text else None)
             if text is None:
                 skipped.append(document.name)
             elif text:
                 texts.setdefault(split, []).append(text)
-        return EncodedChunk({split: self._encode(texts[split]) for split in texts}, skipped, chunk.size)
+        by_split = {split: self._encode(texts[split]) for split in texts}
+        left = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
+        lengths = [0 if split is None else next(left[split]) for split in owners]
+        return EncodedChunk(by_split, lengths, skipped, chunk.size)
 
     def _encode(self, texts: list[str]) -> Encoded:
         encoded = self.tokenizer.encode_batch(texts)

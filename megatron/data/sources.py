@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, JSON lines, and the Python interpreter's own library.
+"""Where text comes from: files, folders, JSON lines, tables, and the Python interpreter's own library.
 
 A source is written as one word on the command line:
 
@@ -6,6 +6,7 @@ A source is written as one word on the command line:
   has; with `packages`, also all installed packages. (A folder of that name is `./python`.)
 - a `.txt` file: one document;
 - a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file: one document per line, an object's `text`;
+- a `.parquet` or `.arrow` file: one document per row, the text in its column `text`;
 - a folder: every file below it that has one of the suffixes, hidden ones excepted, in a fixed order.
 
 Reading happens in two places. `scan` and `raw_documents` run in the parent process and touch only names, sizes and
@@ -26,13 +27,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from megatron.data.tables import TABLES, row_count, texts
 from megatron.errors import UserError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-SUFFIXES = (".txt", *JSON_LINES)
+SUFFIXES = (".txt", *JSON_LINES, *TABLES)
 BLOCK = 1 << 20  # bytes read at a time
 
-Format = Literal["text", "json", "python"]
+Format = Literal["text", "json", "python", "table"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ def scan(sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[s
 
 def document_names(file: SourceFile) -> Iterator[str]:
     """The names of a file's documents, in order, without reading more than needed to number them."""
-    if file.format != "json":
+    if file.format == "table":
+        for number in range(1, row_count(file.path) + 1):
+            yield f"{file.name}:{number}"
+    elif file.format != "json":
         yield file.name
     else:
         for number, (line, _) in enumerate(_lines(file.path), start=1):
@@ -100,8 +105,18 @@ def document_names(file: SourceFile) -> Iterator[str]:
                 yield f"{file.name}:{number}"
 
 
-def raw_documents(file: SourceFile) -> Iterator[RawDocument]:
-    """A file's documents, undecoded, in the order of `document_names`; their sizes add up to the file's."""
+def raw_documents(file: SourceFile, key: str = "text") -> Iterator[RawDocument]:
+    """A file's documents, undecoded, in the order of `document_names`; their sizes add up to the file's.
+
+    key: the column of a table that holds the text.
+    """
+    if file.format == "table":
+        rows, before = row_count(file.path), 0
+        for number, text in enumerate(texts(file.path, key), start=1):
+            name, where, until = f"{file.name}:{number}", f"{file.path}: row {number}", file.size * number // rows
+            yield RawDocument(name, where, "table", text.encode(), until - before)
+            before = until
+        return
     if file.format != "json":
         yield RawDocument(file.name, str(file.path), file.format, file.path, file.size)
         return
@@ -127,6 +142,8 @@ def decode(document: RawDocument, jsonl_key: str = "text") -> str | None:
             raise UserError(f"{document.where}: cannot be read: {error.strerror}") from None
     if document.format == "python":
         return _decode_python(content)
+    if document.format == "table":
+        return content.decode()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -178,7 +195,7 @@ def source_file(path: Path, name: str | None = None, format: Format | None = Non
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     name = path.name if name is None else name
     if format is None:
-        format = "json" if name.endswith(JSON_LINES) else "text"
+        format = "json" if name.endswith(JSON_LINES) else "table" if name.endswith(TABLES) else "text"
     return SourceFile(path, name, format, stat.st_size, stat.st_mtime_ns)
 
 
@@ -250,7 +267,7 @@ def _json_text(line: str, where: str, key: str) -> str:
     if not isinstance(value, dict):
         raise UserError(f"{where}: a JSON {type(value).__name__}, not an object with the key {key!r}")
     if key not in value:
-        raise UserError(f"{where}: no key {key!r}; it has {', '.join(map(repr, value)) or 'no keys'} (--jsonl-key)")
+        raise UserError(f"{where}: no key {key!r}; it has {', '.join(map(repr, value)) or 'no keys'} (--column)")
     text = value[key]
     if not isinstance(text, str):
         raise UserError(f"{where}: {key!r} is a {type(text).__name__}, not text")
