@@ -379,9 +379,13 @@ def prepare(
 @command
 def import_(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A folder with config.json and weights.", show_default=False)
+        Path, typer.Argument(metavar="SOURCE", help="The folder of a model, or a checkpoint.", show_default=False)
     ],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make.", show_default=False)],
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="GPT-NeoX's configuration files, if SOURCE has none.", show_default=False),
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -396,9 +400,9 @@ def import_(
 ) -> None:
     """Make a run folder of a model from elsewhere.
 
-    SOURCE is a folder as Hugging Face's libraries write it: GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2,
-    Qwen2. What it computes is computed here; what could not be is refused by name. The run is evaluated, analyzed,
-    exported and finetuned like any other.
+    SOURCE is a folder as Hugging Face's libraries write it (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2,
+    Qwen2), or a checkpoint of GPT-NeoX, KERPLE or DAPE. What it computes is computed here; what could not be is refused
+    by name. The run is evaluated, generated from and finetuned like any other.
 
     [bold]Examples[/]
 
@@ -413,7 +417,8 @@ def import_(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # third parties', about packages that are not needed
-        made, notes = import_model(source, run, tokenizer=tokenizer, vocab_file=vocab_file, merge_file=merge_file)
+        files = {"vocab_file": vocab_file, "merge_file": merge_file}
+        made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
     _note(notes)
     model = made.config.model
     print(

@@ -44,8 +44,8 @@ def read(keys: Keys, *, base: str, fraction: str | None, whole: float) -> dict[s
         right = isinstance(value, wanted) if wanted else isinstance(value, int | float) and not isinstance(value, bool)
         if not right or (name == "rope_theta" and not value > 1) or (name == "partial_rotary_factor" and not value > 0):
             raise keys.refuse(named, f"its {name} cannot be {value!r}")
-    theta = given.pop("rope_theta", None) or keys.real(base, 10000.0)
-    share = given.pop("partial_rotary_factor", None) or (keys.real(fraction, whole) if fraction else whole)
+    theta, share = keys.real(base, 10000.0), keys.real(fraction, whole) if fraction else whole
+    theta, share = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", share)
     kinds = {str(given.pop(name)) for name in ("rope_type", "type") if name in given} or {"default"}
     if len(kinds) > 1 or not kinds <= THEIRS.keys():
         raise keys.refuse(named, f"rotary scaling {' or '.join(sorted(kinds))} is not offered; {', '.join(THEIRS)} are")

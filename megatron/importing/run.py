@@ -1,27 +1,37 @@
 """`./deepy.py import`: a model from elsewhere becomes a run folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
 from megatron.importing import run_folder
 from megatron.importing.hugging_face import CONFIG, hugging_face
+from megatron.importing.neox import checkpoint_of, neox_checkpoint
 from megatron.importing.run_folder import Imported
 from megatron.importing.source import Source
 
 
-def find_source(path: Path) -> Source:
+def find_source(path: Path, configs: Sequence[Path] = ()) -> Source:
     """What a path holds. Raises UserError if it is nothing that can be imported."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder" if not path.exists() else f"{path}: is a file; name its folder")
     if (path / CONFIG).is_file():
+        if configs:
+            raise UserError(f"--config {configs[0]}: {path / CONFIG} says what the model is")
         return hugging_face(path)
-    raise UserError(f"{path}: holds no {CONFIG}; a folder of Hugging Face's libraries has one")
+    if (checkpoint := checkpoint_of(path)) is not None:
+        return neox_checkpoint(checkpoint, configs)
+    raise UserError(
+        f"{path}: holds neither {CONFIG}, as a folder of Hugging Face's libraries does, nor files of GPT-NeoX's "
+        "(layer_00-model_00-model_states.pt)"
+    )
 
 
 def import_model(
     source: str | Path,
     run: str | Path,
     *,
+    configs: Sequence[str | Path] = (),
     tokenizer: str | None = None,
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
@@ -29,8 +39,9 @@ def import_model(
     """Make a run folder of a model from elsewhere.
 
     Args:
-        source: a folder of Hugging Face's libraries.
+        source: a folder of Hugging Face's libraries, or a checkpoint of GPT-NeoX's.
         run: the folder to make.
+        configs: configuration files of GPT-NeoX's model, where its checkpoint has none, or others.
         tokenizer, vocab_file, merge_file: the model's tokenizer, where the source does not hold it, or another one.
 
     Returns:
@@ -42,7 +53,7 @@ def import_model(
     """
     run = Path(run)
     run_folder.check_place(run)
-    found = find_source(Path(source))
+    found = find_source(Path(source), [Path(each) for each in configs])
     files = (None if file is None else Path(file) for file in (vocab_file, merge_file))
     opened = run_folder.tokenizer_of(found, tokenizer, *files)
     found.config()  # refused here if it cannot be one of ours, before torch
