@@ -614,6 +614,9 @@ def sweep(
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)],
+    native: Annotated[
+        bool, typer.Option("--native", help="As a model of transformers' own, where one computes the same.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32 (exact), bfloat16 or float16.")] = "float32",
     shard: Annotated[str, typer.Option(help="The largest file of weights, which is also what memory holds.")] = "2GB",
     license: Annotated[
@@ -631,10 +634,14 @@ def export(
       ./deepy.py export runs/cdape exported/cdape
 
       ./deepy.py export runs/cdape/checkpoints/step_0010000 exported/cdape --dtype bfloat16 --license apache-2.0
+
+      ./deepy.py export runs/rotary exported/rotary --native
+
+    The last needs nothing but transformers, also in programs that know its models only.
     """
     from megatron.export.run import export as write
 
-    write(run, folder, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
+    write(run, folder, native=native, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
 
 
 @command

@@ -60,7 +60,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.training.options",
         "rich",
     ),
-    "megatron/formats": ("torch", "megatron.config", "megatron.model.options", *OURS),
+    "megatron/formats": ("torch", "megatron.config", "megatron.model.options", "megatron.model.methods", *OURS),
     "megatron/importing": (
         *NUMERIC,
         "safetensors",
@@ -149,6 +149,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "transformers",  # in bundled/ alone, which nothing here imports
         "megatron.config",
         "megatron.data",
+        "megatron.formats",
         "megatron.model.options",
         "megatron.position",
         "megatron.checkpoint",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron.checkpoint.trained import Run
 from megatron.data.tokenizers import Tokenizer
+from megatron.formats.family import Family
 from megatron.model.options import feed_forward_size
 from megatron.quantities import count
 from megatron.reports.layout import layouts
@@ -52,15 +53,15 @@ _MEASURED = """
 
 
 def card(
-    run: Run, tokenizer: Tokenizer, *, parameters: int, license: str | None, title: str, native: str | None
+    run: Run, tokenizer: Tokenizer, family: Family, *, parameters: int, license: str | None, title: str
 ) -> tuple[str, bytes | None]:
     """The page, and a picture of what was measured, if anything was.
 
     Args:
+        family: that the export is of.
         parameters: of the model.
         license: of the weights; None if the user did not say.
         title: the model's name.
-        native: transformers' own class that reads the export; None if its code travels with it.
     """
     found = _results(run)
     page = _PAGE.format(
@@ -71,8 +72,8 @@ def card(
         positions=_positions(run),
         length=run.config.model.seq_length,
         stated="" if license else "Its licence was not stated when it was exported.\n",
-        loading=_loading(run, remote=native is None),
-        remote=_remote(run, native),
+        loading=_loading(remote=bool(family.code)),
+        remote=_remote(run, family),
         measured=_measured(found),
         settings="\n".join(f"| {name} | {value} |" for name, value in _settings(run, tokenizer)),
     )
@@ -100,7 +101,7 @@ def _positions(run: Run) -> str:
     return words
 
 
-def _loading(run: Run, *, remote: bool) -> str:
+def _loading(*, remote: bool) -> str:
     flag = ", trust_remote_code=True" if remote else ""
     return "\n".join(
         [
@@ -115,9 +116,10 @@ def _loading(run: Run, *, remote: bool) -> str:
     )
 
 
-def _remote(run: Run, native: str | None) -> str:
-    if native is not None:
-        return f"transformers' own `{native}` computes this model."
+def _remote(run: Run, family: Family) -> str:
+    if not family.code:
+        drift = f"\nBut {family.drifts}." if family.drifts else ""
+        return f"transformers' own `{family.architecture}` computes this model.{drift}"
     text = (
         "The modelling code is in this folder and needs torch and transformers (4.57 or 5).\n"
         "Pad on the left to generate from several prompts: a padded prompt gives what it gives alone.\n"

@@ -16,9 +16,12 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.errors import RunError, UserError, reason
 from megatron.export.bundle import bundle
 from megatron.export.card import card, write_card
-from megatron.export.description import generation_description, model_description
 from megatron.export.tokenizer import write_tokenizer
 from megatron.export.weights import Weights, write_shards
+from megatron.formats.families import exact_family
+from megatron.formats.family import Family
+from megatron.formats.farfield import FARFIELD
+from megatron.model.options import padded_vocabulary
 from megatron.suggest import choose_from
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,6 +32,7 @@ def export(
     source: str | Path,
     target: str | Path,
     *,
+    native: bool = False,
     dtype: str = "float32",
     shard: str = "2GB",
     license: str | None = None,
@@ -40,52 +44,74 @@ def export(
     Args:
         source: a run's folder (its newest checkpoint) or a checkpoint's.
         target: the folder to make.
+        native: as a model of transformers' own, where one computes the same; else the code travels with it.
         dtype: of the weights: float32 (exactly what was stored), bfloat16 or float16.
         shard: the largest size of a file of weights, such as 2GB; also what is held in memory.
         license: of the weights, for the model card.
         overwrite: replace an export that is there.
 
     Raises:
-        UserError: there is no such run, or `target` is something else already.
+        UserError: there is no such run, `target` is something else already, or no native model computes the same.
         RunError: the checkpoint is damaged, or the disk refuses.
     """
     kind, largest = _dtype(dtype), _bytes(shard)
     run, target = open_run(source), Path(target)
+    family = _native(run) if native else FARFIELD
     _check_target(target, overwrite)
     if (problem := manifest.damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
         raise RunError(f"{run.checkpoint}: is damaged: {problem}")
     tokenizer = run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
-    weights = Weights(run.checkpoint / WEIGHTS, None if dtype == "float32" else kind)
+    weights = Weights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else kind)
     try:
-        with whole_folder(target.resolve(), replace=True) as folder:
-            _write(run, tokenizer, weights, folder, dtype=dtype, largest=largest, license=license, title=target.name)
+        with whole_folder(target.resolve()) as folder:
+            if not native:
+                _write_code(run, folder)
+            _write_descriptions(run, tokenizer, family, dtype, folder)
+            write_tokenizer(tokenizer, folder, run.config.model.seq_length)
+            write_shards(weights, folder, largest)
+            page, picture = card(
+                run, tokenizer, family, parameters=weights.parameters, license=license, title=target.name
+            )
+            write_card(folder, page, picture)
     except OSError as error:
         raise RunError(f"{target}: not written ({reason(error)})") from error
     files = sum(path.stat().st_size for path in target.iterdir())
-    say(f"{target}: {weights.parameters():,} parameters in {dtype}, {files / 1e6:,.1f} MB, step {run.progress.step:,}")
-    say(f"load it with AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)")
+    say(f"{target}: {weights.parameters:,} parameters in {dtype}, {files / 1e6:,.1f} MB, step {run.progress.step:,}")
+    flag = "" if native else ", trust_remote_code=True"
+    say(f"load it with AutoModelForCausalLM.from_pretrained({str(target)!r}{flag})")
+    if family.drifts is not None:
+        say(f"note: {family.drifts}")
     return target
 
 
-def _write(
-    run: Run,
-    tokenizer: Tokenizer,
-    weights: Weights,
-    folder: Path,
-    *,
-    dtype: str,
-    largest: int,
-    license: str | None,
-    title: str,
-) -> None:
-    for name, text in bundle(run.config.position.pos_emb, run.config.position.score_processor).items():
+def _native(run: Run) -> Family:
+    family, reasons = exact_family(run.config)
+    if family is None:
+        told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise UserError(f"--native: no model of transformers' own computes {run.name} ({told}); leave it out")
+    return family
+
+
+def _write_code(run: Run, folder: Path) -> None:
+    position = run.config.position
+    for name, text in bundle(position.pos_emb, position.score_processor).items():
         (folder / name).write_text(text, encoding="utf-8")
-    _write_json(folder / "config.json", model_description(run.config, tokenizer, dtype))
-    _write_json(folder / "generation_config.json", generation_description(run.config, tokenizer))
-    write_tokenizer(tokenizer, folder, run.config.model.seq_length)
-    write_shards(weights.sizes(), weights.__getitem__, folder, largest)
-    page, picture = card(run, tokenizer, parameters=weights.parameters(), license=license, title=title, native=None)
-    write_card(folder, page, picture)
+
+
+def _write_descriptions(run: Run, tokenizer: Tokenizer, family: Family, dtype: str, folder: Path) -> None:
+    """config.json and generation_config.json. Rows that only pad the vocabulary are never drawn."""
+    rows = padded_vocabulary(run.config.model, tokenizer.vocab_size)
+    always = {
+        "eos_token_id": tokenizer.eod,
+        "pad_token_id": tokenizer.eod,
+        "use_cache": run.config.position.randomized_positions is None,
+    }
+    padding = list(range(tokenizer.vocab_size, rows))
+    # transformers 4 calls it torch_dtype, and 5 reads both.
+    _write_json(
+        folder / "config.json", family.written(run.config, rows, torch_dtype=dtype, bos_token_id=None, **always)
+    )
+    _write_json(folder / "generation_config.json", {**always, **({"suppress_tokens": padding} if padding else {})})
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -1,14 +1,8 @@
-"""A model's weights under the names of the exported code, in shards, never more than one of them in memory.
-
-The names are a pure renaming: megatron-core's layouts (queries, keys and values of one group together, [gate; up]) are
-what the exported code computes with, so a weight is the same bytes here and there.
-"""
+"""A checkpoint's weights under a family's names, in files of which memory never holds more than one."""
 
 import json
-import math
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,85 +12,68 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.config.schema import Config
 from megatron.errors import RunError
+from megatron.formats.family import Family, Weight
 
 INDEX = "model.safetensors.index.json"
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-_RENAMED = (
-    (r"embedding\.word_embeddings\.", "model.embed."),
-    (r"output_layer\.", "lm_head."),
-    (r"decoder\.final_layernorm\.", "model.norm."),
-    (r"position\.", "model.position."),
-    (r"decoder\.layers\.(\d+)\.input_layernorm\.", r"model.layers.\1.attention_norm."),
-    (r"decoder\.layers\.(\d+)\.pre_mlp_layernorm\.", r"model.layers.\1.mlp_norm."),
-    (r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.", r"model.layers.\1.attention.qkv."),
-    (r"decoder\.layers\.(\d+)\.self_attention\.linear_proj\.", r"model.layers.\1.attention.out."),
-    (r"decoder\.layers\.(\d+)\.self_attention\.core_attention\._own\.", r"model.layers.\1.attention.encoding."),
-    (r"decoder\.layers\.(\d+)\.self_attention\.core_attention\.processor\.", r"model.layers.\1.attention.processor."),
-    (r"decoder\.layers\.(\d+)\.mlp\.linear_fc1\.", r"model.layers.\1.mlp.up."),
-    (r"decoder\.layers\.(\d+)\.mlp\.linear_fc2\.", r"model.layers.\1.mlp.down."),
-)
-
-
-def exported_name(name: str) -> str:
-    """What the exported code calls a weight of ours. KeyError if it has no such weight."""
-    for pattern, replacement in _RENAMED:
-        if re.match(pattern, name):
-            return re.sub(pattern, replacement, name, count=1)
-    raise KeyError(name)
 
 
 class Weights:
-    """The weights of a checkpoint by their exported names; each is read when it is asked for.
+    """The weights of a checkpoint by the names of a family; each is read when it is asked for.
 
     Args:
         path: a checkpoint's model.safetensors.
+        family: whose names; it must express the configuration.
+        config: of the checkpoint.
         dtype: to convert to; None keeps what is stored.
 
     Raises:
-        RunError: the file cannot be read.
+        RunError: the file cannot be read, or its weights are not the configuration's.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, path: Path, family: Family, config: Config, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         try:
             self._file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
-        self._names = {exported_name(name): name for name in self._file.keys()}  # noqa: SIM118 (it is no mapping)
+        table = list(family.weights(config))
+        stored = set(self._file.keys())
+        if wrong := stored ^ {weight.ours for weight in table}:
+            raise RunError(f"{path}: does not fit its configuration: {min(wrong)} is in one of them only")
+        self._sources = {name: weight for weight in table for name in weight.theirs}
+        self.parameters = sum(self._shaped(weight).numel() for weight in table)
+        """Numbers in all of them."""
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._file.get_tensor(self._names[name])
-        return tensor if self.dtype is None else tensor.to(self.dtype)
-
-    def parameters(self) -> int:
-        """Numbers in all of them."""
-        return sum(math.prod(self._file.get_slice(stored).get_shape()) for stored in self._names.values())
+        weight = self._sources[name]
+        tensor = self._file.get_tensor(weight.ours)
+        tensor = tensor if self.dtype is None else tensor.to(self.dtype)
+        return weight.transform.to_theirs(tensor)[weight.theirs.index(name)]
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each weight as it will be written."""
-        return {name: self._bytes(stored) for name, stored in self._names.items()}
+        made = {weight.ours: weight.transform.to_theirs(self._shaped(weight)) for weight in self._sources.values()}
+        return {name: made[weight.ours][weight.theirs.index(name)].nbytes for name, weight in self._sources.items()}
 
-    def _bytes(self, stored: str) -> int:
-        part = self._file.get_slice(stored)
-        each = _BYTES[part.get_dtype()] if self.dtype is None else self.dtype.itemsize
-        return math.prod(part.get_shape()) * each
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    def _shaped(self, weight: Weight) -> Tensor:
+        """A tensor without memory like the one that is stored."""
+        part = self._file.get_slice(weight.ours)
+        dtype = self.dtype or _TYPES[part.get_dtype()]
+        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
 
-def write_shards(sizes: Mapping[str, int], read: Callable[[str], Tensor], folder: Path, largest: int) -> None:
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def write_shards(weights: Weights, folder: Path, largest: int) -> None:
     """Write weights into as many files as are needed, and where there is more than one an index of them.
 
     Args:
-        sizes: bytes of each weight, by name.
-        read: the weight of a name.
         largest: bytes of a file; a single weight may be larger.
     """
+    sizes: Mapping[str, Any] = weights.sizes()
     split = split_state_dict_into_shards_factory(
         dict(sizes),  # the planner asks for sizes only
         get_storage_size=lambda size: size,
@@ -104,8 +81,14 @@ def write_shards(sizes: Mapping[str, int], read: Callable[[str], Tensor], folder
         max_shard_size=largest,
     )
     for file, names in split.filename_to_tensors.items():
-        save_file({name: read(name).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
         os.chmod(folder / file, 0o666 & ~_umask())  # safetensors leaves it to its owner alone
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -53,6 +53,10 @@ class Family:
     """A pattern of names, in their files, of what is computed anew and never read."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Names that some versions write instead of those of the table."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Its `auto_map`: classes of code that travels with it. It is not run here."""
+    drifts: str | None = None
+    """Where its class in transformers computes something else than we do, in words."""
     also: Callable[[Config], str | None] = lambda config: None
     """Further reasons why a configuration is none of this family."""
 

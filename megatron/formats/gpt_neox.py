@@ -99,6 +99,7 @@ GPT_NEOX = Family(
     read=_read,
     needs=_needs,
     keys=_keys,
+    drifts=rope.DRIFTS,
     weights=_weights,
     ignored=r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|.*\brotary_emb\.inv_freq",
     synonyms={"embed_out.weight": "lm_head.weight"},

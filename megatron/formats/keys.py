@@ -39,13 +39,14 @@ class Keys:
     Args:
         values: as read.
         source: the file, for messages.
+        code: the family's own `auto_map`.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(self, values: Mapping[str, Any], source: str, code: Mapping[str, str] | None = None) -> None:
         self._values, self.source = values, source
         self._read = {*SILENT, *TRAINING}
         for name, (harmless, why) in GENERAL.items():
-            self.only(name, harmless, why)
+            self.only(name, (*harmless, code) if name == "auto_map" else harmless, why)
 
     def refuse(self, name: str, why: str) -> UserError:
         """The error that names a key and its value."""

@@ -148,6 +148,7 @@ LLAMA = Family(
     read=_llama,
     needs=_needs,
     keys=_llama_keys,
+    drifts=rope.DRIFTS,
     weights=_weights,
     ignored=r".*\brotary_emb\.inv_freq",
     also=_llama_also,
@@ -159,6 +160,7 @@ QWEN2 = Family(
     read=_qwen2,
     needs=_needs,
     keys=lambda config: {**_keys(config), "use_sliding_window": False},
+    drifts=rope.DRIFTS,
     weights=_weights,
     also=_qwen2_also,
 )

@@ -14,6 +14,10 @@ NAMES = {
     "attention_factor": "attention_factor",
 }  # fmt: skip
 """Their parameters, and our options."""
+DRIFTS = (
+    "transformers computes rotary angles in float32, and in bfloat16 rounds their sines: the logits are those of this "
+    "project at the training length, and drift away beyond it"
+)
 TAKEN = {
     "none": (), "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),

@@ -31,7 +31,7 @@ def hugging_face(folder: Path) -> Source:
     path = folder / CONFIG
     values = _json(path)
     family = family_of(values.get("model_type"), str(path))
-    keys = Keys(values, str(path))
+    keys = Keys(values, str(path), family.code)
     ours = family.read(keys)
     rows = keys.number("vocab_size")
     notes: tuple[str, ...] = ()

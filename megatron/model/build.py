@@ -17,6 +17,7 @@ from megatron.model.megatron_core import (
     TransformerBlockSubmodules,
     get_gpt_layer_local_spec,
 )
+from megatron.model.methods import encoding_of, position_shape, processor_of
 from megatron.model.options import (
     ModelOptions,
     PositionOptions,
@@ -32,49 +33,7 @@ from megatron.parallel.layers import layers_of
 from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.registry import build_encoding, build_processor
 from megatron.position.shape import Shape
-
-
-def position_shape(model: ModelOptions) -> Shape:
-    """What encodings and processors are told about the model."""
-    return Shape(
-        num_heads=model.num_attention_heads,
-        head_dim=model.hidden_size // model.num_attention_heads,
-        hidden_size=model.hidden_size,
-        train_length=model.seq_length,
-        max_length=model.max_position_embeddings or model.seq_length,
-    )
-
-
-def _encoding(options: PositionOptions, shape: Shape) -> Encoding:
-    try:
-        return build_encoding(options.pos_emb, shape, options.pos_emb_options)
-    except ValueError as error:
-        raise UserError(f"pos_emb: {error}", _blamed("pos_emb", options.pos_emb_options, error)) from error
-
-
-def _blamed(chooser: str, options: dict[str, Any], error: ValueError) -> str:
-    """The key that a method complains of: one of its options, else the choice of the method."""
-    named = (name for name in options if f"option {name} " in str(error))
-    return next((f"{chooser}_options.{name}" for name in named), chooser)
-
-
-def _processor(options: PositionOptions, shape: Shape, encoding: Encoding) -> Processor | None:
-    if options.score_processor == "none":
-        if options.score_processor_options:
-            raise UserError(
-                "score_processor_options are given, but score_processor is none",
-                f"score_processor_options.{next(iter(options.score_processor_options))}",
-            )
-        return None
-    try:
-        return build_processor(
-            options.score_processor, shape, options.score_processor_options, has_bias=encoding.has_bias()
-        )
-    except ValueError as error:
-        blamed = _blamed("score_processor", options.score_processor_options, error)
-        raise UserError(f"score_processor: {error}", blamed) from error
 
 
 def check_position(model: ModelOptions, position: PositionOptions) -> None:
@@ -85,7 +44,7 @@ def check_position(model: ModelOptions, position: PositionOptions) -> None:
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         shape = position_shape(model)
-        shared = None if position.pos_emb_per_layer else _encoding(position, shape)
+        shared = None if position.pos_emb_per_layer else encoding_of(position, shape)
         encoding, processor = _methods(model, position, shape, shared)
         choose_backend(model.attention_backend, model.attention_chunk_rows, encoding, processor)
 
@@ -94,14 +53,14 @@ def _methods(
     model: ModelOptions, position: PositionOptions, shape: Shape, shared: Encoding | None
 ) -> tuple[Encoding, Processor | None]:
     """The encoding and the processor of one layer."""
-    encoding = shared if shared is not None else _encoding(position, shape)
+    encoding = shared if shared is not None else encoding_of(position, shape)
     _check_randomized(position, encoding)
     if shared is None and type(encoding).overrides("embed"):
         raise UserError(
             f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer",
             "pos_emb_per_layer",
         )
-    return encoding, _processor(position, shape, encoding)
+    return encoding, processor_of(position, shape, encoding)
 
 
 def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
@@ -191,7 +150,7 @@ def _build(
     backend: str,
 ) -> GPT:
     shape = position_shape(model)
-    shared = None if position.pos_emb_per_layer else _encoding(position, shape)
+    shared = None if position.pos_emb_per_layer else encoding_of(position, shape)
     methods = [_methods(model, position, shape, shared) for _ in range(model.num_layers)]
     chosen = choose_backend(backend, model.attention_chunk_rows, *methods[0])
     layers = []

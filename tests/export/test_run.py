@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint import folder, manifest
+from megatron.checkpoint.stored import config_of
 from megatron.errors import RunError, UserError
 from megatron.export.run import export
-from megatron.export.weights import exported_name
+from megatron.formats.farfield import FARFIELD
 from megatron.reports.records import RESULTS
 from tools.export_cases import Case, gpt_of, write_run
 
@@ -27,8 +28,9 @@ def test_weights_are_the_same_bytes_under_other_names(run: Path, tmp_path: Path)
     target = export(run, tmp_path / "fire", say=lines.append)
     ours = load_file(folder.resolve(run) / folder.WEIGHTS)
     theirs = load_file(target / "model.safetensors")
-    assert {exported_name(name) for name in ours} == set(theirs)
-    assert all(torch.equal(theirs[exported_name(name)], tensor) for name, tensor in ours.items())
+    names = {weight.ours: weight.theirs[0] for weight in FARFIELD.weights(config_of(folder.resolve(run)))}
+    assert {names[name] for name in ours} == set(theirs)
+    assert all(torch.equal(theirs[names[name]], tensor) for name, tensor in ours.items())
     count = sum(tensor.numel() for tensor in ours.values())
     assert lines[0].startswith(f"{target}: {count:,} parameters in float32")
     assert (target / "model.safetensors").stat().st_mode & 0o044 == (target / "config.json").stat().st_mode & 0o044
@@ -37,7 +39,7 @@ def test_weights_are_the_same_bytes_under_other_names(run: Path, tmp_path: Path)
 def test_half_precision(run: Path, tmp_path: Path) -> None:
     target = export(run, tmp_path / "half", dtype="bfloat16", say=lambda line: None)
     assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.bfloat16}
-    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((target / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_the_card(run: Path, tmp_path: Path) -> None:
