@@ -87,8 +87,11 @@ def export(
 def _native(run: Run) -> Family:
     family, reasons = exact_family(run.config)
     if family is None:
-        told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-        raise UserError(f"--native: no model of transformers' own computes {run.name} ({told}); leave it out")
+        common = {why.partition(";")[0] for why in reasons.values()}
+        told = common if len(common) == 1 else [f"{name}: {why}" for name, why in reasons.items()]
+        raise UserError(
+            f"--native: no model of transformers' own computes {run.name}: {', '.join(told)}; leave --native out"
+        )
     return family
 
 

@@ -6,6 +6,9 @@
 | HFTokenizer | its tokenizer.json, as it is | PreTrainedTokenizerFast |
 | GPT2BPETokenizer | tokenizer.json made of vocab and merges | PreTrainedTokenizerFast |
 | SPMTokenizer | tokenizer.model, and a class around it | FarfieldTokenizer, by remote code |
+
+Our own files lie beside, and tokenizer_config.json says our name of the kind, so that an import has the same tokenizer
+again.
 """
 
 import json
@@ -17,6 +20,7 @@ import tokenizers as hf
 
 from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
 from megatron.export.bundle import HERE
+from megatron.formats.farfield import TOKENIZER_KIND
 
 CLASS_FILE = HERE / "tokenization_farfield.py"
 
@@ -27,8 +31,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
     Args:
         longest: tokens of a training sequence, which transformers warns beyond.
     """
+    tokenizer.copy_files(folder)
     config = _WRITERS[tokenizer.type](tokenizer, folder)
     known = {
+        TOKENIZER_KIND: tokenizer.type,
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
@@ -59,7 +65,6 @@ def _byte_characters() -> list[str]:
 
 
 def _tokenizer_json(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    tokenizer.copy_files(folder)
     read = hf.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return _fast(read.id_to_token(tokenizer.eod), parses=True)
 
@@ -78,7 +83,6 @@ def _gpt2(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 def _sentencepiece(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     import sentencepiece
 
-    tokenizer.copy_files(folder)
     (folder / CLASS_FILE.name).write_text(CLASS_FILE.read_text(encoding="utf-8"), encoding="utf-8")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     return {

@@ -1,8 +1,10 @@
 """A checkpoint's weights under a family's names, in files of which memory never holds more than one."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +35,33 @@ class Weights:
     """
 
     def __init__(self, path: Path, family: Family, config: Config, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
-        try:
-            self._file: Any = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
+        self.path, self.dtype = path, dtype
         table = list(family.weights(config))
-        stored = set(self._file.keys())
-        if wrong := stored ^ {weight.ours for weight in table}:
-            raise RunError(f"{path}: does not fit its configuration: {min(wrong)} is in one of them only")
         self._sources = {name: weight for weight in table for name in weight.theirs}
-        self.parameters = sum(self._shaped(weight).numel() for weight in table)
+        with self._opened() as file:
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            if wrong := set(stored) ^ {weight.ours for weight in table}:
+                raise RunError(f"{path}: does not fit its configuration: {min(wrong)} is in one of them only")
+            self._shapes = {name: (part.get_shape(), _TYPES[part.get_dtype()]) for name, part in stored.items()}
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """The file, for one weight at a time: what was read of it counts as memory of ours until it is closed."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{self.path}: cannot be read as safetensors ({error})") from None
+
+    @property
+    def parameters(self) -> int:
         """Numbers in all of them."""
+        return sum(math.prod(shape) for shape, _ in self._shapes.values())
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._sources[name]
-        tensor = self._file.get_tensor(weight.ours)
+        with self._opened() as file:
+            tensor = file.get_tensor(weight.ours)
         tensor = tensor if self.dtype is None else tensor.to(self.dtype)
         return weight.transform.to_theirs(tensor)[weight.theirs.index(name)]
 
@@ -59,9 +72,8 @@ class Weights:
 
     def _shaped(self, weight: Weight) -> Tensor:
         """A tensor without memory like the one that is stored."""
-        part = self._file.get_slice(weight.ours)
-        dtype = self.dtype or _TYPES[part.get_dtype()]
-        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        shape, dtype = self._shapes[weight.ours]
+        return torch.empty(shape, dtype=self.dtype or dtype, device="meta")
 
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -18,6 +18,8 @@ CODE = {
     "AutoModel": "modeling_farfield.FarfieldModel",
     "AutoModelForCausalLM": "modeling_farfield.FarfieldForCausalLM",
 }
+TOKENIZER_KIND = "farfield_tokenizer"
+"""In an export's tokenizer_config.json: our name of the kind of tokenizer."""
 
 
 def _read(keys: Keys) -> dict[str, Any]:

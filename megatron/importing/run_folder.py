@@ -7,18 +7,22 @@
 The checkpoint has weights alone, no optimizer's states: it is evaluated, exported and finetuned, not resumed.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megatron.config.schema import Config
 from megatron.config.yaml_files import dump
 from megatron.data.folders import whole_folder
+from megatron.data.options import TokenizerType
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
 from megatron.errors import RunError, UserError, reason
+from megatron.formats.farfield import TOKENIZER_KIND
 from megatron.importing.source import Source, Weights
+from megatron.suggest import choose_from
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,14 +64,30 @@ def tokenizer_of(source: Source, kind: str | None, vocab_file: Path | None, merg
         return open_tokenizer(kind, vocab_file, merge_file)
     if vocab_file is not None or merge_file is not None:
         raise UserError("vocab_file: say which tokenizer it belongs to with --tokenizer")
-    for name, files in TOKENIZER_FILES:
-        if source.tokenizer is not None and all((source.tokenizer / file).is_file() for file in files):
-            return open_tokenizer(name, *(source.tokenizer / file for file in files))
+    known = dict(TOKENIZER_FILES)
+    if source.tokenizer is not None:
+        named = _named(source.tokenizer)
+        for name, files in ((named, known.get(named, ())),) if named is not None else TOKENIZER_FILES:
+            if all((source.tokenizer / file).is_file() for file in files):
+                return open_tokenizer(name, *(source.tokenizer / file for file in files))
     names = "; ".join(" and ".join(files) for _, files in TOKENIZER_FILES)
     raise UserError(
         f"{source.path}: holds no tokenizer ({names}); name it with --tokenizer (bytes, HFTokenizer, GPT2BPETokenizer "
         "or SPMTokenizer) and --vocab-file"
     )
+
+
+def _named(folder: Path) -> str | None:
+    """The kind of tokenizer that an export of this project says it has."""
+    path = folder / "tokenizer_config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # others' tokenizers are known by their files
+    named = values.get(TOKENIZER_KIND) if isinstance(values, dict) else None
+    if named is not None and named not in get_args(TokenizerType):
+        raise UserError(f"{path}: {TOKENIZER_KIND} is {named!r}; {choose_from(str(named), get_args(TokenizerType))}")
+    return named
 
 
 def check_rows(tokens: int, rows: int, source: Path) -> None:
