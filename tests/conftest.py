@@ -2,8 +2,10 @@
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,11 +35,25 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+HF_HOME = tempfile.mkdtemp(prefix="farfield-hf-")
+
+
+def pytest_configure() -> None:
+    """transformers asks no network, and keeps the code of exported models in a folder that no other run has seen."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HF_HOME)
+
+
+def pytest_unconfigure() -> None:
+    """The folder goes with the run."""
+    shutil.rmtree(HF_HOME, ignore_errors=True)
+
+
 SLOW = (
     *(
         "checkpoint",
         "cluster",
         "experiments/test_run.py",
+        "export",
         "formats",
         "golden",
         "importing",

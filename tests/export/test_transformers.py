@@ -1,6 +1,5 @@
 """An export in transformers: generation, training, loading, and what it refuses."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,12 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1, 1, 2, 3, 5]]
 
 
 @pytest.fixture(scope="module")
-def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        modules = str(tmp_path_factory.mktemp("modules"))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("HF_MODULES_CACHE", modules)
-        import transformers
+def transformers() -> Any:
+    import transformers
 
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        yield transformers
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
 
 
 @pytest.fixture(scope="module")

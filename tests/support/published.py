@@ -1,9 +1,5 @@
 """Small random models of other families, written by transformers, with biases and norms that matter."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 from pathlib import Path
 from typing import Any
 
