@@ -304,8 +304,8 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE…",
-            help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, or [bold]python[/]: the standard "
-            "library.",
+            help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, [bold]python[/]: the standard "
+            "library, or [bold]hf:NAME[/]: a dataset on Hugging Face's hub.",
             show_default=False,
         ),
     ],
@@ -330,6 +330,7 @@ def prepare(
     column: Annotated[
         str, typer.Option("--column", "--jsonl-key", help="Key of a line, or column of a table, that holds the text.")
     ] = "text",
+    hf_split: Annotated[str, typer.Option(help="Of a dataset hf:NAME: which of its splits.")] = "train",
     documents: Annotated[
         int | None, typer.Option(min=1, help="Only so many documents, the first ones.", show_default=False)
     ] = None,
@@ -353,6 +354,8 @@ def prepare(
 
       ./deepy.py prepare pile.jsonl.zst -o data/pile --tokenizer HFTokenizer --vocab-file 20B_tokenizer.json --workers 8
 
+      ./deepy.py prepare hf:allenai/c4:en -o data/c4 --tokens 2000000000 --tokenizer HFTokenizer --vocab-file 20B.json
+
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
     from megatron.launch.prepare import prepare_corpus
@@ -368,6 +371,7 @@ def prepare(
         packages=packages,
         suffixes=None if suffixes is None else [suffix.strip() for suffix in suffixes.split(",")],
         jsonl_key=column,
+        hf_split=hf_split,
         documents=documents,
         tokens=tokens,
         seed=seed,

@@ -18,11 +18,11 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,23 +36,28 @@ from megatron.data.description import (
     file_facts,
     read_description,
 )
-from megatron.data.encode import Chunk, Encoded, Encoder, chunks, encode_all
+from megatron.data.encode import Encoder, chunks, encode_all
 from megatron.data.folders import recover, whole_folder
+from megatron.data.hub import PREFIX as HUB
+from megatron.data.hub import UnfinishedError
 from megatron.data.indexed import open_indexed
 from megatron.data.paths import SPLITS, WHOLE, basename
 from megatron.data.sources import RawDocument, SourceFile, cut, decode, document_names, raw_documents, scan
 from megatron.data.splits import assign, check_shares
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, open_tokenizer, train_bpe
+from megatron.data.writing import PROGRESS, CorpusWriter, read_progress
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.suggest import choose_from
+
+Item = TypeVar("Item")
+Documents = Iterator[tuple[RawDocument, int]]
+"""Documents, each with the number of its split."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many bytes of the sources are done, of how many."""
 
 TRAINED = "bpe"
 """The choice of `tokenizer` that trains one here, on the training documents; it becomes an `HFTokenizer`."""
-
-LONGEST_SEQUENCE = 1 << 30  # tokens; the index stores lengths as int32, so a longer document is several sequences
 
 _FORMAT = 1  # of corpus.json and of the way documents are read and divided: another number makes another corpus
 _FILES = {CORPUS_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)} | {
@@ -94,6 +99,7 @@ def prepare(
     packages: bool = False,
     jsonl_key: str = "text",
     suffixes: Sequence[str] | None = None,
+    hf_split: str = "train",
     documents: int | None = None,
     tokens: int | None = None,
     overwrite: bool = False,
@@ -101,8 +107,8 @@ def prepare(
 ) -> Corpus:
     """Make a corpus folder from sources of text, or find it made already.
 
-    sources: files, folders or `python`, see `megatron.data.sources`. `packages` adds all installed packages to
-        `python`; `suffixes` are the files to take from folders.
+    sources: files, folders, `python` or `hf:NAME`, see `megatron.data.sources`. `packages` adds all installed packages
+        to `python`; `suffixes` are the files to take from folders; `hf_split` is the split of a dataset on the hub.
     tokenizer: `bytes`, `HFTokenizer`, `GPT2BPETokenizer` or `SPMTokenizer` with their `vocab_file` (and `merge_file`),
         or `bpe`, trained here on the training documents with `vocab_size` tokens.
     split: shares of documents for train, valid and test (a split with share 0 is not written), or None for one dataset
@@ -112,6 +118,9 @@ def prepare(
         ends; the whole documents of them.
     workers: processes; None takes as many as cores and text are worth. The corpus is the same for any number.
     overwrite: replace a corpus that was made differently.
+
+    Work that is interrupted, by Ctrl-C, by a kill or because the hub cannot be reached any more, goes on where it was
+    when the same corpus is prepared again.
 
     Raises UserError for sources, tokenizers and choices that are wrong, RunError if the disk is full or the folder
     cannot be written. In either case nothing is left behind, and a corpus that was there stays.
@@ -127,7 +136,7 @@ def prepare(
             raise UserError(f"{name}: {limit} is too few; at least 1")
     if tokens is not None and opened is None:
         raise UserError(f"tokens: tokenizer {TRAINED} is trained on the documents, so limit those; --documents does")
-    files = scan(sources, packages=packages, suffixes=suffixes)
+    files = scan(sources, packages=packages, suffixes=suffixes, hf_split=hf_split)
     if (documents or tokens) and shares is not None and len(files) == 1 and files[0].format == "text":
         raise UserError(f"{files[0].path}: is one document, which is cut into splits; there is nothing to limit")
     made_from = {
@@ -140,43 +149,60 @@ def prepare(
         "documents": documents,
         "tokens": tokens,
     }
-    recover(output.resolve())
+    key = _digest(made_from)[:8]
+    recover(output.resolve(), key)
     if (found := _already_there(output, sources, made_from, overwrite, report)) is not None:
         return found
 
     workers = _workers(files, opened, workers)
-    if tokens is not None:
-        assert opened is not None
-        documents = _holding(tokens, files, opened, documents, workers, jsonl_key, report)
-    text = _Text(files, jsonl_key, documents)
-    assigned, parts = _assign(text, shares, seed, report)
-    with _building(output) as folder:
-        notes = []
+    with _building(output, key) as folder:
+        work = folder.parent
+        before = read_progress(work)
+        _clear(folder, keep=before is not None)
+        text = _Text(files, jsonl_key, work / "read", report, documents)
+        if tokens is not None:
+            assert opened is not None
+            limit = _holding(tokens, text, opened, workers) if before is None else before["limit"]
+            text = replace(text, limit=limit)
+        assigned, parts = _assign(text, shares, seed)
         if opened is None:
             assert vocab_size is not None
-            opened = _train(folder, text, parts, assigned, vocab_size, report)
-            if opened.vocab_size < vocab_size:
-                notes.append(f"the text gave {opened.vocab_size} tokens of the {vocab_size} asked for")
+            opened = _trained(folder, text, parts, assigned, vocab_size, found=before is not None)
         else:
             opened.copy_files(folder)
-        counted, skipped = _write(folder, opened, text, parts, assigned, shares, workers, report)
-        if skipped:
-            few = ", ".join(skipped[:5])
-            notes.append(f"{len(skipped)} Python files left out, as Python cannot decode them: {few}")
+        notes = []
+        if vocab_size is not None and opened.vocab_size < vocab_size:
+            notes.append(f"the text gave {opened.vocab_size} tokens of the {vocab_size} asked for")
+        names: dict[int, SplitName] = (
+            {0: WHOLE} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
+        )
+        writer = CorpusWriter(work, names, opened.vocab_size, {"limit": text.limit}, before)
+        if before is None and (tokens is not None or vocab_size is not None):
+            writer.save()  # counting and training took long
+        _write(writer, opened, text, _documents(text, parts, assigned), workers)
+        _no_empty_split(writer.counted, files)
+        if writer.skipped:
+            few = ", ".join(writer.skipped[:5])
+            notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {few}")
         described = Description(
             farfield=_version(),
             sources=list(sources),
             made_from=made_from,
             tokenizer=opened.facts,
-            splits=counted,
+            splits=writer.counted,
             notes=notes,
             files={path.name: file_facts(path) for path in sorted(folder.iterdir())},
         )
-        content = json.dumps(
-            described.model_dump(), indent=2
-        )  # not model_dump_json: names of files need not be Unicode
+        content = json.dumps(described.model_dump(), indent=2)  # model_dump_json takes Unicode alone: not all names are
         (folder / CORPUS_FILE).write_text(content + "\n", encoding="utf-8")
     return read_corpus(output)
+
+
+def _clear(folder: Path, *, keep: bool) -> None:
+    """Remove what earlier work left and is made anew: all of it, or all but tokens and a trained tokenizer."""
+    for path in folder.iterdir():
+        if not (keep and (path.suffix == ".bin" or path.name in TOKENIZER_FILES["HFTokenizer"])):
+            path.unlink()
 
 
 def read_corpus(folder: str | Path) -> Corpus:
@@ -274,7 +300,7 @@ def _check_all(folder: Path, described: Description, report: Progress) -> None:
 
 def _places(sources: Sequence[str]) -> list[str]:
     """Sources so that equal ones compare equal, however they are written: `books`, `./books/`, `/home/me/books`."""
-    return [source if source == "python" else os.path.abspath(source) for source in sources]
+    return [source if source == "python" or source.startswith(HUB) else os.path.abspath(source) for source in sources]
 
 
 def _listed(sources: Sequence[str]) -> str:
@@ -288,78 +314,87 @@ class _Text:
 
     files: list[SourceFile]
     key: str  # where a line or a row holds its text
+    kept: Path  # a folder for what is read of the hub
+    report: Progress
     limit: int | None = None  # the first so many documents alone
 
     @property
     def size(self) -> int:
-        """Bytes of the sources, for progress."""
+        """Bytes of the sources, for progress; nobody knows that of the hub's."""
         return sum(file.size for file in self.files)
 
-    def names(self, report: Progress) -> Iterator[str]:
+    def names(self) -> Iterator[str]:
         """Of all documents."""
+        return _first(self._names(), self.limit)
 
-        def every() -> Iterator[str]:
-            done = 0
-            for file in self.files:
-                yield from document_names(file)
-                done += file.size
-                report("listing", done, self.size)
-
-        return islice(every(), self.limit)
+    def _names(self) -> Generator[str, None, None]:
+        done = 0
+        for file in self.files:
+            yield from document_names(file, self.key, self.kept, self._said)
+            done += file.size
+            self.tell("listing", done)
 
     def documents(self) -> Iterator[RawDocument]:
         """All documents, in the order of their names."""
-        return islice((document for file in self.files for document in raw_documents(file, self.key)), self.limit)
+        every = (doc for file in self.files for doc in raw_documents(file, self.key, self.kept, self._said))
+        return _first(every, self.limit)
+
+    def tell(self, stage: str, done: int) -> None:
+        """Report how much is done, in bytes of the sources."""
+        if any(file.hub is not None and file.size == 0 for file in self.files):
+            self.report(f"{stage} ({done / 1e6:,.0f} MB)", 0, 1)
+        else:
+            self.report(stage, done, self.size)
+
+    def _said(self, documents: int) -> None:
+        self.report(f"reading ({documents:,} documents)", 0, 1)
+
+
+def _first(items: Generator[Item, None, None], limit: int | None) -> Iterator[Item]:
+    with contextlib.closing(items):
+        yield from islice(items, limit)
 
 
 def _workers(files: list[SourceFile], tokenizer: Tokenizer | None, workers: int | None) -> int:
     """How many processes tokenize: as many as asked for, or as cores and text are worth."""
     if workers is not None:
         return workers
-    kind = "HFTokenizer" if tokenizer is None else tokenizer.type
-    worth = sum(file.size for file in files) // _BYTES_PER_WORKER.get(kind, _BYTES_PER_WORKER_DEFAULT)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if any(file.hub is not None and file.size == 0 for file in files):
+        return cores
+    kind = TRAINED if tokenizer is None else tokenizer.type
+    worth = sum(file.size for file in files) // _BYTES_PER_WORKER.get(kind, _BYTES_PER_WORKER_DEFAULT)
     return max(1, min(cores, worth))
 
 
-def _holding(
-    tokens: int,
-    files: list[SourceFile],
-    tokenizer: Tokenizer,
-    limit: int | None,
-    workers: int,
-    key: str,
-    report: Progress,
-) -> int | None:
-    """How many documents, of the first `limit`, hold so many tokens; None if all together do not.
+def _holding(tokens: int, text: _Text, tokenizer: Tokenizer, workers: int) -> int | None:
+    """How many documents, of those within the limit, hold so many tokens; that limit if all together do not.
 
     Which split a document goes to follows from how many there are, so that they are counted before any is written.
     """
-    text, found, count, done = _Text(files, key, limit), 0, 0, 0
+    found, count, done = 0, 0, 0
     work = chunks((document, 0) for document in text.documents())
-    with contextlib.closing(encode_all(Encoder(tokenizer, np.int32, key), work, workers)) as results:
+    with contextlib.closing(encode_all(Encoder(tokenizer, np.int32, text.key), work, workers)) as results:
         for result in results:
             for length in result.lengths:
                 found, count = found + length, count + 1
                 if found >= tokens:
                     return count
             done += result.size
-            report("counting tokens", done, text.size)
-    return limit
+            text.tell("counting tokens", done)
+    return text.limit
 
 
-def _assign(
-    text: _Text, shares: tuple[float, ...] | None, seed: int, report: Progress
-) -> tuple[np.ndarray | None, list[bytes]]:
+def _assign(text: _Text, shares: tuple[float, ...] | None, seed: int) -> tuple[np.ndarray | None, list[bytes]]:
     """The split of each document (None: all in one), or, for a lone text file, its three parts."""
     if shares is None:
         return None, []
     if len(text.files) == 1 and text.files[0].format == "text":
         return np.arange(3, dtype=np.uint8), cut(text.files[0], shares)
-    return assign(text.names(report), shares, seed), []
+    return assign(text.names(), shares, seed), []
 
 
-def _documents(text: _Text, parts: list[bytes], assigned: np.ndarray | None) -> Iterator[tuple[RawDocument, int]]:
+def _documents(text: _Text, parts: list[bytes], assigned: np.ndarray | None) -> Documents:
     """All documents with the number of their split."""
     if parts:
         line, offset = 1, 0
@@ -377,15 +412,11 @@ def _documents(text: _Text, parts: list[bytes], assigned: np.ndarray | None) -> 
         raise RunError("a source changed while it was read; prepare the corpus again") from None
 
 
-def _train(
-    folder: Path,
-    text: _Text,
-    parts: list[bytes],
-    assigned: np.ndarray | None,
-    vocab_size: int,
-    report: Progress,
+def _trained(
+    folder: Path, text: _Text, parts: list[bytes], assigned: np.ndarray | None, vocab_size: int, *, found: bool
 ) -> Tokenizer:
-    """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen."""
+    """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen; or `found` already,
+    by work that was interrupted."""
 
     def texts() -> Iterator[str]:
         done = 0
@@ -393,66 +424,24 @@ def _train(
             done += document.size
             if split == 0 and (decoded := decode(document, text.key)):
                 yield decoded
-            report("training the tokenizer", done, text.size)
+            text.tell("training the tokenizer", done)
 
-    train_bpe(texts(), vocab_size, folder / "tokenizer.json")
+    if not found:
+        train_bpe(texts(), vocab_size, folder / "tokenizer.json")
     return open_tokenizer("HFTokenizer", folder / "tokenizer.json")
 
 
-def _write(
-    folder: Path,
-    tokenizer: Tokenizer,
-    text: _Text,
-    parts: list[bytes],
-    assigned: np.ndarray | None,
-    shares: tuple[float, ...] | None,
-    workers: int,
-    report: Progress,
-) -> tuple[dict[SplitName, SplitCounts], list[str]]:
-    """Tokenize everything into the datasets of a folder. Returns the sizes and the Python files left out."""
-    from megatron.data.megatron_core import DType, IndexedDatasetBuilder  # takes seconds: after all that can be wrong
-
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    names: dict[int, SplitName] = (
-        {0: WHOLE} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
-    )
-    counted = {name: SplitCounts(documents=0, tokens=0, bytes=0) for name in names.values()}
-    skipped: list[str] = []
-    done = 0
-    builders = {i: IndexedDatasetBuilder(str(folder / f"{basename(name)}.bin"), dtype) for i, name in names.items()}
+def _write(writer: CorpusWriter, tokenizer: Tokenizer, text: _Text, documents: Documents, workers: int) -> None:
+    """Tokenize the documents that are not written yet into the datasets."""
     try:
-        work: Iterator[Chunk] = chunks(_documents(text, parts, assigned))
-        with contextlib.closing(encode_all(Encoder(tokenizer, dtype, text.key), work, workers)) as results:
+        work = chunks(islice(documents, writer.documents, None))
+        with contextlib.closing(encode_all(Encoder(tokenizer, writer.dtype, text.key), work, workers)) as results:
             for result in results:
-                for i, encoded in result.by_split.items():
-                    _add(builders[i], encoded)
-                    before = counted[names[i]]
-                    counted[names[i]] = SplitCounts(
-                        documents=before.documents + len(encoded.lengths),
-                        tokens=before.tokens + len(encoded.tokens),
-                        bytes=before.bytes + encoded.bytes,
-                    )
-                skipped += result.skipped
-                done += result.size
-                report("tokenizing", done, text.size)
-        for i, name in names.items():
-            builders[i].finalize(str(folder / f"{basename(name)}.idx"))
+                writer.add(result)
+                text.tell("tokenizing", writer.done)
+        writer.finish()
     finally:
-        for builder in builders.values():
-            with contextlib.suppress(OSError):  # on a full disk closing fails like writing did
-                builder.data_file.close()
-    _no_empty_split(counted, text.files)
-    return counted, skipped
-
-
-def _add(builder: Any, encoded: Encoded) -> None:
-    start = 0
-    for length in encoded.lengths:
-        pieces = [LONGEST_SEQUENCE] * (length // LONGEST_SEQUENCE)
-        if rest := length % LONGEST_SEQUENCE:
-            pieces.append(rest)
-        builder.add_document(encoded.tokens[start : start + length], pieces)
-        start += length
+        writer.close()
 
 
 def _no_empty_split(counted: dict[SplitName, SplitCounts], files: list[SourceFile]) -> None:
@@ -468,11 +457,23 @@ def _no_empty_split(counted: dict[SplitName, SplitCounts], files: list[SourceFil
 
 
 @contextlib.contextmanager
-def _building(output: Path) -> Iterator[Path]:
-    """A folder that becomes `output` if all goes well; a disk that refuses is one line that says what is kept."""
+def _building(output: Path, key: str) -> Iterator[Path]:
+    """A folder that becomes `output` if all goes well; a disk that refuses is one line that says what is kept.
+
+    Work that was interrupted stays, if there is something to go on with, for a later call with the same key.
+    """
     real = output.resolve()  # a link to another disk stays one
+    work: Path | None = None
+
+    def stays(error: BaseException) -> bool:
+        assert work is not None
+        return isinstance(error, KeyboardInterrupt | UnfinishedError) and (
+            (work / PROGRESS).exists() or any((work / "read").glob("*/*.json"))
+        )
+
     try:
-        with whole_folder(real) as folder:
+        with whole_folder(real, key=key, stays=stays) as folder:
+            work = folder.parent
             yield folder
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

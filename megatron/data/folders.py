@@ -8,6 +8,9 @@ A folder is written inside a working folder beside its place and then renamed:
 The process that writes holds a lock on the working folder, which the system releases however the process ends. So
 whoever comes next knows which working folders nobody owns: it puts an `old` back whose place is empty, and removes the
 rest. File systems that cannot lock keep such folders, since nobody can tell whether their owner lives.
+
+Long work can be gone on with. Its working folder is named by a key, `data/.python.0f3a9c21.tmp`, which says what is
+being made, so that the same work finds what an earlier process left of it; other work removes it like any other.
 """
 
 import contextlib
@@ -16,59 +19,91 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+KEPT_BESIDE = ("read", "progress.json", "lengths")
+"""Names of what long work may keep beside its new folder."""
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
-    """An empty folder that takes the place of `target` when the block ends without an exception.
+def whole_folder(
+    target: Path, *, replace: bool = True, key: str | None = None, stays: Callable[[BaseException], bool] | None = None
+) -> Iterator[Path]:
+    """A folder that takes the place of `target` when the block ends without an exception.
 
     Whatever stood there is replaced, or, with `replace=False`, kept if another process made it meanwhile. After an
     exception `target` is as it was. Raises OSError where the disk refuses.
+
+    key: eight digits or small letters that say which work this is. The folder then holds what an earlier process left
+        of the same work, which was killed or ended by an exception that `stays` says yes to; so does the folder that it
+        lies in. While another process does that work, this one begins anew.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    recover(target)
-    work, lock = _begin(target)
+    recover(target, key)
+    work, lock = _begin(target, key)
+    keep = False
     try:
-        (work / "new").mkdir()  # not mkdtemp's permissions, which are for its owner alone
+        (work / "new").mkdir(exist_ok=True)  # not mkdtemp's permissions, which are for its owner alone
         yield work / "new"
         if replace or not target.exists():
             if target.exists():
                 target.rename(work / "old")
             (work / "new").rename(target)
+    except BaseException as error:
+        keep = key is not None and work == _keyed(target, key) and stays is not None and stays(error)
+        raise
     finally:
-        _settle(work, target)
+        _settle(work, target, keep=keep)
         if lock is not None:
             os.close(lock)
 
 
-def recover(target: Path) -> None:
-    """Put right what killed processes left of their work on `target`."""
+def recover(target: Path, key: str | None = None) -> None:
+    """Put right what killed processes left of their work on `target`; what they left of the work `key` stays."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.tmp")
     left: list[Path] = []
     with contextlib.suppress(OSError):  # a place that cannot be listed holds nothing of ours
         left = [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
     for work in left:
         with contextlib.suppress(OSError):  # nor does what is no folder, or another's; the next one may be ours
-            if {path.name for path in work.iterdir()} <= {"new", "old"}:
-                _settle_if_abandoned(work, target)
+            if {path.name for path in work.iterdir()} <= {"new", "old", *KEPT_BESIDE}:
+                _settle_if_abandoned(work, target, keep=key is not None and work == _keyed(target, key))
 
 
-def _settle_if_abandoned(work: Path, target: Path) -> None:
+def _keyed(target: Path, key: str) -> Path:
+    return target.with_name(f".{target.name}.{key}.tmp")
+
+
+def _settle_if_abandoned(work: Path, target: Path, *, keep: bool) -> None:
     descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # somebody works there, or the file system has no locks
         return
     else:
-        _settle(work, target)
+        _settle(work, target, keep=keep)
     finally:
         os.close(descriptor)
 
 
-def _begin(target: Path) -> tuple[Path, int | None]:
-    """A new working folder and the lock on it; no lock where the file system has none."""
+def _begin(target: Path, key: str | None) -> tuple[Path, int | None]:
+    """A working folder and the lock on it: that of the key, if nobody has it, else a new one.
+
+    No lock where the file system has none.
+    """
+    while key is not None:
+        work = _keyed(target, key)
+        work.mkdir(exist_ok=True)
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            break
+        if work.exists():  # it may have been swept away before it was locked
+            return work, descriptor
+        os.close(descriptor)
     while True:
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
         try:
@@ -85,9 +120,9 @@ def _begin(target: Path) -> tuple[Path, int | None]:
         os.close(descriptor)
 
 
-def _settle(work: Path, target: Path) -> None:
+def _settle(work: Path, target: Path, *, keep: bool) -> None:
     """The end of a working folder, however its work ended: what stood in the place goes back if the place is empty."""
     old = work / "old"
     if old.exists() and not target.exists():
         old.rename(target)
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(old if keep else work, ignore_errors=True)

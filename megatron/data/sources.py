@@ -7,6 +7,7 @@ A source is written as one word on the command line:
 - a `.txt` file: one document;
 - a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file: one document per line, an object's `text`;
 - a `.parquet` or `.arrow` file: one document per row, the text in its column `text`;
+- `hf:NAME` or `hf:NAME:CONFIG`: a dataset on Hugging Face's hub, or of a folder that its library reads (`hub.py`);
 - a folder: every file below it that has one of the suffixes, hidden ones excepted, in a fixed order.
 
 Reading happens in two places. `scan` and `raw_documents` run in the parent process and touch only names, sizes and
@@ -15,26 +16,29 @@ as the formats demand, while decoding and tokenizing use all cores.
 """
 
 import gzip
+import hashlib
 import io
 import json
 import os
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from megatron.data.hub import PREFIX, Hub
 from megatron.data.tables import TABLES, row_count, texts
 from megatron.errors import UserError
+from megatron.optional import need
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSON_LINES, *TABLES)
 BLOCK = 1 << 20  # bytes read at a time
 
-Format = Literal["text", "json", "python", "table"]
+Format = Literal["text", "json", "python", "table", "hub"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class SourceFile:
     format: Format
     size: int  # bytes on disk
     modified: int  # nanoseconds
+    hub: Hub | None = None  # where it comes from, if that is no file
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ class RawDocument:
     offset: int = 0
 
 
-def scan(sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[str] | None = None) -> list[SourceFile]:
+def scan(
+    sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[str] | None = None, hf_split: str = "train"
+) -> list[SourceFile]:
     """All files of the sources, in a fixed order. UserError if a source is missing, unreadable, or has no such file."""
     if not sources:
         raise UserError("sources: none given; name files, folders or `python`")
@@ -70,6 +77,8 @@ def scan(sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[s
     for source in sources:
         if source == "python":
             files += _python_library(packages)
+        elif source.startswith(PREFIX):
+            files.append(_of_hub(Hub(source, hf_split)))
         elif (path := Path(source)).is_dir():
             files += _folder(path, suffixes)
         elif path.is_file():
@@ -92,9 +101,20 @@ def scan(sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[s
     return files
 
 
-def document_names(file: SourceFile) -> Iterator[str]:
-    """The names of a file's documents, in order, without reading more than needed to number them."""
-    if file.format == "table":
+Said = Callable[[int], None]
+
+
+def document_names(
+    file: SourceFile, key: str = "text", kept: Path | None = None, said: Said = lambda documents: None
+) -> Generator[str, None, None]:
+    """The names of a file's documents, in order, without reading more than needed to number them.
+
+    Arguments as for `raw_documents`.
+    """
+    if file.format == "hub":
+        for document in raw_documents(file, key, kept, said):
+            yield document.name
+    elif file.format == "table":
         for number in range(1, row_count(file.path) + 1):
             yield f"{file.name}:{number}"
     elif file.format != "json":
@@ -105,11 +125,23 @@ def document_names(file: SourceFile) -> Iterator[str]:
                 yield f"{file.name}:{number}"
 
 
-def raw_documents(file: SourceFile, key: str = "text") -> Iterator[RawDocument]:
+def raw_documents(
+    file: SourceFile, key: str = "text", kept: Path | None = None, said: Said = lambda documents: None
+) -> Generator[RawDocument, None, None]:
     """A file's documents, undecoded, in the order of `document_names`; their sizes add up to the file's.
 
     key: the column of a table that holds the text.
+    kept: where what is read of the hub is kept; needed for that alone.
+    said: called now and then with the number of documents that were read of the hub.
     """
+    if file.hub is not None:
+        assert kept is not None
+        own = kept / hashlib.sha256(file.name.encode()).hexdigest()[:12]
+        for number, text in enumerate(file.hub.texts(key, own, said), start=1):
+            content = text.encode()
+            where = f"{file.path}, row {number}"
+            yield RawDocument(f"{file.name}:{number}", where, "table", content, len(content))
+        return
     if file.format == "table":
         rows, before = row_count(file.path), 0
         for number, text in enumerate(texts(file.path, key), start=1):
@@ -172,6 +204,15 @@ def cut(file: SourceFile, shares: Sequence[float]) -> list[bytes]:
             end = len(content)
         edges.append(end)
     return [content[start:end] for start, end in pairwise(edges)]
+
+
+def _of_hub(hub: Hub) -> SourceFile:
+    """A source on the hub; of a local folder, size and time of its files tell whether it is the same."""
+    need("datasets", hub.source)
+    facts = [path.stat() for path in hub.files]
+    name = "/".join(part for part in ("hf", Path(hub.name).name if facts else hub.name, hub.config, hub.split) if part)
+    size, modified = sum(each.st_size for each in facts), max((each.st_mtime_ns for each in facts), default=0)
+    return SourceFile(Path(hub.source), name, "hub", size, modified, hub)
 
 
 def _suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
 
 def test_long_documents_become_several_sequences(texts, tmp_path, monkeypatch, reader):
     whole = prepare([str(texts)], tmp_path / "a", split=None)
-    monkeypatch.setattr(corpus_module, "LONGEST_SEQUENCE", 7)
+    monkeypatch.setattr("megatron.data.writing.LONGEST_SEQUENCE", 7)
     pieces = prepare([str(texts)], tmp_path / "b", split=None)
     assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # as documents the same
     assert (tmp_path / "a/text_document.bin").read_bytes() == (tmp_path / "b/text_document.bin").read_bytes()
@@ -379,7 +379,7 @@ def test_progress_counts_the_bytes_of_the_sources(many, tmp_path):
 
 def test_a_source_that_changes_meanwhile_is_noticed(many, tmp_path, monkeypatch):
     names = sources_module.document_names
-    monkeypatch.setattr(corpus_module, "document_names", lambda file: list(names(file))[:-1])
+    monkeypatch.setattr(corpus_module, "document_names", lambda *how: list(names(*how))[:-1])
     with pytest.raises(RunError, match="a source changed while it was read"):
         prepare([str(many)], tmp_path / "out")
 

@@ -1,0 +1,169 @@
+"""Texts of a dataset on Hugging Face's hub, or of a local folder that its library reads, streamed with `datasets`.
+
+What was read is kept in pieces beside the place that the library had come to, so that a text is fetched once: later
+passes read the pieces, and a reading that was interrupted goes on behind the last one.
+
+    000000.jsonl.zst   texts, a JSON string per line
+    000000.json        how many documents there are up to here, the library's state, and whether the dataset ends here
+
+Nothing of a dataset is run, and nothing is asked of the network but what the user named. Needs the package datasets.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from megatron.errors import RunError, UserError, reason
+from megatron.files import write_bytes
+from megatron.optional import need
+from megatron.suggest import choose_from
+
+PREFIX = "hf:"
+PIECE_BYTES = 1 << 24
+PIECE_SECONDS = 30.0
+"""A piece is written when there is so much text for it, or after so long."""
+
+
+class UnfinishedError(RunError):
+    """Work that was interrupted, and that the same command goes on with."""
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A split of a dataset, as a source of text."""
+
+    source: str  # as it was written: hf:NAME or hf:NAME:CONFIG
+    split: str
+
+    @property
+    def name(self) -> str:
+        """The dataset's, or a folder."""
+        return self.source.removeprefix(PREFIX).partition(":")[0]
+
+    @property
+    def config(self) -> str | None:
+        """Which of a dataset's configurations; None for its only one."""
+        return self.source.removeprefix(PREFIX).partition(":")[2] or None
+
+    @property
+    def files(self) -> list[Path]:
+        """Of a folder; none of what lies on the hub."""
+        folder = Path(self.name)
+        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+
+    def texts(self, column: str, kept: Path, said: Callable[[int], None] = lambda documents: None) -> Iterator[str]:
+        """The text of every row, empty where there is none.
+
+        Args:
+            column: that holds the text.
+            kept: a folder for what was read; what is there is not fetched again.
+            said: called with the number of documents whenever some are kept.
+
+        Raises:
+            UserError: there is no such dataset, configuration, split, or column of text; datasets is not installed.
+            UnfinishedError: it cannot be reached any more; what was read is kept.
+        """
+        pieces = _Pieces(kept)
+        yield from pieces.texts()
+        if pieces.ended:
+            return
+        stream = self._opened()
+        if pieces.state is not None:
+            stream.load_state_dict(pieces.state)
+        try:
+            yield from self._read(stream, column, pieces, said)
+        finally:  # also where the reader has enough
+            pieces.write(stream.state_dict())
+
+    def _read(self, stream: Any, column: str, pieces: _Pieces, said: Callable[[int], None]) -> Iterator[str]:
+        rows = iter(stream)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                pieces.ended = True
+                return
+            except Exception as error:  # whatever the library and the network below it raise
+                raise UnfinishedError(
+                    f"{self.source}: ended after {pieces.documents:,} documents: {type(error).__name__}: "
+                    f"{reason(error)}; the same command goes on there"
+                ) from error
+            text = _text(row, column, f"{self.source}, row {pieces.documents + 1}")
+            if pieces.add(text):
+                pieces.write(stream.state_dict())
+                said(pieces.documents)
+            yield text
+
+    def _opened(self) -> Any:
+        need("datasets", self.source)
+        import datasets
+
+        datasets.disable_progress_bars()
+        try:
+            return datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
+        except (ConnectionError, TimeoutError) as error:
+            raise RunError(f"{self.source}: cannot be reached: {reason(error)}") from error
+        except Exception as error:  # the library has a class for each way to be wrong, some of them its hub's
+            raise UserError(f"{self.source} (--hf-split {self.split}): {reason(error)}") from error
+
+
+def _text(row: dict[str, Any], column: str, where: str) -> str:
+    if column not in row:
+        raise UserError(f"{where}: no column {column!r}; {choose_from(column, list(row))} (--column)")
+    value = row[column]
+    if not isinstance(value, str | None):
+        raise UserError(f"{where}: column {column!r} holds {type(value).__name__}, not text (--column)")
+    return value or ""
+
+
+class _Pieces:
+    """What was read of a dataset."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.documents = 0
+        self.ended = False
+        self.state: dict[str, Any] | None = None
+        self._number = 0
+        self._held: list[bytes] = []
+        self._size = 0
+        self._since = time.monotonic()
+        while (facts := self._path(".json")).is_file():
+            found = json.loads(facts.read_text(encoding="utf-8"))
+            self.documents, self.ended, self.state = found["documents"], found["ended"], found["state"]
+            self._number += 1
+
+    def texts(self) -> Iterator[str]:
+        """Of all pieces, in order."""
+        for number in range(self._number):
+            content = (self._folder / f"{number:06d}.jsonl.zst").read_bytes()
+            for line in zstandard.ZstdDecompressor().decompress(content).splitlines():
+                yield json.loads(line)
+
+    def add(self, text: str) -> bool:
+        """Take a text; returns whether it is time for a piece."""
+        self._held.append(json.dumps(text).encode())  # ASCII: a line holds no other kind of line break
+        self._size += len(self._held[-1])
+        self.documents += 1
+        return self._size >= PIECE_BYTES or time.monotonic() - self._since >= PIECE_SECONDS
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Keep what was taken, and where the library stands."""
+        if not self._held and not self.ended:
+            return
+        facts = {"documents": self.documents, "ended": self.ended, "state": state}
+        write_bytes(self._path(".jsonl.zst"), zstandard.ZstdCompressor().compress(b"\n".join(self._held)))
+        write_bytes(self._path(".json"), json.dumps(facts).encode())
+        self._number += 1
+        self._held, self._size, self._since = [], 0, time.monotonic()
+
+    def _path(self, suffix: str) -> Path:
+        return self._folder / f"{self._number:06d}{suffix}"
