@@ -96,6 +96,9 @@ class HarnessModel(TemplateLM):
         return list(self.tokens_of.encode(string))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
+        empty = next((request for request in requests if not request.args[1]), None)
+        if empty is not None:
+            raise RunError(f"{empty.task_name}: document {empty.doc_id} has an empty choice, which has no likelihood")
         answers = super().loglikelihood(requests, disable_tqdm=True)
         self._note(requests, self._counts)
         return answers

@@ -286,6 +286,22 @@ def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: py
         given(place, run, "texts")
 
 
+def test_an_empty_choice(run: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from megatron.checkpoint.load_model import load_model
+    from megatron.data.tokenizers import ByteTokenizer
+    from megatron.evaluation.harness import HarnessModel
+
+    doc: dict[str, object] = {}
+    asked = [
+        Instance(request_type="loglikelihood", doc=doc, arguments=("a", text), idx=0, metadata=("choices", 4, 1))
+        for text in ("b", "")
+    ]
+    with pytest.raises(RunError, match="choices: document 4 has an empty choice"):
+        HarnessModel(load_model(run).model, ByteTokenizer(), 12).loglikelihood(asked)
+
+
 def test_values_that_no_record_holds_are_told() -> None:
     from megatron.evaluation.harness import Asked
 
