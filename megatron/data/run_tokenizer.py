@@ -64,14 +64,15 @@ def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -
         copy = load_tokenizer(Path(run) / FOLDER)
         if name in (None, copy.name):
             return copy  # else the run began anew with another, and this checkpoint is from before
+    whose = "the run" if run is None else str(run)
     try:
         found = _of_data(data)
     except UserError as error:
         if name == ByteTokenizer.type:
             return ByteTokenizer()
-        raise UserError(f"there is no copy of its tokenizer, and its data do not help: {error}") from None
+        raise UserError(f"{whose} has no copy of its tokenizer, and its data do not help: {error}") from None
     if name not in (None, found.name):
-        raise UserError(f"it was trained with tokenizer {name}, and its data have {found.name} now")
+        raise UserError(f"{whose} was trained with tokenizer {name}, and its data have {found.name} now")
     return found
 
 

@@ -74,7 +74,7 @@ def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_toke
     prepare([str(tmp_path / "text.txt")], tmp_path / "corpus", split=None)
     data = DataOptions(train_data_paths=[str(tmp_path / "corpus" / "text_document")])
     assert run_tokenizer(tmp_path, data, "bytes").name == "bytes"
-    with pytest.raises(UserError, match="it was trained with tokenizer HFTokenizer-1, and its data have bytes now"):
+    with pytest.raises(UserError, match="was trained with tokenizer HFTokenizer-1, and its data have bytes now"):
         run_tokenizer(tmp_path, data, "HFTokenizer-1")
     # A copy of another tokenizer is that of a later run in this folder.
     keep_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
@@ -83,7 +83,7 @@ def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_toke
     shutil.rmtree(tmp_path / "tokenizer")
     shutil.rmtree(tmp_path / "corpus")
     assert run_tokenizer(tmp_path, data, "bytes").name == "bytes"  # which needs no file
-    with pytest.raises(UserError, match=r"no copy of its tokenizer, and its data do not help: train_data_paths: no "):
+    with pytest.raises(UserError, match=r"has no copy of its tokenizer, and its data do not help: train_data_paths: no "):
         run_tokenizer(tmp_path, data, "HFTokenizer-1")
     named = open_tokenizer("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
     files = dict(zip(("vocab_file", "merge_file"), map(str, named.files.values()), strict=True))
