@@ -83,7 +83,7 @@ def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_toke
     shutil.rmtree(tmp_path / "tokenizer")
     shutil.rmtree(tmp_path / "corpus")
     assert run_tokenizer(tmp_path, data, "bytes").name == "bytes"  # which needs no file
-    with pytest.raises(UserError, match=r"has no copy of its tokenizer, and its data do not help: train_data_paths: no "):
+    with pytest.raises(UserError, match=r"has no copy of its tokenizer, and its data do not help: train_data"):
         run_tokenizer(tmp_path, data, "HFTokenizer-1")
     named = open_tokenizer("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
     files = dict(zip(("vocab_file", "merge_file"), map(str, named.files.values()), strict=True))
