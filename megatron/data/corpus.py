@@ -14,6 +14,7 @@ again finds it there, compares every file with its checksum, and does nothing.
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -203,6 +204,16 @@ def _clear(folder: Path, *, keep: bool) -> None:
     for path in folder.iterdir():
         if not (keep and (path.suffix == ".bin" or path.name in TOKENIZER_FILES["HFTokenizer"])):
             path.unlink()
+
+
+def unfinished(output: str | Path) -> bool:
+    """Is there work on a corpus that was interrupted, and that preparing the same again goes on with?"""
+    real = Path(output).resolve()
+    return any(_goes_on(work) for work in real.parent.glob(f".{glob.escape(real.name)}.????????.tmp"))
+
+
+def _goes_on(work: Path) -> bool:
+    return (work / PROGRESS).exists() or any((work / "read").glob("*/*.json"))
 
 
 def read_corpus(folder: str | Path) -> Corpus:
@@ -467,9 +478,7 @@ def _building(output: Path, key: str) -> Iterator[Path]:
 
     def stays(error: BaseException) -> bool:
         assert work is not None
-        return isinstance(error, KeyboardInterrupt | UnfinishedError) and (
-            (work / PROGRESS).exists() or any((work / "read").glob("*/*.json"))
-        )
+        return isinstance(error, KeyboardInterrupt | UnfinishedError) and _goes_on(work)
 
     try:
         with whole_folder(real, key=key, stays=stays) as folder:

@@ -101,7 +101,7 @@ def load_tasks(options: TaskOptions, say: Say) -> Any:
     """The tasks that are named, as the harness has them.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is none of that name, or it shows images or runs code that a model writes.
         RunError: one cannot be read, or its data cannot be had.
     """
     from lm_eval.tasks import TaskManager
@@ -124,6 +124,9 @@ def load_tasks(options: TaskOptions, say: Say) -> Any:
     except Exception as error:  # whatever a task's code and its data's library raise
         raise RunError(f"--tasks {','.join(names)}: cannot be read: {type(error).__name__}: {reason(error)}") from error
     for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            what = "runs code that a model writes" if getattr(task, "UNSAFE_CODE", False) else "shows images"
+            raise UserError(f"--tasks {name}: {what}, which is not done here")
         own = task.get_config("num_fewshot")
         if own == 0 and options.num_fewshot:
             say(f"{name}: always without examples, whatever --num-fewshot says")

@@ -19,8 +19,16 @@ if TYPE_CHECKING:
 
 def prepare_corpus(sources: Sequence[str], output: Path, **choices: Any) -> None:
     """Prepare a corpus with progress on the console. `choices` are those of `megatron.data.corpus.prepare`."""
+    from megatron.data.corpus import unfinished
+
     with temporary_log() as log, run_console(log) as console, explained(log):
-        _summary(console, metered(console if console.is_terminal else None, sources, output, **choices))
+        try:
+            corpus = metered(console if console.is_terminal else None, sources, output, **choices)
+        except KeyboardInterrupt:
+            if unfinished(output):
+                console.print("the same command goes on where this was interrupted", highlight=False)
+            raise
+        _summary(console, corpus)
 
 
 def metered(console: Console | None, sources: Sequence[str], output: str | Path, **choices: Any) -> Corpus:

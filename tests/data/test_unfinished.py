@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.data import hub, writing
-from megatron.data.corpus import prepare
+from megatron.data.corpus import prepare, unfinished
 from megatron.data.hub import Hub, UnfinishedError
 from megatron.errors import RunError, UserError
 
@@ -90,6 +90,8 @@ def test_interrupted_work_goes_on(tmp_path: Path, source: str, choices: dict[str
         prepare([source], tmp_path / "out", **choices, progress=first)
     (left,) = set(names(tmp_path)) - {"many.jsonl", "whole"}
     assert left.startswith(".out.")
+    assert unfinished(tmp_path / "out")
+    assert not unfinished(tmp_path / "whole")
     second = Interrupting("tokenizing", 3, die)
     killed(lambda: prepare([source], tmp_path / "out", **choices, progress=second))
     third = Interrupting()

@@ -272,6 +272,10 @@ def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: py
         with pytest.raises((UserError, RunError), match=message) as error:
             given(place, run, tasks, **options)
         assert "\n" not in str(error.value)
+    text = TASK.format(folder=place, data="questions")
+    (place / "yaml" / "unsafe.yaml").write_text(f"task: unsafe\nunsafe_code: true\n{text}{TASKS['written']}")
+    with pytest.raises(UserError, match="--tasks unsafe: runs code that a model writes, which is not done here"):
+        given(place, run, "unsafe")
     (place / "questions.jsonl").rename(place / "moved.jsonl")
     with pytest.raises(RunError, match=r"--tasks written: cannot be read: .*questions.jsonl"):
         given(place, run, "written")
@@ -342,3 +346,43 @@ def test_a_batch_that_is_too_large_is_divided(place: Path, run: Path, monkeypatc
     monkeypatch.setattr(HarnessModel, "_forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(RunError, match="12 tokens do not fit the memory of cpu"):
         given(place, run, "choices")
+
+
+@pytest.mark.slow
+def test_an_export_gives_the_same_answers(place: Path, run: Path) -> None:
+    """`lm_eval --model hf` over the exported folder: the same loglikelihoods, and the same text, letter by letter."""
+    pytest.importorskip("transformers", reason="requirements-eval.txt is not installed")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron.data.tokenizers import ByteTokenizer
+    from megatron.evaluation.harness import HarnessModel
+    from megatron.export.run import export
+
+    export(str(run), place / "exported")
+    exported = HFLM(
+        pretrained=str(place / "exported"),
+        trust_remote_code=True,
+        max_length=24,
+        dtype="float32",
+        device="cpu",
+        batch_size=2,
+    )
+    ours = HarnessModel(load_model(run).model, ByteTokenizer(), 24, batch_tokens=60)
+
+    def asked(kind: str, texts: list[tuple[Any, ...]]) -> list[Any]:
+        requests = [
+            [Instance(kind, {}, text, number, ("t", number, 1)) for number, text in enumerate(texts)]  # type: ignore[arg-type]
+            for _ in range(2)
+        ]
+        return [getattr(model, kind)(own) for model, own in zip((exported, ours), requests, strict=True)]
+
+    choices = [(each["q"], choice) for each in QUESTIONS for choice in each["choices"]]
+    theirs, found = asked("loglikelihood", choices)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in theirs], rel=2 * ROUNDING)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in theirs]
+    theirs, found = asked("loglikelihood_rolling", [(text,) for text in DOCUMENTS])
+    assert found == pytest.approx(theirs, rel=2 * ROUNDING)
+    how = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    theirs, found = asked("generate_until", [(each["q"] or "x", dict(how)) for each in QUESTIONS])
+    assert found == theirs
