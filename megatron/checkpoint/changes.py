@@ -21,7 +21,7 @@ ENCODING = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
 
 OLD_ENCODING = re.compile(r"position\..*|.*\.core_attention\._own\..*")
 """Names of an encoding's weights in a file, shared by all layers or of each one."""
-_LAYER = re.compile(r"(?<=\.layers\.)\d+")
+_IN_LAYER = re.compile(r"decoder\.layers\.\d+\.self_attention\.core_attention\.")
 
 
 def asked(config: Config, stored: Config) -> set[str]:
@@ -58,8 +58,8 @@ def _shown(value: Any) -> str:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Names with a star for the layer's number, each once."""
-    return sorted({_LAYER.sub("*", name) for name in names})
+    """Names with a star for the layer's number, short and each once."""
+    return sorted({_IN_LAYER.sub("layers.*.", name).replace("._own.", ".position.") for name in names})
 
 
 def changes(

@@ -88,7 +88,7 @@ def test_another_base_needs_no_weight_and_other_buckets_do(corpus, trained: dict
     for per_layer in (False, True):
         run = tmp_path / f"buckets {per_layer}"
         said = tuned(corpus, run, trained["t5"], pos_emb_per_layer=per_layer, **buckets)
-        own = "decoder.layers.*.self_attention.core_attention._own.bias.value" if per_layer else "position.bias.value"
+        own = "layers.*.position.bias.value" if per_layer else "position.bias.value"
         assert f"fresh: {own}; dropped: position.bias.value" in said
 
 
@@ -96,7 +96,7 @@ def test_with_a_processor_at_zero_effect_at_once(corpus: Path, trained: dict[str
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
     said = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb="kerple_log", pos_emb_per_layer=True, **zero)
     assert "score_processor none → cdape" in said
-    assert "decoder.layers.*.self_attention.core_attention.processor.output.weight" in said
+    assert "layers.*.processor.output.weight" in said
     with pytest.raises(UserError, match="zero_init: true"):
         tuned(corpus, tmp_path / "other", trained["rotary"], pos_emb="kerple_log", score_processor="cdape")
 

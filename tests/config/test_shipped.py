@@ -9,6 +9,7 @@ from models import build_model
 from megatron.config import names
 from megatron.config.load import SHIPPED, load
 from megatron.config.schema import Config
+from megatron.errors import UserError
 
 MODELS = sorted((SHIPPED / "model").glob("*.yml"))
 OVERLAYS = sorted([*(SHIPPED / "position").glob("*.yml"), *(SHIPPED / "cluster").glob("*.yml")])
@@ -51,6 +52,15 @@ def by_shapes(config: Config) -> int:
 def test_model_alone(path: Path):
     loaded = load([path])
     assert loaded.notes == ()
+
+
+@pytest.mark.parametrize("path", sorted((SHIPPED / "finetune").glob("*.yml")), ids=lambda path: path.stem)
+def test_finetuning_of_a_model(path: Path):
+    config = load(["125M", "rotary", path], ["load=runs/source"]).config
+    assert config.checkpoint.finetune
+    assert config.position.score_processor_options["zero_init"]
+    with pytest.raises(UserError, match="finetune: true needs load"):
+        load(["125M", "rotary", path])
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
