@@ -11,8 +11,9 @@ from pydantic.fields import FieldInfo
 from megatron.config import names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
-from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.experiments.options import CorpusOptions, SweepOptions
+from megatron.generation.options import GenerationOptions
 from megatron.options import Section
 
 PAGE = Path("docs/configuration.md")
@@ -65,6 +66,16 @@ SWEEP: dict[str, type[Section]] = {
     "sweep.evaluate": EvaluationOptions,
 }
 """The mappings of a sweep file."""
+
+COMMANDS_INTRODUCTION = """\
+## Options of commands
+
+What no configuration file holds: `evaluate.limit` is `--limit` of `./deepy.py evaluate`. The other options of
+`evaluate` are those of a sweep.
+"""
+
+COMMANDS: dict[str, type[Section]] = {"evaluate": TaskOptions, "generate": GenerationOptions}
+"""Commands and their options."""
 
 NEOX_INTRODUCTION = """\
 ## GPT-NeoX, KERPLE and DAPE
@@ -122,13 +133,13 @@ def _section(name: str) -> str:
     return f"## {name}\n\n{title}\n\n{table(['key', 'default', 'values', 'role', 'meaning'], rows)}"
 
 
-def _sweep() -> str:
+def _options(introduction: str, sections: dict[str, type[Section]]) -> str:
     rows = [
         [f"`{path}.{name}`", _default(field), type_of(field.annotation), field.description or ""]
-        for path, section in SWEEP.items()
+        for path, section in sections.items()
         for name, field in section.model_fields.items()
     ]
-    return f"{SWEEP_INTRODUCTION}\n{table(['key', 'default', 'values', 'meaning'], rows)}"
+    return f"{introduction}\n{table(['key', 'default', 'values', 'meaning'], rows)}"
 
 
 def _position_names() -> str:
@@ -189,7 +200,8 @@ def _refused() -> str:
 
 def markdown() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *(_section(name) for name in SECTIONS), _sweep(), NEOX_INTRODUCTION]
+    parts = [INTRODUCTION, *(_section(name) for name in SECTIONS), _options(SWEEP_INTRODUCTION, SWEEP)]
+    parts += [_options(COMMANDS_INTRODUCTION, COMMANDS), NEOX_INTRODUCTION]
     return "\n".join([*parts, _position_names(), _called(), _understood(), _without_effect(), _refused()])
 
 
