@@ -405,7 +405,7 @@ def import_(
     """Make a run folder of a model from elsewhere.
 
     SOURCE is a folder as Hugging Face's libraries write it (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2,
-    Qwen2), or a checkpoint of GPT-NeoX, KERPLE or DAPE. What it computes is computed here; what could not be is refused
+    Qwen2), an export of this project, or a checkpoint of GPT-NeoX, KERPLE or DAPE. What it computes is computed here; what could not be is refused
     by name. The run is evaluated, generated from and finetuned like any other.
 
     [bold]Examples[/]
@@ -414,7 +414,7 @@ def import_(
 
       ./deepy.py evaluate runs/pythia --data book.txt --lengths 1x,2x,4x
 
-      ./deepy.py train runs/pythia/config.yml cdape load=runs/pythia finetune=true save=runs/cdape train_iters=1000 …
+      ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
     from megatron.importing.run import import_model
     from megatron.quantities import count
