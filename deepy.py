@@ -228,6 +228,7 @@ def _submit(loaded: Loaded, dry_run: bool) -> int:
 
     settled = afar(loaded.config)
     job = slurm.training(loaded.config)
+    slurm.check_start(loaded.config)
     _check_position(loaded)
     with loaded.placing_errors():
         local.check_data(loaded.config)

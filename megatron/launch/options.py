@@ -125,11 +125,11 @@ def conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
     if launch.launcher == "ssh" and launch.hostfile is None:
         yield "launcher", "launcher ssh needs hostfile, a file with a line NAME slots=8 for each machine"
     limit = slurm.seconds()
-    if limit is not None and slurm.requeue and slurm.signal_seconds >= limit:
+    if limit is not None and slurm.signal_seconds >= limit:
         yield (
             "slurm.signal_seconds",
             f"slurm.signal_seconds {slurm.signal_seconds} is not less than slurm.time {slurm.time} ({limit} s): the "
-            "job would be told to save as soon as it starts, again and again",
+            "job would be told to save as soon as it starts",
         )
     if slurm.container_mounts and slurm.container is None:
         yield "slurm.container_mounts", "slurm.container_mounts needs slurm.container, the image to run in"

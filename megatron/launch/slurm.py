@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint import folder as checkpoints
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
 from megatron.files import make_folder, remove_empty, write_text
@@ -86,6 +87,21 @@ def training(config: Config) -> Job:
     )
 
 
+def check_start(config: Config) -> None:
+    """Refuse before a night in the queue what the job would refuse: a folder that is another run's, nothing to load.
+
+    Raises UserError as the run would.
+    """
+    options = config.checkpoint
+    if options.load is None and (newest := checkpoints.newest(options.save or "")) is not None:
+        raise UserError(
+            f"save: {options.save} holds checkpoints already (the last is {newest.name}); "
+            f"add load={options.save} to go on from there, or choose another folder"
+        )
+    if options.load is not None and os.path.abspath(options.load) != os.path.abspath(options.save or ""):
+        checkpoints.resolve(options.load)
+
+
 def script(job: Job) -> str:
     """The batch script."""
     slurm, launch = job.launch.slurm, job.launch
@@ -106,7 +122,7 @@ def script(job: Job) -> str:
         "constraint": slurm.constraint,
         "output": f"{str(job.folder).replace('%', '%%')}/slurm-{number}.out",
         "open-mode": "append",
-        "signal": f"TERM@{slurm.signal_seconds}" if slurm.requeue else None,
+        "signal": f"TERM@{slurm.signal_seconds}",
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value is not None]
     options += ["--requeue" if slurm.requeue else "--no-requeue", *(["--exclusive"] if slurm.exclusive else [])]

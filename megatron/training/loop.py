@@ -160,7 +160,7 @@ class Loop:
                 number = round(run.processes.max(stop.signal or 0))  # it may have reached another process only
                 saved = "nothing is saved"
                 if self.checkpoint is not None:
-                    saved = f"saved {self.checkpoint}; go on with: {outline.carry_on(run.config)}"
+                    saved = f"saved {self.checkpoint}; {outline.what_next(run.config, number)}"
                 run.console.say(f"stopped by signal {number} at step {self.step} of {train_iters}; {saved}")
             elif not tested:
                 test = self._test()

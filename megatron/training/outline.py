@@ -1,6 +1,7 @@
 """The first and the last line of a run: what it is and how long it may take, where it was saved and what comes next."""
 
 import shlex
+import signal
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from megatron.config.schema import Config
 from megatron.model.options import feed_forward_size
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
+from megatron.parallel.surroundings import job_line
 from megatron.quantities import about, count
 from megatron.training.hardware import matmul_speed
 from megatron.training.pipeline import bubble
@@ -80,6 +82,14 @@ def last_line(config: Config, checkpoint: Path | None) -> str:
     held_out = config.data.data_path or config.data.test_data_paths or config.data.valid_data_paths
     data = "" if held_out else " --data TEXT"
     return f"saved {checkpoint}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{data}"
+
+
+def what_next(config: Config, number: int) -> str:
+    """How a run goes on that signal `number` stopped: by itself in a job that SLURM requeues, or by a command."""
+    requeued = config.launch.launcher == "slurm" and config.launch.slurm.requeue and number == signal.SIGTERM
+    if requeued and job_line() is not None:
+        return f"SLURM puts the job back into the queue, or, if it was cancelled: {carry_on(config)}"
+    return f"go on with: {carry_on(config)}"
 
 
 def carry_on(config: Config) -> str:

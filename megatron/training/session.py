@@ -8,6 +8,7 @@ import torch
 from megatron.checkpoint.lock import RunLock
 from megatron.config.ranks import mesh_sizes
 from megatron.config.schema import Config
+from megatron.errors import FarfieldError
 from megatron.parallel import seeds
 from megatron.parallel.place import Place
 from megatron.parallel.processes import Processes, join
@@ -28,19 +29,18 @@ class Session:
 
 
 def begin(config: Config, place: Place) -> Session:
-    """Take the folder, meet the other processes, and settle how torch computes. All processes must call this.
+    """Meet the other processes, take the folder, and settle how torch computes. All processes must call this.
 
     Raises:
         UserError: another run is writing in the folder.
         RunError: the folder cannot be written, the device cannot be used, or the others cannot be reached.
     """
-    # The folder first: what is there must not change any more once it was looked at.
-    saves = config.checkpoint.save is not None and place.rank == 0
-    lock = RunLock(config.checkpoint.save) if saves else None  # type: ignore[arg-type]
+    launch = config.launch
+    processes = join(place, mesh_sizes(config, place.world), device=launch.device, backend=launch.distributed_backend)
+    # Before anything in the folder is looked at, and after all have met: who waited for one that was refused here, and
+    # left, would keep its machines for as long as it has patience.
+    lock = _take(config.checkpoint.save, processes)
     try:
-        launch = config.launch
-        sizes = mesh_sizes(config, place.world)
-        processes = join(place, sizes, device=launch.device, backend=launch.distributed_backend)
         _determinism(config.training.deterministic)
         seeds.seed_torch(seeds.seed_of(config.training.seed, "initialization", processes.mesh))
     except BaseException:
@@ -48,6 +48,20 @@ def begin(config: Config, place: Place) -> Session:
             lock.release()
         raise
     return Session(processes, lock)
+
+
+def _take(save: str | None, processes: Processes) -> RunLock | None:
+    """Take the run's folder, in the first process. Raises its error in all."""
+    lock, refused = None, None
+    if save is not None and processes.first:
+        try:
+            lock = RunLock(save)
+        except FarfieldError as error:
+            refused = error
+    found = processes.gather(refused)[0]
+    if found is not None:
+        raise found
+    return lock
 
 
 def _determinism(deterministic: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load
+from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
 from megatron.launch import slurm
 
@@ -19,8 +20,12 @@ SMALL = [
 ]
 
 
+def job_config(*overrides: str) -> Config:
+    return load([], [*SMALL, *overrides]).config
+
+
 def job(*overrides: str) -> slurm.Job:
-    return slurm.training(load([], [*SMALL, *overrides]).config)
+    return slurm.training(job_config(*overrides))
 
 
 def options(script: str) -> set[str]:
@@ -114,6 +119,18 @@ def test_a_run_that_goes_on_by_itself_needs_nothing_when_it_is_requeued() -> Non
         made = job("save=a", *keys)
         assert made.again == ()
         assert "load: a\n" in dict(made.files)[slurm.CONFIGURATION]
+
+
+def test_what_the_job_would_refuse_is_refused_before_the_queue(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    slurm.check_start(job_config("save=a"))
+    slurm.check_start(job_config("save=a", "load=./a"))  # begins at step 0
+    with pytest.raises(UserError, match="b: no such folder"):
+        slurm.check_start(job_config("save=a", "load=b"))
+    (tmp_path / "a/checkpoints/step_0000004").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"a holds checkpoints already \(the last is step_0000004\); add load=a"):
+        slurm.check_start(job_config("save=a"))
+    slurm.check_start(job_config("save=a", "load=a"))
 
 
 @pytest.mark.parametrize("keys", [["load=b", "finetune=true"], ["load=a/checkpoints/step_4", "rollback=true"]])

@@ -9,6 +9,7 @@ import pytest
 from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import folder
+from megatron.checkpoint.lock import RunLock
 from megatron.training.loop import train
 from tools.rounding import apart, sums_of_gpt
 
@@ -100,3 +101,16 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
     # Resumed by fewer.
     train(rest("stopped0", **{**HALVES, "num_gpus": 1, "train_micro_batch_size_per_gpu": 4}))
     assert losses(tmp_path / "stopped0") == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_a_folder_that_another_run_has_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    """The first rank alone asks for it: the others must not wait for one that has left."""
+    corpus = write_corpora(tmp_path)
+    held = RunLock(tmp_path / "run")
+    config = tiny_config(corpus, tmp_path / "run", num_gpus=2, train_micro_batch_size_per_gpu=2)
+    try:
+        (error,) = train_with_processes(tmp_path / "job", [config], timeout=60)
+    finally:
+        held.release()
+    assert error is not None
+    assert "another run is writing there" in error
