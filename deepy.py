@@ -418,12 +418,14 @@ def import_(
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
     from megatron.importing.run import import_model
+    from megatron.launch.local import terminable
     from megatron.quantities import count
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # third parties', about packages that are not needed
         files = {"vocab_file": vocab_file, "merge_file": merge_file}
-        made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
+        with terminable():  # what is half written is removed
+            made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
     _note(notes)
     model = made.config.model
     print(
@@ -645,8 +647,10 @@ def export(
     The last needs nothing but transformers, also in programs that know its models only.
     """
     from megatron.export.run import export as write
+    from megatron.launch.local import terminable
 
-    write(run, folder, native=native, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
+    with terminable():  # what is half written is removed
+        write(run, folder, native=native, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
 
 
 @command

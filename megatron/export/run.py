@@ -20,11 +20,15 @@ from megatron.export.tokenizer import write_tokenizer
 from megatron.export.weights import Weights, write_shards
 from megatron.formats.families import exact_family
 from megatron.formats.family import Family
-from megatron.formats.farfield import FARFIELD
+from megatron.formats.farfield import FARFIELD, TOKENIZER_KIND
 from megatron.model.options import padded_vocabulary
 from megatron.suggest import choose_from
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OWN = re.compile(
+    r"[\w-]+\.py|[\w.-]+\.json|model[\w-]*\.safetensors|README\.md|results\.png|merges\.txt|tokenizer\.model"
+)
+"""Names of files that an export may hold."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -139,10 +143,19 @@ def _check_target(target: Path, overwrite: bool) -> None:
         return
     if not target.is_dir():
         raise UserError(f"{target}: is a file; name a folder that is to be made")
-    there = {path.name for path in target.iterdir()}
+    there = sorted(path.name for path in target.iterdir())
     if there and not overwrite:
-        raise UserError(
-            f"{target}: is not empty; name another folder, or replace an export that is there by --overwrite"
-        )
-    if there and "config.json" not in there:
+        raise UserError(f"{target}: is not empty; name another folder, or replace an export by --overwrite")
+    if there and not _is_export(target):
         raise UserError(f"{target}: is not empty, and no export: --overwrite replaces nothing else")
+    if foreign := [name for name in there if not _OWN.fullmatch(name) or (target / name).is_dir()]:
+        raise UserError(f"{target}: holds {foreign[0]} beside an export, which --overwrite would delete; move it away")
+
+
+def _is_export(folder: Path) -> bool:
+    """Only our own exports say which of our tokenizers they have."""
+    try:
+        values = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and TOKENIZER_KIND in values

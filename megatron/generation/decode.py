@@ -65,10 +65,10 @@ def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Cho
     room, device = width + steps - 1, next(model.parameters()).device
     tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     paddings = torch.tensor([[width - len(prompt)] for prompt in prompts], device=device)
-    mask = torch.arange(room, device=device) >= paddings if paddings.any() else None
+    padded = bool(paddings.any())
     cache = model.new_cache(room)
     for _ in range(steps):
-        seen = None if mask is None else mask[:, : cache.length + tokens.shape[1]]
+        seen = torch.arange(cache.length + tokens.shape[1], device=device) >= paddings if padded else None
         chosen = choose(model(tokens, last=1, attention_mask=seen, cache=cache)[:, -1])
         yield chosen
         tokens = chosen[:, None]

@@ -4,11 +4,16 @@ from typing import Literal
 
 from megatron.options import Section, key
 
+LONGEST = 10**9
+"""Tokens. Memory ends long before, but is taken as it is needed."""
+
 
 class GenerationOptions(Section):
     """How a trained model goes on with a text."""
 
-    maximum_tokens: int = key(64, "tokens that are written after a prompt, unless the text ends before", ge=1)
+    maximum_tokens: int = key(
+        64, "tokens that are written after a prompt, unless the text ends before", ge=1, le=LONGEST
+    )
     temperature: float = key(1.0, "logits are divided by it; 0 takes the likeliest token always (greedy)", ge=0)
     top_k: int = key(0, "draw from the k likeliest tokens alone; 0 from all", ge=0)
     top_p: float = key(

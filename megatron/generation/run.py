@@ -58,7 +58,18 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path], standard_input: 
             found.append(standard_input.read().removesuffix("\n"))
         except UnicodeDecodeError as error:
             raise UserError(f"standard input: not UTF-8 at byte {error.start} ({error.reason})") from None
+    for text in found:
+        _check_characters(text)
     return tuple(found)
+
+
+def _check_characters(text: str) -> None:
+    """Bytes that are not UTF-8 reach Python's command line and standard input as halves of characters."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = ord(text[error.start]) & 0xFF
+        raise UserError(f"the prompt is not UTF-8: byte 0x{found:02x} at character {error.start}") from None
 
 
 def read_request(run: str, options: GenerationOptions, prompts: tuple[str, ...]) -> Request:

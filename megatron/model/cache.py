@@ -15,6 +15,9 @@ from torch import Tensor
 from megatron.errors import UserError
 from megatron.position.shape import DrawnPositions
 
+AT_LEAST = 2048
+"""Tokens that a cache has room for at once, if that many may come."""
+
 
 class Cache:
     """One sequence batch's keys and values in every layer. Use it without gradients.
@@ -42,11 +45,19 @@ class Cache:
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values [B, H, T, d] of the tokens at hand; returns those of all tokens so far."""
-        stored = self._stored[layer]
-        if stored is None:
-            size = (*k.shape[:2], self.room, k.shape[3])
-            stored = self._stored[layer] = (k.new_zeros(size), v.new_zeros(size))
         stop = self.length + k.shape[2]
+        stored = self._stored[layer]
+        if stored is None or stored[0].shape[2] < stop:
+            stored = self._stored[layer] = self._larger(stored, k, v, stop)
         for kept, fresh in zip(stored, (k, v), strict=True):
             kept[:, :, self.length : stop] = fresh
         return stored[0][:, :, :stop], stored[1][:, :, :stop]
+
+    def _larger(self, stored: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+        """Room for what is needed and as much again, and never for more than `room`: a text may end long before."""
+        size = min(self.room, max(2 * needed, AT_LEAST))
+        larger = tuple(x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v))
+        if stored is not None:
+            for new, old in zip(larger, stored, strict=True):
+                new[:, :, : self.length] = old[:, :, : self.length]
+        return larger[0], larger[1]

@@ -75,6 +75,9 @@ def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
         export(run, tmp_path / "thesis")
     with pytest.raises(UserError, match="no export: --overwrite replaces nothing else"):
         export(run, tmp_path / "thesis", overwrite=True)
+    (tmp_path / "thesis" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="no export: --overwrite replaces nothing else"):
+        export(run, tmp_path / "thesis", overwrite=True)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file"):
         export(run, tmp_path / "file")
@@ -82,6 +85,10 @@ def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
         export(tmp_path / "nowhere", tmp_path / "out")
     target = export(run, tmp_path / "out", say=lambda line: None)
     (target / "stale.py").write_text("")
+    (target / "thesis.tex").write_text("years")
+    with pytest.raises(UserError, match=r"holds thesis.tex beside an export"):
+        export(run, target, overwrite=True)
+    (target / "thesis.tex").unlink()
     export(run, target, overwrite=True, say=lambda line: None)
     assert not (target / "stale.py").exists()
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years"

@@ -193,6 +193,8 @@ def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) 
         ("must continue the tokens", {"cache_position": torch.arange(8) + 1}),
         ("either input_ids or inputs_embeds", {"inputs_embeds": torch.zeros(1, 8, WIDTH)}),
     ]
+    with pytest.raises(ValueError, match="there are no tokens"):
+        model(tokens[:, :0])
     for words, arguments in refused:
         with pytest.raises(ValueError, match=words):
             model(tokens, **arguments)

@@ -60,6 +60,12 @@ def test_prompts_come_from_the_command_line_files_and_standard_input(tmp_path: P
         generation.read_prompts([], [], io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
 
 
+def test_bytes_that_are_no_text() -> None:
+    for prompts, standard_input in ((["caf\udce9"], ""), ([], "caf\udce9\n")):
+        with pytest.raises(UserError, match="the prompt is not UTF-8: byte 0xe9 at character 3"):
+            generation.read_prompts(prompts, [], io.StringIO(standard_input))
+
+
 def test_texts_are_shown_in_the_order_of_their_prompts() -> None:
     prompts = ["abc", "d", "efg", "h", "abc"]
     texts = {

@@ -93,6 +93,15 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None
     assert not torch.equal(gpt(x, draw=1), gpt(x, draw=2))
 
 
+def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.model.cache.AT_LEAST", 4)
+    gpt, x = gpt_of("rotary", "cdape"), tokens()
+    with torch.inference_mode():
+        cache = gpt.new_cache(10**9)
+        parts = [gpt(x[:, start : start + 2], cache=cache) for start in range(0, LENGTH, 2)]
+        assert_alike(torch.cat(parts, dim=1), gpt(x), TERMS, SUMS)
+
+
 def test_a_cache_says_what_it_cannot_do() -> None:
     gpt = gpt_of("alibi", "none")
     cache = gpt.new_cache(5)

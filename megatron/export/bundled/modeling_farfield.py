@@ -213,6 +213,8 @@ class FarfieldModel(FarfieldPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.shape[1] == 0:
+            raise ValueError("there are no tokens; begin an empty text with the end of the one before (eos_token)")
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False  # layers are computed again in the backward pass, and would be stored twice
