@@ -54,11 +54,8 @@ lint: setup-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# One more than there are processors: some tests wait for other processes most of their time.
-WORKERS = $(shell echo $$(( $$(nproc) + 1 )))
-
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # What tests/cluster starts a SLURM of its own from. Nothing runs after the installation, and nothing is configured.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
@@ -71,7 +68,7 @@ slurm:
 
 # What finds most mistakes, in about two minutes; tests/conftest.py says what is left out.
 test-fast: setup-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 docs: setup
 	@$(BIN)/python tools/make_docs.py
