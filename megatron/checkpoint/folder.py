@@ -46,6 +46,22 @@ def newest(run: str | Path) -> Path | None:
     return next(reversed(checkpoints(run)), None)
 
 
+def refuse_to_mix(save: str | Path | None, newest: Path | None) -> None:
+    """A run that begins anew has a folder without checkpoints.
+
+    Args:
+        save: the run's folder, as it was given.
+        newest: the last checkpoint in it, if there is one.
+
+    Raises UserError, with what to write instead, if there is one.
+    """
+    if newest is not None:
+        raise UserError(
+            f"save: {save} holds checkpoints already (the last is {newest.name}); "
+            f"add load={save} to go on from there, or choose another folder"
+        )
+
+
 def is_checkpoint(path: str | Path) -> bool:
     """Does a path name a single checkpoint rather than a run?"""
     path = Path(path)

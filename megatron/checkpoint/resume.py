@@ -60,11 +60,7 @@ def find_start(config: Config, processes: Processes) -> Start:
     if options.rollback and (options.load is None or options.finetune):
         raise UserError("rollback: it goes back to the checkpoint that load names, and does not go with finetune")
     if options.load is None:
-        if saved:
-            raise UserError(
-                f"save: {options.save} holds checkpoints already (the last is {saved[-1].name}); "
-                f"add load={options.save} to go on from there, or choose another folder"
-            )
+        folder.refuse_to_mix(options.save, next(reversed(saved), None))
         return Start()
     if _same(options.load, options.save) and not options.finetune and not saved:
         return Start(notes=(f"load: {options.load} has no checkpoint yet; starting at step 0",))

@@ -25,6 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import RunError
 from megatron.evaluation.perplexity import BATCH_TOKENS, out_of_memory
+from megatron.generation.decode import padded
 from megatron.generation.options import GenerationOptions
 from megatron.generation.writer import Writer
 from megatron.model.gpt import GPT
@@ -220,11 +221,9 @@ class HarnessModel(TemplateLM):
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
-        width = max(map(len, rows))
         last = max(len(continuation) for continuations in wanted for continuation in continuations)
-        tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self._device)
-        paddings = torch.tensor([[width - len(row)] for row in rows], device=self._device)
-        mask = torch.arange(width, device=self._device) >= paddings if paddings.any() else None
+        tokens, paddings = padded(rows, self._device)
+        mask = torch.arange(tokens.shape[1], device=self._device) >= paddings if paddings.any() else None
         logits = self.model(tokens, last=last, attention_mask=mask)
         found: list[list[Answer]] = []
         for row, continuations in zip(logits, wanted, strict=True):

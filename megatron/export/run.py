@@ -19,7 +19,7 @@ from megatron.export.card import card, write_card
 from megatron.export.tokenizer import write_tokenizer
 from megatron.export.weights import Weights, write_shards
 from megatron.formats.families import exact_family
-from megatron.formats.family import Family
+from megatron.formats.family import FILE, Family
 from megatron.formats.farfield import FARFIELD, TOKENIZER_KIND
 from megatron.model.options import padded_vocabulary
 from megatron.suggest import choose_from
@@ -115,9 +115,7 @@ def _write_descriptions(run: Run, tokenizer: Tokenizer, family: Family, dtype: s
     }
     padding = list(range(tokenizer.vocab_size, rows))
     # transformers 4 calls it torch_dtype, and 5 reads both.
-    _write_json(
-        folder / "config.json", family.written(run.config, rows, torch_dtype=dtype, bos_token_id=None, **always)
-    )
+    _write_json(folder / FILE, family.written(run.config, rows, torch_dtype=dtype, bos_token_id=None, **always))
     _write_json(folder / "generation_config.json", {**always, **({"suppress_tokens": padding} if padding else {})})
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.schema import Config
 from megatron.errors import RunError
-from megatron.formats.family import Family, Weight
+from megatron.formats.family import FILE, Family, Weight
 
 INDEX = "model.safetensors.index.json"
 
@@ -83,6 +83,7 @@ def write_shards(weights: Weights, folder: Path, largest: int) -> None:
     """Write weights into as many files as are needed, and where there is more than one an index of them.
 
     Args:
+        folder: with its config.json, which says who may read the weights.
         largest: bytes of a file; a single weight may be larger.
     """
     sizes: Mapping[str, Any] = weights.sizes()
@@ -94,13 +95,7 @@ def write_shards(weights: Weights, folder: Path, largest: int) -> None:
     )
     for file, names in split.filename_to_tensors.items():
         save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
-        os.chmod(folder / file, 0o666 & ~_umask())  # safetensors leaves it to its owner alone
+        shutil.copymode(folder / FILE, folder / file)  # safetensors leaves it to its owner alone
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -6,7 +6,7 @@ family.written(config, …)    our configuration → their config.json
 family.weights(config)       the table of weights, for both directions
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from megatron.config.schema import Config
 from megatron.formats.keys import Keys
 from megatron.formats.transforms import Same, Transform
 from megatron.model.options import has_qkv_bias, kv_heads
+
+FILE = "config.json"
+"""What describes a model, beside its weights."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """Our names of the matrices at both ends."""
@@ -107,6 +110,26 @@ def layers(config: Config, table: Callable[[str], Iterator[tuple[str, Any, Trans
         for ours, theirs, transform in table(str(number)):
             names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
             yield Weight(f"decoder.layers.{number}.{ours}", names, transform)
+
+
+def linears(config: Config, theirs: str, names: Sequence[str], mlp_bias: bool) -> Iterator[tuple[str, str, Transform]]:
+    """The linear layers of one layer, for families that keep each as it is.
+
+    Args:
+        config: ours.
+        theirs: how their names within the layer begin.
+        names: theirs of the queries' keys' and values' projection, the output's, and the MLP's first and second.
+        mlp_bias: have the MLP's a bias?
+
+    Yields:
+        What the table of `layers` wants.
+    """
+    model = config.model
+    ours = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    biases = (has_qkv_bias(model), model.use_bias_in_attn_linear, mlp_bias, mlp_bias)
+    for own, name, bias in zip(ours, names, biases, strict=True):
+        for part in ("weight", "bias") if bias else ("weight",):
+            yield f"{own}.{part}", f"{theirs}.{name}.{part}", AS_IS
 
 
 def grouped(config: Config) -> bool:

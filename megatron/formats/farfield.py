@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from megatron.config.schema import Config
-from megatron.formats.family import COMMON, EMBEDDING, OUTPUT, Family, Weight, layers
+from megatron.formats.family import AS_IS, COMMON, EMBEDDING, OUTPUT, Family, Weight, layers, linears
 from megatron.formats.keys import Keys
-from megatron.formats.transforms import Same, Transform
+from megatron.formats.transforms import Transform
 from megatron.model.options import ModelOptions, feed_forward_size, has_qkv_bias, kv_heads
 
 CODE = {
@@ -110,20 +110,14 @@ def _weights(config: Config) -> Iterator[Weight]:
         theirs = f"model.layers.{number}"
         for ours, name in (("input_layernorm", "attention_norm"), ("pre_mlp_layernorm", "mlp_norm")):
             for part in norms if ours == "input_layernorm" or not model.gpt_j_tied else ():
-                yield f"{ours}.{part}", f"{theirs}.{name}.{part}", Same()
-        for ours, name, bias in (
-            ("self_attention.linear_qkv", "attention.qkv", has_qkv_bias(model)),
-            ("self_attention.linear_proj", "attention.out", model.use_bias_in_attn_linear),
-            ("mlp.linear_fc1", "mlp.up", model.use_bias_in_mlp),
-            ("mlp.linear_fc2", "mlp.down", model.use_bias_in_mlp),
-        ):
-            for part in ("weight", "bias") if bias else ("weight",):
-                yield f"{ours}.{part}", f"{theirs}.{name}.{part}", Same()
+                yield f"{ours}.{part}", f"{theirs}.{name}.{part}", AS_IS
+        names = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+        yield from linears(config, theirs, names, mlp_bias=model.use_bias_in_mlp)
         core = "self_attention.core_attention"
         for name in encoding if config.position.pos_emb_per_layer else ():
-            yield f"{core}._own.{name}", f"{theirs}.attention.encoding.{name}", Same()
+            yield f"{core}._own.{name}", f"{theirs}.attention.encoding.{name}", AS_IS
         for name in processor:
-            yield f"{core}.processor.{name}", f"{theirs}.attention.processor.{name}", Same()
+            yield f"{core}.processor.{name}", f"{theirs}.attention.processor.{name}", AS_IS
 
     yield Weight(EMBEDDING, ("model.embed.weight",))
     for name in () if config.position.pos_emb_per_layer else encoding:

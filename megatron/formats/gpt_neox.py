@@ -5,10 +5,10 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.formats import rope
-from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, grouped, layers, same_biases
+from megatron.formats.family import AS_IS, EMBEDDING, OUTPUT, Family, Weight, grouped, layers, linears, same_biases
 from megatron.formats.keys import Keys, activation
-from megatron.formats.transforms import Same, Transform
-from megatron.model.options import feed_forward_size, has_qkv_bias
+from megatron.formats.transforms import Transform
+from megatron.model.options import feed_forward_size
 
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "silu": "silu"}
 
@@ -74,15 +74,9 @@ def _weights(config: Config) -> Iterator[Weight]:
         theirs = f"gpt_neox.layers.{number}"
         for ours, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm")):
             for part in ("weight", "bias"):
-                yield f"{ours}.{part}", f"{theirs}.{name}.{part}", Same()
-        for ours, name, bias in (
-            ("self_attention.linear_qkv", "attention.query_key_value", has_qkv_bias(model)),
-            ("self_attention.linear_proj", "attention.dense", model.use_bias_in_attn_linear),
-            ("mlp.linear_fc1", "mlp.dense_h_to_4h", True),
-            ("mlp.linear_fc2", "mlp.dense_4h_to_h", True),
-        ):
-            for part in ("weight", "bias") if bias else ("weight",):
-                yield f"{ours}.{part}", f"{theirs}.{name}.{part}", Same()
+                yield f"{ours}.{part}", f"{theirs}.{name}.{part}", AS_IS
+        names = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        yield from linears(config, theirs, names, mlp_bias=True)
 
     yield Weight(EMBEDDING, ("gpt_neox.embed_in.weight",))
     yield from layers(config, layer)

@@ -42,6 +42,17 @@ def groups(model: GPT, lengths: Sequence[int], most: int) -> list[list[int]]:
     return found
 
 
+def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sequences as one batch, so that all end together.
+
+    Returns:
+        The tokens, int64 [B, T], with zeros on the left of shorter ones; and how many zeros those are, int64 [B, 1].
+    """
+    paddings = [max(map(len, sequences)) - len(sequence) for sequence in sequences]
+    tokens = [[0] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
+    return torch.tensor(tokens, device=device), torch.tensor(paddings, device=device)[:, None]
+
+
 @torch.inference_mode()
 def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Choose) -> Iterator[Tensor]:
     """Go on with prompts for some steps; whoever has enough stops asking.
@@ -63,12 +74,11 @@ def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Cho
     width = max(map(len, prompts))
     check_length(model, width, steps)
     room, device = width + steps - 1, next(model.parameters()).device
-    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    paddings = torch.tensor([[width - len(prompt)] for prompt in prompts], device=device)
-    padded = bool(paddings.any())
+    tokens, paddings = padded(prompts, device)
+    mask_needed = bool(paddings.any())
     cache = model.new_cache(room)
     for _ in range(steps):
-        seen = torch.arange(cache.length + tokens.shape[1], device=device) >= paddings if padded else None
+        seen = torch.arange(cache.length + tokens.shape[1], device=device) >= paddings if mask_needed else None
         chosen = choose(model(tokens, last=1, attention_mask=seen, cache=cache)[:, -1])
         yield chosen
         tokens = chosen[:, None]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
 from megatron.formats.families import family_of
-from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight
+from megatron.formats.family import EMBEDDING, FILE, OUTPUT, Family, Weight
 from megatron.formats.keys import Keys
 from megatron.importing.source import Source
 
@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 
     from megatron.importing.weight_files import Tensors
 
-CONFIG = "config.json"
-
 
 def hugging_face(folder: Path) -> Source:
     """What a folder says that it holds.
 
     Raises UserError: it is no such folder, or its model is none that ours can be, naming the key.
     """
-    path = folder / CONFIG
+    path = folder / FILE
     values = _json(path)
     family = family_of(values.get("model_type"), str(path))
     keys = Keys(values, str(path), family.code)
@@ -79,7 +77,7 @@ class FamilyWeights:
         for theirs in (each for weight in self.table.values() for each in weight.theirs):
             found = self._there(theirs)
             if found is None:
-                raise RunError(f"{self.folder}: holds no {theirs}, which {CONFIG} asks for")
+                raise RunError(f"{self.folder}: holds no {theirs}, which {FILE} asks for")
             used.add(found)
         ignored = re.compile(self.family.ignored)
         rest = [name for name in self.tensors.names if name not in used and not ignored.fullmatch(name)]
@@ -90,7 +88,7 @@ class FamilyWeights:
             more = f", and {len(rest) - 1} more" if len(rest) > 1 else ""
             raise RunError(
                 f"{self.tensors.file(rest[0])}: holds {rest[0]}{more}, which a {self.family.name} model with this "
-                f"{CONFIG} has not; it would be dropped"
+                f"{FILE} has not; it would be dropped"
             )
 
     def _check_tied(self, outputs: list[str]) -> None:
@@ -101,7 +99,7 @@ class FamilyWeights:
         for name in outputs:
             if not torch.equal(self.tensors[name], embedding):
                 raise RunError(
-                    f"{self.tensors.file(name)}: {name} is not the embedding, although {CONFIG} says "
+                    f"{self.tensors.file(name)}: {name} is not the embedding, although {FILE} says "
                     "tie_word_embeddings: true; set it to false if the two belong together"
                 )
 
@@ -116,7 +114,7 @@ class FamilyWeights:
             found = weight.transform.to_ours(parts)
         except (RuntimeError, ValueError, IndexError):
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise RunError(f"{self.folder}: {', '.join(weight.theirs)}: {shapes} do not fit {CONFIG}") from None
+            raise RunError(f"{self.folder}: {', '.join(weight.theirs)}: {shapes} do not fit {FILE}") from None
         if name in (EMBEDDING, OUTPUT) and found.shape[0] != self.rows:
-            raise RunError(f"{self.folder}: {weight.theirs[0]} has {found.shape[0]} rows, {CONFIG} says {self.rows}")
+            raise RunError(f"{self.folder}: {weight.theirs[0]} has {found.shape[0]} rows, {FILE} says {self.rows}")
         return found

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
+from megatron.formats.family import FILE
 from megatron.importing import run_folder
-from megatron.importing.hugging_face import CONFIG, hugging_face
+from megatron.importing.hugging_face import hugging_face
 from megatron.importing.neox import checkpoint_of, neox_checkpoint
 from megatron.importing.run_folder import Imported
 from megatron.importing.source import Source
@@ -15,14 +16,14 @@ def find_source(path: Path, configs: Sequence[Path] = ()) -> Source:
     """What a path holds. Raises UserError if it is nothing that can be imported."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder" if not path.exists() else f"{path}: is a file; name its folder")
-    if (path / CONFIG).is_file():
+    if (path / FILE).is_file():
         if configs:
-            raise UserError(f"--config {configs[0]}: {path / CONFIG} says what the model is")
+            raise UserError(f"--config {configs[0]}: {path / FILE} says what the model is")
         return hugging_face(path)
     if (checkpoint := checkpoint_of(path)) is not None:
         return neox_checkpoint(checkpoint, configs)
     raise UserError(
-        f"{path}: holds neither {CONFIG}, as a folder of Hugging Face's libraries does, nor files of GPT-NeoX's "
+        f"{path}: holds neither {FILE}, as a folder of Hugging Face's libraries does, nor files of GPT-NeoX's "
         "(layer_00-model_00-model_states.pt)"
     )
 

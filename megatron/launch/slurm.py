@@ -93,12 +93,9 @@ def check_start(config: Config) -> None:
     Raises UserError as the run would.
     """
     options = config.checkpoint
-    if options.load is None and (newest := checkpoints.newest(options.save or "")) is not None:
-        raise UserError(
-            f"save: {options.save} holds checkpoints already (the last is {newest.name}); "
-            f"add load={options.save} to go on from there, or choose another folder"
-        )
-    if options.load is not None and os.path.abspath(options.load) != os.path.abspath(options.save or ""):
+    if options.load is None:
+        checkpoints.refuse_to_mix(options.save, checkpoints.newest(options.save or ""))
+    elif os.path.abspath(options.load) != os.path.abspath(options.save or ""):
         checkpoints.resolve(options.load)
 
 

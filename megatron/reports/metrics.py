@@ -128,29 +128,25 @@ class Metric:
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric(
-            name="perplexity",
-            title="Perplexity",
-            unit="per token",
-            definition="Perplexity is exp of the mean negative log-likelihood per token, in nats.",
-            better="lower",
-            compared="ratio",
-            negligible=0.005,
-            lowest=0.0,
-            open_ended=True,
-            scale="logarithmic",
-        ),
-        Metric(
-            name="accuracy",
-            title="Accuracy",
-            unit="in %",
-            definition="Accuracy is the share of scored tokens that the model predicts rightly.",
-            better="higher",
-            compared="difference",
-            negligible=0.005,
-            lowest=0.0,
-            highest=1.0,
-            factor=100.0,
+        *(
+            Metric(
+                name=name,
+                title="Perplexity",
+                unit=f"per {of}",
+                definition=f"Perplexity{by} is exp of the mean negative log-likelihood per {what}, in nats.",
+                better="lower",
+                compared="ratio",
+                negligible=0.005,
+                lowest=0.0,
+                open_ended=True,
+                scale="logarithmic",
+            )
+            for name, of, by, what in (
+                ("perplexity", "token", "", "token"),
+                ("word_perplexity", "word", " per word", "word of a task's documents"),
+                ("byte_perplexity", "byte", " per byte", "byte of a task's documents"),
+                ("target_perplexity", "target", " per target", "text that a task's document asks for"),
+            )
         ),
         *(
             Metric(
@@ -166,6 +162,7 @@ METRICS = {
                 factor=100.0,
             )
             for name, title, share in (
+                ("accuracy", "Accuracy", "the share of scored tokens that the model predicts rightly"),
                 ("acc", "Task accuracy", "the share of a task's documents that are answered rightly"),
                 (
                     "acc_norm",
@@ -174,25 +171,6 @@ METRICS = {
                 ),
                 ("exact_match", "Exact match", "the share of answers that are written exactly as they should be"),
                 ("f1", "F1", "the harmonic mean of precision and recall of the answers"),
-            )
-        ),
-        *(
-            Metric(
-                name=f"{of}_perplexity",
-                title="Perplexity",
-                unit=f"per {of}",
-                definition=f"Perplexity per {of} is exp of the mean negative log-likelihood per {what}, in nats.",
-                better="lower",
-                compared="ratio",
-                negligible=0.005,
-                lowest=0.0,
-                open_ended=True,
-                scale="logarithmic",
-            )
-            for of, what in (
-                ("word", "word of a task's documents"),
-                ("byte", "byte of a task's documents"),
-                ("target", "text that a task's document asks for"),
             )
         ),
     )

@@ -1,11 +1,10 @@
 """Folders are whole or not there, whatever ends their writers."""
 
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from killed import die, killed
 
 from megatron.data import folders
 from megatron.data.folders import recover, whole_folder
@@ -14,21 +13,6 @@ from megatron.data.folders import recover, whole_folder
 def write(target: Path, text: str, **choices: bool) -> None:
     with whole_folder(target, **choices) as folder:
         (folder / "file").write_text(text)
-
-
-def killed(work: Callable[[], object]) -> None:
-    """Do some work in a process that kills itself on the way."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-def suicide(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def names(folder: Path) -> list[str]:
@@ -82,7 +66,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     def work() -> None:
         with whole_folder(tmp_path / "x") as folder:
             (folder / "file").write_text("half")
-            suicide()
+            die()
 
     killed(work)
     assert len(names(tmp_path)) == 1  # the kill left something to remove
@@ -99,7 +83,7 @@ def test_a_stranger_in_the_way_keeps_nothing_else(tmp_path, monkeypatch):
 
     def work() -> None:
         with whole_folder(tmp_path / "x"):
-            suicide()
+            die()
 
     killed(work)
     assert len(names(tmp_path)) == 2
@@ -110,7 +94,7 @@ def test_a_stranger_in_the_way_keeps_nothing_else(tmp_path, monkeypatch):
 def test_a_folder_whose_place_was_empty_for_a_moment_is_put_back(tmp_path, monkeypatch):
     write(tmp_path / "x", "one")
     rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda self, to: suicide() if self.name == "new" else rename(self, to))
+    monkeypatch.setattr(Path, "rename", lambda self, to: die() if self.name == "new" else rename(self, to))
     killed(lambda: write(tmp_path / "x", "two"))
     assert not (tmp_path / "x").exists()
     recover(tmp_path / "x")

@@ -1,15 +1,14 @@
 """Preparing goes on where it was interrupted, and makes the corpus that uninterrupted work makes, byte for byte."""
 
 import fcntl
-import importlib
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed import die, killed
 
 from megatron.data import hub, writing
 from megatron.data.corpus import prepare, unfinished
@@ -57,21 +56,6 @@ class Interrupting:
 
 def stop() -> None:
     raise KeyboardInterrupt
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed(work: Callable[[], object]) -> None:
-    importlib.import_module("megatron.data.megatron_core")  # before the fork: it takes seconds
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 CHOICES: list[dict[str, Any]] = [

@@ -1,7 +1,7 @@
 """What leaves and comes back is the same model, bit for bit; and what leaves natively is transformers' own."""
 
 import json
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -97,4 +97,4 @@ def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
 def test_every_encoding_and_processor_is_among_them() -> None:
     sections = [case.config().position for case in ROUND]
     assert {each.pos_emb for each in sections} == set(encodings())
-    assert {each.score_processor for each in chain(sections)} >= {"none", *processors()}
+    assert {each.score_processor for each in sections} >= {"none", *processors()}

@@ -1,6 +1,6 @@
 """Exports compute what this project computes, in a process that cannot import it."""
 
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -25,4 +25,4 @@ def test_exports_equal_the_project(cases: list[Case], tmp_path: Path) -> None:
 def test_every_method_is_among_them() -> None:
     pairs = {(case.config().position.pos_emb, case.config().position.score_processor) for case in EVERY_METHOD}
     assert len(pairs) == len(EVERY_METHOD) == 66
-    assert any(case.config().position.randomized_positions for case in chain(places()))
+    assert any(case.config().position.randomized_positions for case in places())

@@ -4,28 +4,16 @@ from itertools import cycle
 
 import pytest
 import torch
-from models import build_model
+from models import SUMS, TERMS, VOCABULARY, build_model, small_gpt
 from position_methods import ALL
 
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.position import registry
-from tools.rounding import apart, assert_alike, sums_of_gpt
+from tools.rounding import apart, assert_alike
 
-VOCABULARY = 40
 LENGTH = 26
-MODEL = ModelOptions(
-    num_layers=2,
-    hidden_size=24,
-    num_attention_heads=3,
-    seq_length=LENGTH,
-    max_position_embeddings=LENGTH + 20,
-    attention_chunk_rows=8,
-    init_method_std=0.2,  # large enough for attention to matter
-    make_vocab_size_divisible_by=8,
-)
-TERMS, SUMS = sums_of_gpt(24, layers=2)
 DIFFERENT = 100 * apart(TERMS, SUMS)
 TAKES_POSITIONS = [pair for pair in ALL if registry.encoding_class(pair[0]).takes_positions]
 
@@ -33,11 +21,6 @@ TAKES_POSITIONS = [pair for pair in ALL if registry.encoding_class(pair[0]).take
 MIXED = [1, 6, 1, 1, 9, 2, 1, 5]
 # The cache keeps keys and values, a row is attention as always: how a step's size matters does not depend on the pair.
 ONE_BY_ONE = list(zip(registry.encodings(), cycle(["none", *registry.processors()]), strict=False))
-
-
-def gpt_of(encoding: str, processor: str, **place: object) -> GPT:
-    position = PositionOptions(pos_emb=encoding, score_processor=processor, **place)
-    return build_model(MODEL, position, VOCABULARY, seed=5).eval()
 
 
 def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -57,37 +40,37 @@ def decoded(gpt: GPT, x: torch.Tensor, steps: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("encoding", "processor"), ALL)
 def test_decoding_equals_the_full_forward(encoding: str, processor: str) -> None:
-    gpt, x = gpt_of(encoding, processor), tokens()
+    gpt, x = small_gpt(LENGTH, encoding, processor), tokens()
     with torch.no_grad():
         assert_alike(decoded(gpt, x, MIXED), gpt(x), TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), ONE_BY_ONE)
 def test_decoding_token_by_token(encoding: str, processor: str) -> None:
-    gpt, x = gpt_of(encoding, processor), tokens()
+    gpt, x = small_gpt(LENGTH, encoding, processor), tokens()
     with torch.no_grad():
         assert_alike(decoded(gpt, x, []), gpt(x), TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), ALL)
 def test_decoding_in_a_window(encoding: str, processor: str) -> None:
-    gpt, x = gpt_of(encoding, processor, attention_window=5), tokens()
+    gpt, x = small_gpt(LENGTH, encoding, processor, attention_window=5), tokens()
     with torch.no_grad():
         whole = gpt(x)
         assert_alike(decoded(gpt, x, [7, 1, 6, 1, 1, 1, 4, 4]), whole, TERMS, SUMS)
-        free = gpt_of(encoding, processor)(x)
+        free = small_gpt(LENGTH, encoding, processor)(x)
     assert_alike(whole[:, :5], free[:, :5], TERMS, SUMS)
     assert (whole[:, 12:] - free[:, 12:]).abs().max() > DIFFERENT
 
 
 @pytest.mark.parametrize(("encoding", "processor"), TAKES_POSITIONS)
 def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None:
-    gpt, x = gpt_of(encoding, processor, randomized_positions=LENGTH + 20), tokens()
+    gpt, x = small_gpt(LENGTH, encoding, processor, randomized_positions=LENGTH + 20), tokens()
     with torch.no_grad():
         whole = gpt(x)
         assert_alike(decoded(gpt, x, [3, 10, 1, 1, 7, 4]), whole, TERMS, SUMS)
         assert torch.equal(gpt(x), whole), "evaluation draws the same positions every time"
-        free = gpt_of(encoding, processor)(x)
+        free = small_gpt(LENGTH, encoding, processor)(x)
     assert (whole - free).abs().max() > DIFFERENT
     assert torch.equal(gpt(x, draw=1), gpt(x, draw=1)), "a draw follows from its seed"
     assert not torch.equal(gpt(x, draw=1), gpt(x, draw=2))
@@ -95,7 +78,7 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None
 
 def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.model.cache.AT_LEAST", 4)
-    gpt, x = gpt_of("rotary", "cdape"), tokens()
+    gpt, x = small_gpt(LENGTH, "rotary", "cdape"), tokens()
     with torch.inference_mode():
         cache = gpt.new_cache(10**9)
         parts = [gpt(x[:, start : start + 2], cache=cache) for start in range(0, LENGTH, 2)]
@@ -103,7 +86,7 @@ def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cache_says_what_it_cannot_do() -> None:
-    gpt = gpt_of("alibi", "none")
+    gpt = small_gpt(LENGTH, "alibi", "none")
     cache = gpt.new_cache(5)
     with torch.no_grad():
         gpt(tokens(1, 4), cache=cache)
@@ -115,7 +98,8 @@ def test_a_cache_says_what_it_cannot_do() -> None:
         gpt.new_cache(0)
     with pytest.raises(UserError, match="last is 0"):
         gpt(tokens(1, 4), last=0)
+    model = ModelOptions(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=LENGTH)
     with pytest.raises(UserError, match="attention_backend 'foo': choose from auto, sdpa, triton, eager, chunked"):
-        build_model(MODEL, PositionOptions(pos_emb="none"), VOCABULARY, backend="foo")
+        build_model(model, PositionOptions(pos_emb="none"), VOCABULARY, backend="foo")
     with pytest.raises(UserError, match="has 46 positions, but a sequence of length 47"):
-        gpt_of("learned", "none").new_cache(47)
+        small_gpt(LENGTH, "learned", "none").new_cache(47)

@@ -2,34 +2,17 @@
 
 import pytest
 import torch
-from models import build_model
+from models import SUMS, TERMS, VOCABULARY, small_gpt
 from position_methods import ALL
 from torch import Tensor
 
 from megatron.model.gpt import GPT
-from megatron.model.options import ModelOptions, PositionOptions
 from megatron.position import registry
 from megatron.position.stretches import stretches
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.rounding import assert_alike
 
-VOCABULARY, LENGTH = 40, 18
+LENGTH = 18
 LENGTHS = (18, 11, 14, 11, 1)
-MODEL = ModelOptions(
-    num_layers=2,
-    hidden_size=24,
-    num_attention_heads=3,
-    seq_length=LENGTH,
-    max_position_embeddings=LENGTH + 20,
-    attention_chunk_rows=8,
-    init_method_std=0.2,  # large enough for attention to matter
-    make_vocab_size_divisible_by=8,
-)
-TERMS, SUMS = sums_of_gpt(24, layers=2)
-
-
-def gpt_of(encoding: str, processor: str, **place: object) -> GPT:
-    position = PositionOptions(pos_emb=encoding, score_processor=processor, **place)
-    return build_model(MODEL, position, VOCABULARY, seed=5).eval()
 
 
 def padded() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -49,7 +32,7 @@ def assert_each_alike(found: Tensor, sequences: list[Tensor], alone: GPT) -> Non
 @pytest.mark.parametrize(("encoding", "processor"), ALL)
 @torch.inference_mode()
 def test_padded_on_the_left(encoding: str, processor: str) -> None:
-    gpt, (sequences, batch, mask) = gpt_of(encoding, processor), padded()
+    gpt, (sequences, batch, mask) = small_gpt(LENGTH, encoding, processor), padded()
     assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
     cache, outputs = gpt.new_cache(LENGTH), []
     for start, stop in ((0, 5), (5, 6), (6, 12), (12, 17), (17, 18)):  # the first two hold nothing of some sequences
@@ -61,7 +44,7 @@ def test_padded_on_the_left(encoding: str, processor: str) -> None:
 @pytest.mark.parametrize("place", [{"randomized_positions": LENGTH + 20}, {"attention_window": 6}])
 @torch.inference_mode()
 def test_padded_at_randomized_positions_and_in_a_window(encoding: str, place: dict[str, int]) -> None:
-    gpt, (sequences, batch, mask) = gpt_of(encoding, "cdape", **place), padded()
+    gpt, (sequences, batch, mask) = small_gpt(LENGTH, encoding, "cdape", **place), padded()
     assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
 
 
@@ -69,7 +52,7 @@ def test_padded_at_randomized_positions_and_in_a_window(encoding: str, place: di
 @torch.inference_mode()
 def test_padded_on_the_right(encoding: str) -> None:
     """Nothing looks at what comes after it."""
-    gpt, (sequences, _, _) = gpt_of(encoding, "cdape"), padded()
+    gpt, (sequences, _, _) = small_gpt(LENGTH, encoding, "cdape"), padded()
     batch = torch.cat([torch.nn.functional.pad(each, (0, LENGTH - each.shape[1]), value=7) for each in sequences])
     mask = torch.arange(LENGTH)[None] < torch.tensor(LENGTHS)[:, None]
     for row, sequence in zip(gpt(batch, attention_mask=mask), sequences, strict=True):
@@ -77,7 +60,7 @@ def test_padded_on_the_right(encoding: str) -> None:
 
 
 def test_gradients_come_from_the_tokens_alone() -> None:
-    gpt, (sequences, batch, mask) = gpt_of("fire", "cdape"), padded()
+    gpt, (sequences, batch, mask) = small_gpt(LENGTH, "fire", "cdape"), padded()
     (gpt(batch, attention_mask=mask)[mask] ** 2).sum().backward()
     found = [parameter.grad.clone() for parameter in gpt.parameters()]
     gpt.zero_grad()
@@ -94,5 +77,5 @@ def test_what_is_only_padding_is_nowhere() -> None:
     assert alone.key_mask is None
     assert whole.sequences.tolist() == [2]
     assert whole.key_mask.tolist() == [[True, False, True]]  # a hole is hidden, its place counted
-    gpt = gpt_of("kerple_log", "cdape")
+    gpt = small_gpt(LENGTH, "kerple_log", "cdape")
     assert gpt(torch.ones(3, 3, dtype=torch.int64), attention_mask=mask).isfinite().all()

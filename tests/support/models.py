@@ -4,9 +4,31 @@ from typing import Any
 
 from megatron.model import build
 from megatron.model.gpt import GPT
+from megatron.model.options import ModelOptions, PositionOptions
 from megatron.parallel.processes import alone
+from tools.rounding import sums_of_gpt
+
+VOCABULARY = 40
+TERMS, SUMS = sums_of_gpt(24, layers=2)
+"""Of the rounding of `small_gpt`, for `tools.rounding`."""
 
 
 def build_model(*args: Any, **choices: Any) -> GPT:
     """`megatron.model.build.build_model` for one process."""
     return build.build_model(*args, processes=alone(), **choices)
+
+
+def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GPT:
+    """A model for sequences of that length, in evaluation mode, whose rows of attention come in several chunks."""
+    model = ModelOptions(
+        num_layers=2,
+        hidden_size=24,
+        num_attention_heads=3,
+        seq_length=length,
+        max_position_embeddings=length + 20,
+        attention_chunk_rows=8,
+        init_method_std=0.2,  # large enough for attention to matter
+        make_vocab_size_divisible_by=8,
+    )
+    position = PositionOptions(pos_emb=encoding, score_processor=processor, **place)
+    return build_model(model, position, VOCABULARY, seed=5).eval()
