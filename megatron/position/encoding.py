@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .method import Method
 from .shape import ALL_HEADS, Span
+from .tails import Tail, level, undeclared
 
 HOOKS = ("embed", "rotate", "table", "dense", "contextual")
 
@@ -82,6 +83,11 @@ class Encoding(Method):
         return (
             self.table(zero) if type(self).overrides("table") else self.dense(Span(0, 1), Span(0, 1), zero, ALL_HEADS)
         )
+
+    def tails(self) -> list[Tail]:
+        """How the series Σ_t exp(bias at the distance t) ends, for each head. An encoding with a bias declares it."""
+        tail = undeclared() if self.has_bias() else level(1.0, "it adds no bias")
+        return [tail] * self.shape.num_heads
 
     # The hooks.
 

@@ -42,14 +42,9 @@ class Rows:
     """Computes the encoding's matrices in its stead, where a backend knows a faster way."""
 
 
-def attention(rows: Rows, table: Terms | None, share: Share | None = None) -> Tensor:
-    """All rows at once, their whole score map materialised: [B, h, R, d].
-
-    Args:
-        table: `table_for(…)` of these rows and columns or of more.
-        share: `share_for(…)`, if the processor has one.
-    """
-    scores = logits(
+def logits_of(rows: Rows, table: Terms | None, share: Share | None = None) -> Tensor:
+    """Masked logits of the rows, float32 [B, h, R, C]; arguments as in `attention`."""
+    return logits(
         rows.q,
         rows.k,
         rows.query,
@@ -63,6 +58,16 @@ def attention(rows: Rows, table: Terms | None, share: Share | None = None) -> Te
         share=share,
         dense=rows.dense,
     )
+
+
+def attention(rows: Rows, table: Terms | None, share: Share | None = None) -> Tensor:
+    """All rows at once, their whole score map materialised: [B, h, R, d].
+
+    Args:
+        table: `table_for(…)` of these rows and columns or of more.
+        share: `share_for(…)`, if the processor has one.
+    """
+    scores = logits_of(rows, table, share)
     return attend(scores, rows.v, rows.dropout, rows_may_be_empty=rows.key_mask is not None)
 
 
@@ -70,10 +75,16 @@ def attention_in_blocks(
     rows: Rows, size: int, run: Callable[[Rows, Terms | None, Share | None], Tensor] = attention
 ) -> Tensor:
     """The rows in blocks of `size`, each against its causal columns by `run`; what all blocks need is computed once."""
+    outputs = [run(*block) for block in prepared_blocks(rows, size)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def prepared_blocks(rows: Rows, size: int) -> Iterator[tuple[Rows, Terms | None, Share | None]]:
+    """The rows in blocks of `size`, each with what is computed once for all of them: its arguments of `attention`."""
     table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
     share = share_for(rows.processor, table, rows.query, rows.key, rows.key_mask, rows.window)
-    outputs = [run(block, table, share) for block in row_blocks(rows, size)]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    for block in row_blocks(rows, size):
+        yield block, table, share
 
 
 def row_blocks(rows: Rows, size: int) -> Iterator[Rows]:

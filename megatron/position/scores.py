@@ -75,6 +75,28 @@ def visible_keys(
     return visible & (key_mask[:, None, None] if key_mask.dim() == 2 else key_mask[:, None])
 
 
+def scores_and_bias(
+    q: Tensor,
+    k: Tensor,
+    query: Span,
+    key: Span,
+    encoding: Encoding,
+    table: Terms | None = None,
+    heads: slice = ALL_HEADS,
+    dense: Dense | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """What a processor reads, or what is added up without one: the weighted and contextual scores [B, h, R, C], and
+    the bias [h, R, C] if there is one. Arguments as in `logits`; nothing is masked."""
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+    terms = dense_terms(encoding, table, query, key, q, heads, dense)
+    if terms.weight is not None:
+        scores = scores * terms.weight.to(scores.dtype)
+    contextual = encoding.contextual(q, k, scores, query, key, heads)
+    if contextual is not None:
+        scores = scores + contextual
+    return scores, terms.bias
+
+
 def logits(
     q: Tensor,
     k: Tensor,
@@ -108,20 +130,14 @@ def logits(
         float32 [B, h, R, C], −inf where the row may not see the column.
     """
     asked = ALL_HEADS if processor is not None else heads  # a processor reads the scores of all heads
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-    terms = dense_terms(encoding, table, query, key, q, asked, dense)
-    if terms.weight is not None:
-        scores = scores * terms.weight.to(scores.dtype)
-    contextual = encoding.contextual(q, k, scores, query, key, asked)
-    if contextual is not None:
-        scores = scores + contextual
+    scores, bias = scores_and_bias(q, k, query, key, encoding, table, asked, dense)
     visible = visible_keys(query, key, q.device, window, key_mask)
     if processor is not None:
         of_rows = None if share is None else share.rows(query, key.length)
-        return processor(scores, terms.bias, visible, heads, of_rows).masked_fill_(~visible, float("-inf"))
+        return processor(scores, bias, visible, heads, of_rows).masked_fill_(~visible, float("-inf"))
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
-    return at_least_float32(scores) + (mask if terms.bias is None else mask + terms.bias)
+    return at_least_float32(scores) + (mask if bias is None else mask + bias)
 
 
 def attend(logits: Tensor, v: Tensor, dropout: float = 0.0, rows_may_be_empty: bool = False) -> Tensor:

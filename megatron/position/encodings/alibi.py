@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..encoding import Encoding, Terms
+from ..tails import Tail, exponential
 
 
 def slopes(num_heads: int) -> list[float]:
@@ -29,3 +30,6 @@ class Alibi(Encoding):
     def table(self, distances: Tensor) -> Terms:
         m = torch.tensor(slopes(self.shape.num_heads), dtype=torch.float32, device=distances.device)
         return Terms(bias=-m[:, None] * distances)
+
+    def tails(self) -> list[Tail]:
+        return [exponential(m) for m in slopes(self.shape.num_heads)]

@@ -14,6 +14,7 @@ from ..encoding import Encoding, Terms
 from ..forms import Network
 from ..parameters import Bounded, constant, uniform
 from ..shape import Shape, Span
+from ..tails import Tail, level
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_relu": F.leaky_relu}
 
@@ -74,3 +75,16 @@ class Fire(Encoding):
         x = torch.log1p(c * n) / (torch.log1p(c * normaliser) + 1e-6)[:, None]  # [R, C]
         hidden = ACTIVATIONS[self.activation](F.linear(x[..., None], weight1, bias1))
         return Terms(bias=F.linear(hidden, weight2[heads], bias2[heads]).permute(2, 0, 1))
+
+    def tails(self) -> list[Tail]:
+        # f is linear between the places where a hidden unit bends, so its least value on [0, 1] is at one of these or
+        # at an end.
+        _, _, weight1, bias1, weight2, bias2, _ = self._network()
+        bends = (-bias1 / weight1[:, 0]).nan_to_num(0.0).clamp(0, 1)
+        x = torch.cat([bends, bends.new_tensor([0.0, 1.0])])
+        hidden = ACTIVATIONS[self.activation](F.linear(x[:, None], weight1, bias1))
+        lowest = F.linear(hidden, weight2, bias2).amin(0)
+        why = (
+            "the bias depends on i: it is f of a number in [0, 1] whatever the distance, and f has a least value there"
+        )
+        return [level(math.exp(value), why) for value in lowest.tolist()]

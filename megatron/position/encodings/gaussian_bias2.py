@@ -6,6 +6,7 @@ from torch import Tensor
 from ..encoding import Encoding, Terms
 from ..parameters import per_head
 from ..shape import Shape
+from ..tails import Tail, level
 
 
 class GaussianBias2(Encoding):
@@ -24,3 +25,6 @@ class GaussianBias2(Encoding):
 
     def table(self, distances: Tensor) -> Terms:
         return Terms(bias=self.r1()[:, None] * torch.exp(-self.r2()[:, None] * distances.square()))
+
+    def tails(self) -> list[Tail]:
+        return [level(1.0, "the bias flattens to 0")] * self.shape.num_heads

@@ -7,6 +7,7 @@ from ..encoding import Encoding, Terms
 from ..parameters import per_head
 from ..powers import power
 from ..shape import Shape
+from ..tails import Tail, level
 
 
 class GaussianBias3(Encoding):
@@ -27,3 +28,6 @@ class GaussianBias3(Encoding):
     def table(self, distances: Tensor) -> Terms:
         r1, r2, r3 = (r()[:, None] for r in (self.r1, self.r2, self.r3))
         return Terms(bias=r1 * torch.exp(-r2 * power(distances, r3)))
+
+    def tails(self) -> list[Tail]:
+        return [level(1.0, "the bias flattens to 0")] * self.shape.num_heads

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..encoding import Encoding, Terms
+from ..tails import Tail, power
 
 
 class Inverse(Encoding):
@@ -17,3 +18,6 @@ class Inverse(Encoding):
     def table(self, distances: Tensor) -> Terms:
         bias = -torch.log1p(distances)
         return Terms(bias=bias.expand(self.shape.num_heads, -1))
+
+    def tails(self) -> list[Tail]:
+        return [power(1.0)] * self.shape.num_heads

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..encoding import Encoding, Terms
+from ..tails import Tail
 
 
 class InverseNLogN(Encoding):
@@ -18,3 +19,7 @@ class InverseNLogN(Encoding):
     def table(self, distances: Tensor) -> Terms:
         bias = -torch.log((distances + 2) * torch.log(distances + 2))
         return Terms(bias=bias.expand(self.shape.num_heads, -1))
+
+    def tails(self) -> list[Tail]:
+        tail = Tail(False, "b = 1/((n + 2)·ln(n + 2)), whose sum to n grows as ln ln n, without end")
+        return [tail] * self.shape.num_heads

@@ -7,6 +7,7 @@ from ..encoding import Encoding, Terms
 from ..parameters import per_head
 from ..powers import power
 from ..shape import Shape
+from ..tails import Tail, exponential
 
 
 class KerpleBiasWeight(Encoding):
@@ -37,3 +38,7 @@ class KerpleBiasWeight(Encoding):
         r1, r2, r3, r4 = (r()[:, None] for r in (self.r1, self.r2, self.r3, self.r4))
         weight = torch.exp(-r3 * power(distances, r4))
         return Terms(bias=-r1 * power(distances, r2), weight=weight)
+
+    def tails(self) -> list[Tail]:
+        # The weight is at most 1: scores stay bounded, which is all that the theorem asks of them.
+        return [exponential(r1, r2) for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..encoding import Encoding, Terms
 from ..parameters import per_head
 from ..shape import Shape
+from ..tails import Tail, power
 
 
 class KerpleLog(Encoding):
@@ -27,3 +28,6 @@ class KerpleLog(Encoding):
     def table(self, distances: Tensor) -> Terms:
         r1, r2 = self.r1()[:, None], self.r2()[:, None]
         return Terms(bias=-r1 * torch.log1p(r2 * distances))
+
+    def tails(self) -> list[Tail]:
+        return [power(r1, r2, called="r1") for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]

@@ -7,6 +7,8 @@ from ..encoding import Encoding, Terms
 from ..parameters import Bounded, constant, per_head
 from ..powers import power
 from ..shape import Shape
+from ..tails import Tail
+from ..tails import power as power_tail
 
 
 class KerpleLog3(Encoding):
@@ -29,3 +31,7 @@ class KerpleLog3(Encoding):
     def table(self, distances: Tensor) -> Terms:
         r1, r2, r3 = (r()[:, None] for r in (self.r1, self.r2, self.r3))
         return Terms(bias=-r1 * torch.log1p(r2 * power(distances, r3)))
+
+    def tails(self) -> list[Tail]:
+        parameters = zip(*(r().tolist() for r in (self.r1, self.r2, self.r3)), strict=True)
+        return [power_tail(*each, called="r1·r3") for each in parameters]

@@ -6,6 +6,7 @@ from ..encoding import Encoding, Terms
 from ..parameters import per_head
 from ..powers import power
 from ..shape import Shape
+from ..tails import Tail, exponential
 
 
 class KerplePower(Encoding):
@@ -25,3 +26,6 @@ class KerplePower(Encoding):
 
     def table(self, distances: Tensor) -> Terms:
         return Terms(bias=-self.r1()[:, None] * power(distances, self.r2()[:, None]))
+
+    def tails(self) -> list[Tail]:
+        return [exponential(r1, r2) for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]

@@ -1,10 +1,13 @@
 """Sandwich: the inner product of sinusoidal embeddings as a fixed bias, steeper for earlier heads."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..encoding import Encoding, Terms
 from ..shape import Shape
+from ..tails import Tail
 
 
 class Sandwich(Encoding):
@@ -27,6 +30,19 @@ class Sandwich(Encoding):
         half = self.dimension // 2
         j = torch.arange(1, half + 1, dtype=torch.float64, device=distances.device)
         angle = distances.double()[:, None] / self.base ** (2 * j / self.dimension)
-        total = (angle.cos().sum(-1) - half).float()  # float64 until here: the sum cancels at small n
+        total = (angle.cos().sum(-1) - half).to(distances.dtype)  # float64 until here: the sum cancels at small n
         h = torch.arange(1, self.shape.num_heads + 1, device=distances.device)
         return Terms(bias=(self.shape.num_heads / (8.0 * h))[:, None] * total)
+
+    def tails(self) -> list[Tail]:
+        # A sum of cosines is almost periodic. Their mean over n is 0 (no frequency is a multiple of 2π), so that of the
+        # bias is −k·m/2, and by Jensen's inequality that of b at least the exponential of it.
+        return [self._tail(self.shape.num_heads / (8 * h)) for h in range(1, self.shape.num_heads + 1)]
+
+    def _tail(self, k: float) -> Tail:
+        least = -k * self.dimension / 2 / math.log(10)
+        return Tail(
+            False,
+            "a sum of cosines is almost periodic, so b comes back near 1 again and again, and its mean over n is at "
+            f"least exp(−k·m/2) = 10^{least:.1f} with k = {k:.4g} (the published proof of convergence fails)",
+        )

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..encoding import Encoding, Terms
 from ..parameters import Bounded, normal
 from ..shape import Shape
+from ..tails import Tail, level
 
 
 class T5(Encoding):
@@ -42,3 +43,7 @@ class T5(Encoding):
 
     def table(self, distances: Tensor) -> Terms:
         return Terms(bias=self.bias()[self.buckets(distances)].t())
+
+    def tails(self) -> list[Tail]:
+        why = f"all distances from about {self.max_distance} on share the last bucket"
+        return [level(math.exp(last), why) for last in self.bias()[-1].tolist()]

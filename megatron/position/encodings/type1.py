@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..encoding import Encoding, Terms
+from ..tails import Tail, power
 
 
 class Type1(Encoding):
@@ -17,3 +18,6 @@ class Type1(Encoding):
     def table(self, distances: Tensor) -> Terms:
         bias = -2 * torch.log1p(distances)
         return Terms(bias=bias.expand(self.shape.num_heads, -1))
+
+    def tails(self) -> list[Tail]:
+        return [power(2.0)] * self.shape.num_heads

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..encoding import Encoding, Terms
+from ..tails import Tail, squared_logarithm
 
 
 class Type2(Encoding):
@@ -17,3 +18,6 @@ class Type2(Encoding):
     def table(self, distances: Tensor) -> Terms:
         bias = -torch.log1p(distances).square()
         return Terms(bias=bias.expand(self.shape.num_heads, -1))
+
+    def tails(self) -> list[Tail]:
+        return [squared_logarithm()] * self.shape.num_heads
