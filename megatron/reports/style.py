@@ -1,0 +1,29 @@
+"""What every page of ours looks like: one style sheet, for screens of all widths, without a font or script to load."""
+
+STYLE = """\
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+p, dl { max-width: 50rem; } .plot { max-width: none; } img { max-width: 100%; height: auto; }
+table { border-collapse: collapse; margin: 0.8rem 0; font-variant-numeric: tabular-nums; }
+caption { caption-side: bottom; text-align: left; color: #555; font-size: 0.9rem; padding-top: 0.4rem; }
+th, td { padding: 0.35rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; font-weight: normal;
+  vertical-align: top; }
+thead th { border-bottom: 2px solid #888; vertical-align: bottom; } th[scope=row], th:first-child { text-align: left; }
+.text { text-align: left; } .results td { white-space: nowrap; } .results .text { white-space: normal; }
+small { display: block; color: #555; font-weight: normal; overflow-wrap: anywhere; } td.best { font-weight: bold; }
+code, pre { font: 0.88em/1.4 ui-monospace, monospace; } pre { background: #f6f6f6; padding: 0.8rem; overflow-x: auto; }
+summary, dd { overflow-wrap: anywhere; } dt { color: #555; } dd { margin: 0 0 0.4rem 1.2rem; }
+footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
+@media (max-width: 56rem) { /* a card for each row, its cells under the names of their columns */
+  body { margin-top: 1rem; }
+  table, caption, tbody { display: block; } thead { display: none; } table { display: flex; flex-direction: column; }
+  caption { order: 1; }
+  tr { display: grid; grid-template-columns: repeat(auto-fit, minmax(6.2rem, 1fr)); gap: 0.4rem 0.6rem;
+    padding: 0.6rem 0; border-bottom: 1px solid #ddd; }
+  th[scope=row] { font-weight: bold; overflow-wrap: anywhere; } th[scope=row], td.wide { grid-column: 1 / -1; }
+  th, td { display: block; padding: 0; border: 0; text-align: left; }
+  td::before { content: attr(data-label); display: block; color: #555; font-size: 0.8rem; font-weight: normal; }
+}"""
