@@ -30,6 +30,7 @@ OPTIONS = (
     "megatron.evaluation.options",
     "megatron.generation.options",
     "megatron.experiments.options",
+    "megatron.analysis.options",
 )
 NUMERIC = ("torch", "numpy", "megatron.core", "megatron.uncompiled")
 DOORS = {f"megatron/{part}/megatron_core.py" for part in ("data", "model", "parallel")}
@@ -138,6 +139,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.checkpoint",
         "megatron.generation",
         "lm_eval",
+        *OURS,
+    ),
+    "megatron/analysis": (
+        "megatron.meter",
+        *NUMERIC,
+        "matplotlib",
+        "rich",
+        "megatron.config",
+        "megatron.model",
+        "megatron.position",
+        "megatron.checkpoint",
+        "megatron.evaluation",
+        "megatron.reports",
         *OURS,
     ),
     "megatron/export": (

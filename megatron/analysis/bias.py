@@ -1,0 +1,64 @@
+"""Biases over the distance in float64, from the encoding's own code: b_t = exp(bias at the distance t).
+
+The models themselves compute biases in float32; sums over many thousand terms, and their tails, want more digits. The
+parameters are those of the encoding, copied to float64, so the formula is written nowhere but in the encoding.
+
+H heads, N distances.
+"""
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+
+from megatron.position.encoding import Encoding, Terms
+from megatron.position.shape import ALL_HEADS, Span
+
+
+@torch.no_grad()
+def in_double(encoding: Encoding) -> Encoding:
+    """A copy on the CPU whose parameters are float64."""
+    return deepcopy(encoding).cpu().double()
+
+
+@torch.no_grad()
+def terms_at(encoding: Encoding, distances: Tensor, row: int | None = None) -> Terms:
+    """Bias and weight at distances, float64 [H, N]; None where the encoding has none.
+
+    Args:
+        encoding: `in_double`.
+        distances: float64 [N], whole numbers.
+        row: the query's position i, for an encoding whose bias depends on it; its distances are 0 … i in that order,
+            and `distances` is not read.
+    """
+    if type(encoding).overrides("table"):
+        return encoding.table(distances)
+    if not type(encoding).overrides("dense"):
+        return Terms()
+    if row is None:
+        raise ValueError("the bias depends on the query's position: name a row")
+    like = torch.zeros((), dtype=torch.float64)
+    found = encoding.dense(Span(row, 1), Span(0, row + 1), like, ALL_HEADS)
+    return Terms(*(None if term is None else term[:, 0].flip(-1) for term in found))
+
+
+def bias_over_distance(encoding: Encoding, count: int) -> Tensor:
+    """The bias at the distances 0 … count − 1, float64 [H, count]: zero where the encoding has none.
+
+    Where it depends on the query's position, it is that of the query at position count − 1.
+
+    Args:
+        encoding: as the model has it.
+    """
+    distances = torch.arange(count, dtype=torch.float64)
+    bias = terms_at(in_double(encoding), distances, row=count - 1).bias
+    return torch.zeros(encoding.shape.num_heads, count, dtype=torch.float64) if bias is None else bias
+
+
+def windowed(bias: Tensor, window: int | None) -> Tensor:
+    """A bias [H, N] of −∞ where a window hides the key."""
+    if window is None or window >= bias.shape[-1]:
+        return bias
+    hidden = bias.clone()
+    hidden[:, window:] = -torch.inf
+    return hidden

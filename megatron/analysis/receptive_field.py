@@ -1,0 +1,134 @@
+"""The receptive field of a series: how many of its first terms hold all but a share ε of its sum.
+
+Two definitions of Qin et al. 2023 (Exploring Transformer Extrapolation), which differ in more than ties:
+
+* `theoretical`, equation 22: min{j ≥ 1 : Σ_{t<j} b_t > (1 − ε)·Σ_{t≥0} b_t}, over the infinite series. What lies beyond
+  the terms that are added up is bounded by the form that the encoding declares (`megatron.position.tails`); where the
+  bounds leave several answers open, all of them are told.
+* `finite`, the algorithm of the paper's plots (appendix E): of m terms, the least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m}
+  a_t, and m at ε = 0.
+
+Keys are counted with the query's own. Two sums that differ by less than a few roundings count as equal.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.position.tails import Tail
+
+LARGEST = 2**53
+"""Above this whole numbers are not exact in float64; no receptive field is looked for beyond."""
+TIE = 1e-12
+"""Relative difference below which sums are equal: 2^16 terms in float64 are added to better than that."""
+SHARES = 50
+"""Values of ε of the finite algorithm."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """The receptive field, or bounds of it."""
+
+    low: float
+    """Whole, or infinite where the series diverges."""
+    high: float
+    """The same as `low` where it is known exactly; infinite where only a lower bound is."""
+
+    @property
+    def exact(self) -> bool:
+        return self.low == self.high
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "∞" if math.isinf(self.low) else f"{int(self.low):,}"
+        if math.isinf(self.high):
+            if self.low <= 1:
+                return "not known"
+            return f"over {int(self.low) - 1:,}"
+        return f"{int(self.low):,} to {int(self.high):,}"
+
+
+UNBOUNDED = Field(math.inf, math.inf)
+
+
+def theoretical(bias: Tensor, tail: Tail, shares: Sequence[float]) -> list[Field]:
+    """The receptive field by equation 22 at each ε.
+
+    Args:
+        bias: ln b_t of the first terms, float64 [N]; −∞ for a term that is 0.
+        tail: what is known of the terms from N on.
+        shares: ε, each in (0, 1].
+
+    Returns:
+        A field for each ε; infinite where the series diverges.
+    """
+    if tail.converges is False:
+        return [UNBOUNDED] * len(shares)
+    count = len(bias)
+    rest = tail.log_rest(count)
+    # ln Σ_{t ≥ j} b_t for j = 0 … N, with either bound of what is beyond.
+    low, high = (torch.cat([bias, torch.tensor([bound], dtype=torch.float64)]) for bound in rest)
+    low, high = (torch.logcumsumexp(each.flip(0), 0).flip(0) for each in (low, high))
+    fields = []
+    for share in shares:
+        below, above = math.log(share) + low[0].item(), math.log(share) + high[0].item()
+        fields.append(Field(_first(low, above, tail, 0), _first(high, below, tail, 1)))
+    return fields
+
+
+def _first(rest: Tensor, bound: float, tail: Tail, which: int) -> float:
+    """The least j ≥ 1 with ln Σ_{t ≥ j} b_t < bound, by one of the two bounds of that sum.
+
+    Args:
+        rest: ln Σ_{t ≥ j} b_t for j = 0 … N.
+        which: 0 for the lower bound of the tail, 1 for the upper.
+    """
+    bound -= TIE
+    if not math.isfinite(bound):  # the sum of all, or what is beyond the terms, is not known
+        return 1 if which == 0 else math.inf
+    inside = int((rest[1:] < bound).int().argmax()) if bool((rest[1:] < bound).any()) else None
+    if inside is not None:
+        return inside + 1
+    found = _bisected(lambda j: tail.log_rest(j)[which] < bound, len(rest) - 1)
+    return math.inf if found is None and which == 1 else found or LARGEST
+
+
+def _bisected(holds: Callable[[int], bool], fails: int) -> int | None:
+    """The least j for which a condition holds that fails for `fails` and all before; None if that is past LARGEST."""
+    step = max(fails, 1)
+    while not holds(fails + step):
+        fails += step
+        step *= 2
+        if fails + step > LARGEST:
+            return None
+    low, high = fails, fails + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def finite(terms: Tensor, count: int = SHARES) -> tuple[Tensor, Tensor]:
+    """The receptive field of m terms, as the paper's plots have it.
+
+    Args:
+        terms: a_t ≥ 0, float64 [m].
+        count: values of ε.
+
+    Returns:
+        ε, float64 [count] evenly from 1 down to 0, and the least number j of terms for each, int64 [count].
+    """
+    shares = torch.linspace(1, 0, count, dtype=torch.float64)
+    return shares, torch.tensor([held(terms, share) for share in shares.tolist()])
+
+
+def held(terms: Tensor, share: float) -> int:
+    """The least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t; m at ε = 0, where terms may be too small to be seen."""
+    if share == 0:
+        return len(terms)
+    total = terms.sum()
+    sums = torch.cat([total.new_zeros(1), terms.cumsum(0)])
+    return int((sums >= (1 - share) * total * (1 - TIE)).int().argmax())

@@ -1,0 +1,184 @@
+"""What follows from a bias alone, against loops over the papers' formulas and the values that they imply."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.analysis.bias import bias_over_distance, in_double, terms_at, windowed
+from megatron.analysis.convergence import series_of
+from megatron.analysis.effective_length import FAR, cumulative, effective_lengths
+from megatron.analysis.receptive_field import Field, finite, held, theoretical
+from megatron.position import registry, tails
+from megatron.position.encoding import Encoding
+from megatron.position.shape import Shape
+
+SHARES = (0.5, 0.1, 0.01, 0.001)
+
+
+def encoding_of(name: str, heads: int = 1, options: dict[str, Any] | None = None, **parameters: float) -> Encoding:
+    encoding = registry.build_encoding(name, Shape(heads, 8, 8 * heads, 16, 16), options)
+    with torch.no_grad():
+        for each, value in parameters.items():
+            getattr(encoding, each).value.fill_(value)
+    return encoding
+
+
+def fields_of(encoding: Encoding, head: int = 0, **choices: Any) -> list[Field]:
+    series = series_of(encoding, **choices)[head]
+    return theoretical(series.bias, series.tail, SHARES)
+
+
+KNOWN = [
+    ("slope 1", encoding_of("kerple_power", r1=1.0, r2=1.0), 0, [1, 3, 5, 7]),
+    ("slope 1/256", encoding_of("alibi", heads=8), 7, [178, 590, 1179, 1769]),
+    ("type1", encoding_of("type1"), 0, [1, 6, 61, 608]),
+    ("type2", encoding_of("type2"), 0, [2, 4, 9, 15]),
+    ("kerple_log as type1", encoding_of("kerple_log", r1=2.0, r2=1.0), 0, [1, 6, 61, 608]),
+    ("slow kerple_log", encoding_of("kerple_log", r1=1.5, r2=0.5), 0, [5, 153, 15_385, 1_538_606]),
+    ("kerple_power", encoding_of("kerple_power", r1=0.1, r2=0.5), 0, [281, 1511, 4404, 8521]),
+]
+"""Least integers above −ln ε for slope 1, closed forms, and sums in many digits."""
+
+
+@pytest.mark.parametrize(("encoding", "head", "expected"), [case[1:] for case in KNOWN], ids=[c[0] for c in KNOWN])
+def test_theoretical_receptive_fields(encoding: Encoding, head: int, expected: list[int]) -> None:
+    assert fields_of(encoding, head) == [Field(keys, keys) for keys in expected]
+
+
+@pytest.mark.parametrize("name", ["type1", "kerple_log", "kerple_power", "type2", "alibi"])
+def test_few_terms_and_a_bound_give_what_many_terms_give(name: str) -> None:
+    """The tail's bounds carry the result: 64 terms one by one are as good as 65,536."""
+    parameters = {"kerple_log": {"r1": 1.7, "r2": 0.4}, "kerple_power": {"r1": 0.2, "r2": 0.6}}.get(name, {})
+    encoding = encoding_of(name, **parameters)
+    for few, many in zip(fields_of(encoding, terms=64), fields_of(encoding), strict=True):
+        assert few.low <= many.low <= many.high <= few.high
+        assert few.high - few.low <= 1
+
+
+def brute(b: list[float], share: float) -> int:
+    """Equation 22, by its words."""
+    total, sum_ = math.fsum(b), 0.0
+    for j in range(1, len(b) + 1):
+        sum_ = math.fsum([sum_, b[j - 1]])
+        if sum_ > (1 - share) * total:
+            return j
+    raise AssertionError
+
+
+def brute_finite(a: list[float], count: int) -> list[int]:
+    """The paper's algorithm by its words: ≥, and m at ε = 0."""
+    total, found = math.fsum(a), []
+    for i in range(count):
+        share = 1 - i / (count - 1)
+        found.append(next((j for j in range(len(a)) if math.fsum(a[:j]) >= (1 - share) * total), len(a)))
+    return [*found[:-1], len(a)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_both_definitions_against_loops(seed: int) -> None:
+    torch.manual_seed(seed)
+    bias = torch.randn(97, dtype=torch.float64) - torch.arange(97) * 0.05
+    b = [math.exp(x) for x in bias.tolist()]
+    shares = [0.9, 0.5, 0.2, 0.05, 0.003]
+    assert theoretical(bias, tails.ended(97), shares) == [Field(j, j) for j in (brute(b, share) for share in shares)]
+    assert finite(bias.exp(), 20)[1].tolist() == brute_finite(b, 20)
+    assert finite(bias.exp(), 20)[0].tolist() == pytest.approx([1 - i / 19 for i in range(20)])
+
+
+def test_more_than_is_not_at_least() -> None:
+    """b_t = 2^−t leaves exactly a half after one term: equation 22 wants more, the algorithm is content."""
+    bias = -torch.arange(60, dtype=torch.float64) * math.log(2)
+    assert theoretical(bias, tails.exponential(math.log(2)), [0.5]) == [Field(2, 2)]
+    assert held(bias.exp(), 0.5) == 1
+
+
+def test_a_series_that_diverges_has_no_end() -> None:
+    for name in ("inverse", "none", "inverse_nlogn"):
+        assert {str(field) for field in fields_of(encoding_of(name), terms=64)} == {"∞"}
+
+
+def test_a_window_ends_every_series() -> None:
+    """Without a bias, w keys count alike."""
+    fields = fields_of(encoding_of("none"), window=10)
+    assert [field.low for field in fields] == [6, 10, 10, 10]  # more than 5, 9, 9.9, 9.99
+    assert series_of(encoding_of("inverse"), 10)[0].total == pytest.approx((sum(1 / n for n in range(1, 11)),) * 2)
+
+
+def test_what_is_too_far_to_count_is_told_by_a_bound() -> None:
+    fields = fields_of(encoding_of("kerple_log", r1=1.01, r2=0.5))
+    assert str(fields[0]) == "over 9,007,199,254,740,991"
+    assert str(Field(3, 5)) == "3 to 5"
+    assert str(Field(1, math.inf)) == "not known"
+
+
+def test_biases_are_the_encodings_own() -> None:
+    encoding = encoding_of("kerple_log", heads=3)
+    r1, r2 = encoding.r1().tolist(), encoding.r2().tolist()
+    expected = [[-a * math.log1p(b * n) for n in range(40)] for a, b in zip(r1, r2, strict=True)]
+    found = bias_over_distance(encoding, 40)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-15)
+    assert encoding.r1().dtype == torch.float32  # a copy was looked at
+    torch.testing.assert_close(found.float(), encoding.table(torch.arange(40.0)).bias.detach())
+
+
+@pytest.mark.parametrize("name", [n for n in registry.encodings() if registry.encoding_class(n).overrides("table")])
+def test_tables_compute_in_float64_when_asked(name: str) -> None:
+    """Not in float32, and widened then."""
+    encoding = encoding_of(name, heads=3)
+    coarse = encoding.table(torch.arange(50.0))
+    fine = terms_at(in_double(encoding), torch.arange(50, dtype=torch.float64))
+    for low, high in zip(coarse, fine, strict=True):
+        assert (low is None) == (high is None)
+        if low is not None:
+            assert high.dtype == torch.float64
+            torch.testing.assert_close(high.float(), low.detach(), rtol=2e-5, atol=1e-5)
+            exact = name in ("t5", "alibi")  # numbers of float32, looked up or multiplied by whole numbers
+            assert exact or not torch.equal(high, high.float().double())
+
+
+def test_fires_bias_is_that_of_one_query() -> None:
+    encoding = encoding_of("fire", heads=2)
+    far, near = bias_over_distance(encoding, 100), bias_over_distance(encoding, 50)
+    assert far.shape == (2, 100)
+    assert not torch.allclose(far[:, :50], near)
+    with pytest.raises(ValueError, match="name a row"):
+        terms_at(in_double(encoding), torch.arange(3, dtype=torch.float64))
+
+
+def test_a_window_hides_what_is_outside() -> None:
+    assert windowed(torch.zeros(1, 5), 3).tolist() == [[0, 0, 0, -math.inf, -math.inf]]
+    assert torch.equal(windowed(torch.zeros(1, 5), 8), torch.zeros(1, 5))
+
+
+def test_effective_lengths() -> None:
+    assert effective_lengths(encoding_of("kerple_log", r1=1.0, r2=0.1)) == [64]
+    slopes = [2 ** (-8 * h / 12) for h in (1, 6, 12)]
+    with torch.no_grad():
+        encoding = encoding_of("kerple_power", heads=3, r2=1.0)
+        encoding.r1.value.copy_(torch.tensor(slopes))
+        encoding.r1.low = 0.0
+    assert effective_lengths(encoding) == [4, 33, 513]
+    assert effective_lengths(encoding, window=100) == [4, 33, 100]
+
+
+@pytest.mark.parametrize(("r1", "r2"), [(0.7, 0.3), (0.3, 0.02), (1.9, 0.9), (0.26, 0.9)])
+def test_effective_lengths_against_a_loop(r1: float, r2: float) -> None:
+    encoding = encoding_of("kerple_log", r1=r1, r2=r2)
+    r1, r2 = encoding.r1().item(), encoding.r2().item()
+    expected = next(n for n in range(10**6) if -r1 * math.log1p(r2 * n) < -2)
+    assert effective_lengths(encoding) == [expected]
+
+
+def test_effective_lengths_that_are_none() -> None:
+    assert effective_lengths(encoding_of("fire", heads=2)) == [None, None]
+    assert effective_lengths(encoding_of("sandwich")) == [None]  # goes up and down
+    assert effective_lengths(encoding_of("none")) == [math.inf]
+    assert effective_lengths(encoding_of("kerple_log", r1=0.02, r2=0.02)) == [math.inf]  # at n = 10^45
+
+
+def test_heads_are_counted_up_to_each_distance() -> None:
+    assert cumulative([3, 3, 700, 30_000, math.inf]) == [(0, 0), (3, 2), (700, 3), (FAR, 3)]
+    assert cumulative([math.inf]) == [(0, 0), (FAR, 0)]
