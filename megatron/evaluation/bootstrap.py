@@ -14,8 +14,6 @@ Efron's (Efron and Tibshirani 1993, An introduction to the bootstrap, chapter 13
 K lengths, B blocks.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 RESAMPLES = 10_000
@@ -27,31 +25,27 @@ CHUNK = 1 << 22
 """Drawn blocks held at a time: an int64 and a float64 each."""
 
 
-class Intervals(NamedTuple):
-    """95% intervals in nats, [K, 2] each: lower and upper end."""
-
-    nll: np.ndarray
-    change: np.ndarray
-    """Of nll(L) − nll(L0), L0 the first length; exp of it is the interval of ppl(L)/ppl(L0)."""
-
-
-def intervals(
+def resampled(
     sums: np.ndarray, counts: np.ndarray, *, resamples: int = RESAMPLES, seed: int = SEED
-) -> Intervals | None:
-    """Bootstrap intervals of the mean loss at each length, and of its difference from the first length.
+) -> np.ndarray | None:
+    """Means over blocks that were drawn with replacement, the same blocks in every row.
+
+    What is made of the means of two rows, their difference for example, is therefore paired.
 
     Args:
-        sums: summed losses of each block at each length, float64 [K, B].
-        counts: tokens counted in each block, the same at every length, int [B].
+        sums: summed losses of each block, float64 [K, B].
+        counts: tokens counted in each block, int [B], or [K, B] where rows count other tokens.
         resamples: how many to draw.
         seed: of the draws.
 
     Returns:
-        None if fewer than two blocks have a token that counts: one sample says nothing of its own scatter.
+        float64 [K, resamples]; None if fewer than two blocks have a token that counts in every row: one sample says
+        nothing of its own scatter.
     """
-    with_tokens = counts > 0  # the others would change nothing but the number of draws
-    sums, counts = sums[:, with_tokens], counts[with_tokens]
-    blocks = len(counts)
+    counts = np.broadcast_to(counts, sums.shape)
+    with_tokens = (counts > 0).all(axis=0)  # the others would change nothing but the number of draws
+    sums, counts = sums[:, with_tokens], counts[:, with_tokens]
+    blocks = counts.shape[1]
     if blocks < 2:
         return None
     generator = np.random.Generator(np.random.PCG64(seed))
@@ -59,8 +53,12 @@ def intervals(
     step = max(1, CHUNK // blocks)
     for begin in range(0, resamples, step):
         drawn = generator.integers(blocks, size=(min(step, resamples - begin), blocks))
-        tokens = counts[drawn].sum(axis=1)
-        for row, of_length in zip(means, sums, strict=True):
-            row[begin : begin + len(drawn)] = of_length[drawn].sum(axis=1) / tokens
-    tails = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
-    return Intervals(np.quantile(means, tails, axis=1).T, np.quantile(means - means[0], tails, axis=1).T)
+        for row, of_row, tokens in zip(means, sums, counts, strict=True):
+            row[begin : begin + len(drawn)] = of_row[drawn].sum(axis=1) / tokens[drawn].sum(axis=1)
+    return means
+
+
+def quantiles(draws: np.ndarray) -> tuple[float, float]:
+    """The ends of the 95% interval that draws [resamples] amount to."""
+    low, high = np.quantile(draws, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return float(low), float(high)

@@ -1,10 +1,24 @@
 """How trained models are scored: the options of `./deepy.py evaluate`, most of them also of `evaluate:` in a sweep."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from megatron.options import Section, key
 
-Protocol = Literal["last", "nonoverlapping"]
+Protocol = Literal["last", "nonoverlapping", "strided"]
+Measure = Literal["perplexity", "delta_perplexity", "position"]
+
+
+def _listed(value: Any) -> Any:
+    """A list, given as one, as its only entry, or as the command line has it: 64,256."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        return [int(part) if part.isdecimal() else part for part in parts]
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Listed = BeforeValidator(_listed)
 
 
 class TaskOptions(Section):
@@ -27,10 +41,20 @@ class EvaluationOptions(Section):
     )
     protocol: Protocol = key(
         "last",
-        "which tokens are scored: last (of windows that end at the same places) or nonoverlapping (all, KERPLE's way)",
+        "which tokens are scored: last (of windows that end at the same places), nonoverlapping (all, KERPLE's way) or "
+        "strided (the last of windows that follow each other)",
     )
-    windows: int | None = key(None, "windows per length; 64 (last) or all (nonoverlapping) if absent", ge=1)
-    targets: int | None = key(None, "tokens scored per window of last; the training length if absent", ge=1)
+    windows: int | None = key(None, "windows per length; 64 (last) or all (the others) if absent", ge=1)
+    targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, Listed] = key(
+        None, "tokens scored per window of last, one number or several; the training length if absent", min_length=1
+    )
+    stride: int | None = key(None, "tokens from one window of strided to the next, all of them scored", ge=1)
+    measures: Annotated[list[Measure] | None, Listed] = key(
+        None,
+        "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the shortest length), "
+        "position (perplexity by position in the window); perplexity if absent",
+        min_length=1,
+    )
     data: str | None = key(
         None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"
     )

@@ -1,4 +1,4 @@
-"""Scores a model: the negative log-likelihood of every target of a plan, and the perplexity that it amounts to.
+"""Scores a model: the negative log-likelihood of every target of a plan, of which `measures` tell what they tell.
 
     nll = −1/N Σ log p(target | context)          perplexity = exp(nll)
 
@@ -12,23 +12,19 @@ B windows of a batch, T window length.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from megatron.errors import RunError, UserError
-from megatron.evaluation.bootstrap import intervals
+from megatron.evaluation.measures import LARGEST_NLL, Scored, Sheet, Targets
 from megatron.evaluation.names import method_name
-from megatron.evaluation.protocols import Plan
+from megatron.evaluation.protocols import Cut, Plan
 from megatron.reports.records import Record
-
-LARGEST_NLL = 700.0
-"""Nats per token that still have a perplexity: exp overflows at 709."""
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -40,14 +36,6 @@ Progress = Callable[[int, float, float], None]
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
-
-
-class Summary(NamedTuple):
-    """The mean over all scored targets."""
-
-    nll: float  # nats per token
-    stderr: float | None  # of nll over blocks; None for one block
-    tokens: int  # targets counted
 
 
 def known_lengths(model: "GPT", lengths: Sequence[int]) -> list[int]:
@@ -123,53 +111,21 @@ def window_losses(
     return losses
 
 
-def summarize(losses: np.ndarray, counted: np.ndarray | None = None) -> Summary:
-    """Mean and standard error of losses [blocks, targets].
-
-    The standard error treats blocks as the independent samples: neighbouring tokens share their context and their
-    subject, blocks far apart do not. With unequal counts per block it is that of a ratio estimate.
-
-    Args:
-        losses: float64 [blocks, targets].
-        counted: bool [blocks, targets], False for targets to leave out; all count if None.
-    """
-    counted = np.ones(losses.shape, dtype=bool) if counted is None else counted
-    sums, counts = np.where(counted, losses, 0.0).sum(axis=1), counted.sum(axis=1)
-    tokens, blocks = int(counts.sum()), len(losses)
-    nll = float(sums.sum() / tokens)
-    if blocks < 2:
-        return Summary(nll, None, tokens)
-    residuals = sums - nll * counts
-    return Summary(nll, math.sqrt(blocks / (blocks - 1) * float((residuals**2).sum())) / tokens, tokens)
-
-
-@dataclass(frozen=True)
-class Targets:
-    """The tokens that a plan scores: the same at every length."""
-
-    counted: np.ndarray
-    """Which of them count, bool [blocks, targets]."""
-    bytes: int
-    """How many of them stand for a byte of text; 0 if tokens are not bytes."""
-    digest: str
-    """Equal digests, equal targets."""
-
-
 def scored_targets(
-    stream: np.ndarray, plan: Plan, vocabulary: "Vocabulary | None", *, eod_mask_loss: bool = False
+    stream: np.ndarray, plan: Plan, cut: Cut, vocabulary: "Vocabulary | None", *, eod_mask_loss: bool = False
 ) -> Targets:
     """Look up what a plan scores.
 
     Args:
         stream: token ids [N].
-        plan: whose targets are meant.
+        plan, cut: whose targets are meant.
         vocabulary: of the stream, if it is known.
         eod_mask_loss: the model was not trained to predict the token that follows an end of document.
 
     Raises:
         RunError: no token is left to score.
     """
-    positions = plan.target_positions(plan.lengths[0])
+    positions = plan.target_positions(cut, cut.lengths[0])
     labels = np.asarray(stream[positions])
     counted = np.ones(labels.shape, dtype=bool)
     if eod_mask_loss and vocabulary is not None:
@@ -185,16 +141,6 @@ def scored_targets(
     )
 
 
-class Measured(NamedTuple):
-    """One length, scored."""
-
-    length: int
-    summary: Summary
-    sums: np.ndarray  # summed losses of each block, float64 [blocks]
-    seconds: float
-    date: str  # ISO 8601, UTC
-
-
 def evaluate(
     loaded: "LoadedModel",
     stream: np.ndarray,
@@ -204,6 +150,7 @@ def evaluate(
     batch_tokens: int | None = None,
     progress: Progress | None = None,
     about: Mapping[str, Any] | None = None,
+    measures: Sequence[str] = ("perplexity",),
 ) -> list[Record]:
     """Perplexity of a model at each length of a plan, every length scored on the same target tokens.
 
@@ -216,50 +163,22 @@ def evaluate(
         batch_tokens: input tokens per forward pass.
         progress: called after every batch.
         about: fields of the records that say where model and text come from; they come before what is known here.
+        measures: what is told of the losses (`megatron.evaluation.measures`).
 
     Returns:
-        One record per length that the model has positions for, in ascending order. The targets are those of all
-        lengths, so that they are the same for every model.
+        For each measure, records in ascending order of the lengths that the model has positions for. The targets are
+        those of all lengths, so that they are the same for every model.
 
     Raises:
         UserError: the model has positions for none of the lengths.
         RunError: a loss is not finite, or the memory is too small.
     """
     config, model = loaded.config, loaded.model
-    name = method_name(config.position, loaded.position.attention_window)
-    targets = scored_targets(stream, plan, vocabulary, eod_mask_loss=config.data.eod_mask_loss)
-    measured = list(_measured(name, model, stream, plan, targets, batch_tokens, progress))
-    shared = {"protocol": plan.protocol, "blocks": plan.blocks, "target_digest": targets.digest}
-    return _records(measured, plan, targets, {**about_model(loaded), **shared, **(about or {})})
-
-
-def about_model(loaded: "LoadedModel") -> dict[str, Any]:
-    """What records say of a model."""
-    config, model = loaded.config, loaded.model
-    name = method_name(config.position, loaded.position.attention_window)
-    parameter = next(model.parameters())
-    return {
-        "method": name,
-        "train_length": config.model.seq_length,
-        "seed": config.training.seed,
-        "position": name,
-        "max_length": model.max_length,
-        "parameters": model.num_parameters(),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": _device_name(parameter.device),
-    }
-
-
-def _measured(
-    name: str,
-    model: "GPT",
-    stream: np.ndarray,
-    plan: Plan,
-    targets: Targets,
-    batch_tokens: int | None,
-    progress: Progress | None,
-) -> Iterator[Measured]:
-    """Score one length after the other. Arguments and errors as for `evaluate`; `name` is for messages."""
+    shared = {**about_model(loaded), **(about or {})}
+    sheets = []
+    for cut in plan.cuts:
+        targets = scored_targets(stream, plan, cut, vocabulary, eod_mask_loss=config.data.eod_mask_loss)
+        sheets.append(Sheet(plan, cut, targets, config.model.seq_length, measures, shared))
     work = forward_flops(model, plan)
     total, done = sum(work.values()), 0.0
     for length in work:
@@ -277,61 +196,41 @@ def _measured(
             stream,
             plan.starts[length],
             length,
-            plan.scored[length],
+            plan.scored(length),
             batch_tokens=batch_tokens,
             after_batch=after_batch,
-        ).reshape(plan.blocks, plan.targets)
-        seconds = time.perf_counter() - begun
-        done += work[length]
-        summary = summarize(losses, targets.counted)
-        # Such a model predicts nothing, and a table could not hold it.
-        if not math.isfinite(summary.nll) or summary.nll > LARGEST_NLL:
-            raise RunError(f"{name}: the loss at length {length:,} is {summary.nll}, no perplexity to report")
-        sums = np.where(targets.counted, losses, 0.0).sum(axis=1)
-        yield Measured(length, summary, sums, seconds, datetime.now(UTC).isoformat(timespec="seconds"))
-
-
-def _records(measured: Sequence[Measured], plan: Plan, targets: Targets, about: Mapping[str, Any]) -> list[Record]:
-    """Records of one model, with bootstrap intervals and the change against the first of them.
-
-    Args:
-        measured: K lengths, ascending.
-        plan, targets: what was scored.
-        about: fields that are the same for all.
-    """
-    found = intervals(np.stack([each.sums for each in measured]), targets.counted.sum(axis=1))
-    first = measured[0]
-    result = []
-    for row, each in enumerate(measured):
-        nll, tokens = each.summary.nll, each.summary.tokens
-        uncertain: dict[str, Any] = {}
-        if found is not None:
-            low, high = found.nll[row]
-            uncertain |= {"low": _exp(low), "high": _exp(high)}
-        if row > 0:
-            uncertain |= {"change": _exp(nll - first.summary.nll), "change_from": first.length}
-            if found is not None:
-                low, high = found.change[row]
-                uncertain |= {"change_low": _exp(low), "change_high": _exp(high)}
-        own: dict[str, Any] = {
-            "length": each.length,
-            "metric": "perplexity",
-            "value": math.exp(nll),
-            "tokens": tokens,
-            "nll": nll,
-            "stderr": each.summary.stderr,
-            "bits_per_byte": nll * tokens / math.log(2) / targets.bytes if targets.bytes else None,
-            "targets": plan.scored[each.length],
-            "windows": plan.windows(each.length),
-            "seconds": round(each.seconds, 3),
-            "date": each.date,
+        )
+        taken = {
+            "flops": work[length],
+            "seconds": round(time.perf_counter() - begun, 3),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        result.append(Record(**own, **uncertain, **about))
-    return result
+        done += work[length]
+        for sheet in sheets:
+            if length not in sheet.cut.scored:
+                continue
+            nll = sheet.add(Scored(length, sheet.cut.of(losses, length), taken)).nll
+            # Such a model predicts nothing, and a table could not hold it.
+            if not math.isfinite(nll) or nll > LARGEST_NLL:
+                raise RunError(f"{shared['method']}: the loss at length {length:,} is {nll}, no perplexity to report")
+    return [record for sheet in sheets if sheet.summaries for record in sheet.records()]
 
 
-def _exp(nats: float) -> float:
-    return math.exp(min(nats, LARGEST_NLL))  # the upper end of an interval may lie beyond what floats hold
+def about_model(loaded: "LoadedModel") -> dict[str, Any]:
+    """What records say of a model."""
+    config, model = loaded.config, loaded.model
+    name = method_name(config.position, loaded.position.attention_window)
+    parameter = next(model.parameters())
+    return {
+        "method": name,
+        "train_length": config.model.seq_length,
+        "seed": config.training.seed,
+        "position": name,
+        "max_length": model.max_length,
+        "parameters": model.num_parameters(),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": _device_name(parameter.device),
+    }
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.checkpoint.trained import Run, open_run
 from megatron.errors import UserError
+from megatron.evaluation.measures import check_measures
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.protocols import Plan, plan_of
 from megatron.evaluation.texts import Text, common_text
@@ -39,6 +40,7 @@ def read_request(runs: Sequence[str | Path], options: EvaluationOptions, output:
     asked = read_runs(runs, options, output)
     text = common_text(asked.runs, options.data)
     plan = plan_of(options, [run.config.model.seq_length for run in asked.runs], len(text.tokens))
+    check_measures(options, plan)
     return Request(**vars(asked), text=text, plan=plan)
 
 

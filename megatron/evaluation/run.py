@@ -204,6 +204,7 @@ def _score(candidate: Candidate, loaded: LoadedModel, asked: Request, report: Pr
         batch_tokens=options.batch_tokens,
         progress=report,
         about=about,
+        measures=options.measures or ("perplexity",),
     )
 
 

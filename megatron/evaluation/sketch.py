@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
+from megatron.evaluation.measures import check_measures
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.protocols import Plan, plan_of
 from megatron.evaluation.texts import text_of
@@ -52,7 +53,9 @@ def outline(config: Config, options: EvaluationOptions) -> GPT:
 def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:
     """The sketch of a model that is still to be trained. Raises what scoring it would."""
     text = text_of(name, config, options.data)
-    return sketch(name, config, plan_of(options, [config.model.seq_length], len(text.tokens)), options)
+    plan = plan_of(options, [config.model.seq_length], len(text.tokens))
+    check_measures(options, plan)
+    return sketch(name, config, plan, options)
 
 
 def ending(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:

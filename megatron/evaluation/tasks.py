@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron.evaluation.harness import Asked
     from megatron.evaluation.perplexity import Progress
 
-OWN_TEXT = ("data", "protocol", "windows", "targets")
+OWN_TEXT = ("data", "protocol", "windows", "targets", "stride", "measures")
 """Options that say which tokens of which text are scored: a task says so itself."""
 
 OURS = {"perplexity": "target_perplexity"}

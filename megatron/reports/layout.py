@@ -1,21 +1,23 @@
 """Which records may stand in one table, and what stands in its cells.
 
-Records of different metrics, protocols, training lengths or target tokens are never put into one table, because their
-numbers cannot be compared. With several seeds a cell is their mean ± sample standard deviation. The last column is the
-change from the shortest length to the largest with its paired bootstrap interval, and in a word what that says.
+Records of different metrics, axes, protocols, training lengths or target tokens are never put into one table, because
+their numbers cannot be compared. With several seeds a cell is their mean ± sample standard deviation. The last column
+is the change from the shortest length to the largest with its paired bootstrap interval, and in a word what that says.
 """
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron.reports import axes
+from megatron.reports.axes import Axis, multiple
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method at one length: mean over seeds, and their sample standard deviation where there are several."""
+    """One method at one place: mean over seeds, and their sample standard deviation where there are several."""
 
     metric: Metric
     mean: float
@@ -55,9 +57,10 @@ class Layout:
     protocol: str
     train_length: int
     records: tuple[Record, ...]
+    axis: Axis
     methods: tuple[str, ...]  # in the order of the records
-    lengths: tuple[int, ...]  # ascending
-    cells: dict[tuple[str, int], Cell]
+    places: tuple[float, ...]  # on the axis, ascending
+    cells: dict[tuple[str, float], Cell]
     changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known
     limits: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
     text: str | None = None  # what was scored, if there are tables of other texts beside this one
@@ -65,23 +68,25 @@ class Layout:
     @property
     def repeats(self) -> int:
         """The largest number of runs behind a cell; they differ in their seed."""
-        counts: dict[tuple[str, int], int] = {}
+        counts: dict[tuple[str, float], int] = {}
         for record in self.records:
-            counts[record.method, record.length] = counts.get((record.method, record.length), 0) + 1
+            counts[record.method, record.at] = counts.get((record.method, record.at), 0) + 1
         return max(counts.values())
 
     @property
     def title(self) -> str:
         """What the table shows, in one line."""
         text = "" if self.text is None else f", text {self.text}"
-        return f"{self.metric.heading}, trained at {self.train_length:,} tokens, protocol {self.protocol}{text}"
+        window = self.records[0].length
+        over = "" if self.axis.name == "length" else f" by {self.axis.name}, windows of {window:,} tokens"
+        return f"{self.metric.heading}{over}, trained at {self.train_length:,} tokens, protocol {self.protocol}{text}"
 
     @property
     def notes(self) -> list[str]:
         """What was counted and how to read the cells, a sentence each."""
         tokens = sorted({record.tokens for record in self.records})
         counted = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        notes = [f"{counted} tokens scored at every length; {self.metric.better} is better."]
+        notes = [f"{counted} tokens scored {self.axis.each}; {self.metric.better} is better."]
         if self.repeats > 1:
             notes.append(f"Cells are mean ± standard deviation of {self.repeats} seeds.")
         if any(cell.best for cell in self.cells.values()):
@@ -93,7 +98,7 @@ class Layout:
             notes.append(f"95% bootstrap intervals of single cells are within {low} and {high}.")
         if self.changes:
             what = metric.title.lower()
-            line = f"Change is {what} at {self.lengths[-1]:,} {metric.relation} that at {self.lengths[0]:,} tokens"
+            line = f"Change is {what} at {self.places[-1]:,} {metric.relation} that at {self.places[0]:,} tokens"
             if any(change.verdict is not None for change in self.changes.values()):
                 known = (
                     " [95% paired bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed."
@@ -104,63 +109,60 @@ class Layout:
         return notes
 
     def heads(self) -> list[tuple[str, str]]:
-        """A column's two heads: multiple of the training length, tokens."""
-        return [(multiple(length / self.train_length), f"{length:,}") for length in self.lengths]
+        """The two heads of every column: multiple of the training length, tokens."""
+        return [self.axis.heads(place, self.train_length) for place in self.places]
 
     def change_head(self) -> tuple[str, str]:
         """The two heads of the column of changes."""
-        first, last = (multiple(length / self.train_length) for length in (self.lengths[0], self.lengths[-1]))
+        first, last = (multiple(length / self.train_length) for length in (self.places[0], self.places[-1]))
         return "change", f"{first} to {last}"
 
-    def missing(self, method: str, length: int) -> str:
+    def missing(self, method: str, place: float) -> str:
         """What stands where a method has no number: its largest length if that is why, else a dash."""
         limit = self.limits.get(method)
-        return f"max {limit:,}" if limit is not None and limit < length else "–"
-
-
-def multiple(value: float) -> str:
-    """1×, 32×, 1.5×."""
-    return f"{value:.3g}×" if value < 1000 else f"{value:,.0f}×"
+        return f"max {limit:,}" if limit is not None and self.axis.tokens and limit < place else "–"
 
 
 def layouts(records: Sequence[Record]) -> list[Layout]:
-    """Sort records into tables whose numbers may be compared: one per metric, protocol, training length and targets.
+    """Sort records into tables whose numbers may be compared: one per metric, axis (with its length, if
+    that is another), protocol, training length and targets.
 
-    A record that repeats an earlier one (same method, length, seed and run) replaces it.
+    A record that repeats an earlier one (same method, place, seed and run) replaces it.
     """
-    groups: dict[tuple[str, str, int, str | None], list[Record]] = {}
+    groups: dict[tuple[str, str, int | None, str, int, str | None], list[Record]] = {}
     for record in records:
-        kind = (record.metric, record.protocol, record.train_length, record.target_digest)
+        length = None if record.place is None else record.length
+        kind = (record.metric, record.axis, length, record.protocol, record.train_length, record.target_digest)
         groups.setdefault(kind, []).append(record)
     several = len({record.dataset for record in records}) > 1
     return [_layout(group, name_text=several) for group in groups.values()]
 
 
 def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
-    latest = {(record.method, record.length, record.seed, record.run): record for record in records}
-    found: dict[tuple[str, int], list[Record]] = {}
+    latest = {(record.method, record.at, record.seed, record.run): record for record in records}
+    found: dict[tuple[str, float], list[Record]] = {}
     for record in latest.values():
-        found.setdefault((record.method, record.length), []).append(record)
-    lengths = tuple(sorted({record.length for record in records}))
+        found.setdefault((record.method, record.at), []).append(record)
+    places = tuple(sorted({record.at for record in records}))
     metric = records[0].measure
     means = {place: statistics.fmean(each.value for each in same) for place, same in found.items()}
-    best = {length: metric.best(mean for (_, where), mean in means.items() if where == length) for length in lengths}
+    best = {place: metric.best(mean for (_, where), mean in means.items() if where == place) for place in places}
     # One method alone is not the best of anything.
     several = len({record.method for record in records}) > 1
     cells = {
-        (method, length): Cell(
+        (method, place): Cell(
             metric=metric,
-            mean=means[method, length],
+            mean=means[method, place],
             deviation=_deviation([each.value for each in same]),
-            best=several and means[method, length] == best[length],
+            best=several and means[method, place] == best[place],
             interval=same[0].bootstrapped if len(same) == 1 else None,
         )
-        for (method, length), same in found.items()
+        for (method, place), same in found.items()
     }
     changes = {
         method: _change_over_seeds(same)
-        for (method, length), same in found.items()
-        if length == lengths[-1] and all(each.change is not None and each.change_from == lengths[0] for each in same)
+        for (method, place), same in found.items()
+        if place == places[-1] and all(each.change is not None and each.change_from == places[0] for each in same)
     }
     return Layout(
         metric=metric,
@@ -168,7 +170,8 @@ def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
         train_length=records[0].train_length,
         records=tuple(latest.values()),
         methods=tuple(dict.fromkeys(record.method for record in records)),
-        lengths=lengths,
+        axis=axes.find(records[0].axis),
+        places=places,
         cells=cells,
         changes=changes,
         limits={record.method: record.max_length for record in latest.values() if record.max_length is not None},

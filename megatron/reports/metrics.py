@@ -148,6 +148,35 @@ METRICS = {
                 ("target_perplexity", "target", " per target", "text that a task's document asks for"),
             )
         ),
+        Metric(
+            name="delta_perplexity",
+            title="ΔP",
+            unit="per token",
+            definition="ΔP is the perplexity of the scored tokens alone minus theirs with the context before them.",
+            better="higher",
+            compared="difference",
+            negligible=0.005,
+        ),
+        Metric(
+            name="log_ratio",
+            title="Log-ratio of perplexity",
+            unit="in nats",
+            definition="The log-ratio is the logarithm of the perplexity of the scored tokens alone over theirs with "
+            "the context before them.",
+            better="higher",
+            compared="difference",
+            negligible=0.005,
+        ),
+        Metric(
+            name="loss",
+            title="Loss",
+            unit="in nats per token",
+            definition="Loss is the mean negative log-likelihood per token, in nats.",
+            better="lower",
+            compared="difference",
+            negligible=0.005,
+            lowest=0.0,
+        ),
         *(
             Metric(
                 name=name,

@@ -1,11 +1,11 @@
-"""A metric over length, as a PNG: one curve per method, the training length marked.
+"""A metric over length or another axis, as a PNG: one curve per method, the training length marked.
 
 Colours are Okabe and Ito's, told apart by colour-blind eyes too; markers and dashes repeat the distinction in grey.
-The length axis is logarithmic (lengths double); the other one is where the metric asks for it and values differ by more
-than a factor of 4, since on a linear axis an exploding perplexity would flatten all others. Bars: with several seeds,
-smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would hide the
-curves. Curves stand where their lengths are; their bars stand side by side around each length, because intervals of the
-same text overlap and areas or bars on top of each other could not be told apart.
+An axis of tokens is logarithmic (lengths double); the other one is where the metric asks for it and values differ by
+more than a factor of 4, since on a linear axis an exploding perplexity would flatten all others. Bars: with several
+seeds, smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would
+hide the curves. Curves stand where their lengths are; their bars stand side by side around each length, because
+intervals of the same text overlap and areas or bars on top of each other could not be told apart.
 """
 
 import io
@@ -21,7 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from megatron.errors import UserError
-from megatron.reports.layout import Layout, layouts, multiple
+from megatron.reports.axes import multiple
+from megatron.reports.layout import Layout, layouts
 from megatron.reports.records import Record
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
@@ -30,6 +31,7 @@ DASHES = ("-", "--", "-.", ":")
 MOST_BARS = len(COLOURS)
 GAP, SPREAD = 0.1, 0.4
 """How far apart bars of a length stand, and all of them together at most: shares of the way to the next length."""
+MOST_TICKS = 9
 ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
 
@@ -76,11 +78,11 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
     barred = len(drawn) <= MOST_BARS and any(None not in bars for _, _, bars in drawn)
     places = _side_by_side(layout, len(drawn)) if barred else [1.0] * len(drawn)
     curves: list[Line2D] = []
-    for index, ((lengths, means, bars), place) in enumerate(zip(drawn, places, strict=True)):
+    for index, ((where, means, bars), place) in enumerate(zip(drawn, places, strict=True)):
         look = style(index)
-        curves += axes.plot(lengths, means, **look, markersize=5, linewidth=1.8 if not barred else 1.4)  # type: ignore[arg-type]
+        curves += axes.plot(where, means, **look, markersize=5, linewidth=1.8 if not barred else 1.4)  # type: ignore[arg-type]
         if barred and None not in bars:
-            at = [length * place for length in lengths]
+            at = [each * place for each in where]
             lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
             axes.vlines(at, lower, upper, color=look["color"], linewidth=1.6, alpha=0.85)
             axes.plot(
@@ -89,25 +91,13 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
             )  # fmt: skip
         low, high = min(low, *means), max(high, *means)
 
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(layout.lengths))
-    axes.xaxis.set_minor_locator(NullLocator())
-    trained = layout.train_length
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}\n{multiple(round(x) / trained)}"))
-    axes.set_xlabel(
-        "length: tokens, × training length" if narrow else "length: tokens, and multiples of the training length"
-    )
+    _along(axes, layout, narrow=narrow)
     if layout.metric.scale == "logarithmic" and high > 4 * low > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(_ticks(low, high)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: layout.metric.tick(y)))
     axes.set_ylabel(layout.metric.axis)
-    axes.axvline(layout.train_length, color="0.45", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-    axes.annotate(
-        "training length", (layout.train_length, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-        textcoords="offset points", ha="left", va="top", fontsize=8, color="0.35",
-    )  # fmt: skip
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(layout.title, loc="left", fontsize=8.5 if narrow else 11)
@@ -124,26 +114,49 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
     legend.get_title().set_fontsize(8)
 
 
+def _along(axes: Axes, layout: Layout, *, narrow: bool) -> None:
+    """The horizontal axis: its ticks, its label, and the training length if it has a place there."""
+    axis, trained = layout.axis, layout.train_length
+    axes.xaxis.set_minor_locator(NullLocator())
+    thin = -(-len(layout.places) // MOST_TICKS)
+    axes.set_xscale("log", base=2) if axis.tokens else axes.set_xscale("linear")
+    axes.xaxis.set_major_locator(FixedLocator(layout.places[::-thin][::-1]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    if not axis.tokens:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: axis.shown(x)))
+        axes.set_xlabel(axis.title)
+        return
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{axis.shown(x)}\n{multiple(x / trained)}"))
+    axes.set_xlabel(f"{axis.title}, {'× training length' if narrow else 'and multiples of the training length'}")
+    axes.axvline(trained, color="0.45", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.annotate(
+        "training length", (trained, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
+        textcoords="offset points", ha="left", va="top", fontsize=8, color="0.35",
+    )  # fmt: skip
+
+
 def _side_by_side(layout: Layout, count: int) -> list[float]:
-    """Factors on the length that put `count` bars next to each other around each length."""
-    steps = [later / length for length, later in pairwise(layout.lengths)]
+    """Factors on the place that put `count` bars next to each other around each place."""
+    if not layout.axis.tokens:
+        return [1.0] * count
+    steps = [later / place for place, later in pairwise(layout.places)]
     step = min(steps, default=2.0) ** min(SPREAD, GAP * (count - 1))
     return [step ** (index / max(count - 1, 1) - 0.5) if count > 1 else 1.0 for index in range(count)]
 
 
-def _curve(layout: Layout, method: str) -> tuple[list[int], list[float], list[tuple[float, float] | None]]:
-    """Lengths, mean values and bars of one method."""
-    found: dict[int, list[Record]] = {}
+def _curve(layout: Layout, method: str) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:
+    """Places, mean values and bars of one method."""
+    found: dict[float, list[Record]] = {}
     for record in layout.records:
         if record.method == method:
-            found.setdefault(record.length, []).append(record)
-    lengths = sorted(found)
+            found.setdefault(record.at, []).append(record)
+    places = sorted(found)
     means, bars = [], []
-    for length in lengths:
-        values = [record.value for record in found[length]]
+    for place in places:
+        values = [record.value for record in found[place]]
         means.append(statistics.fmean(values))
-        bars.append((min(values), max(values)) if len(values) > 1 else found[length][0].interval)
-    return lengths, means, bars
+        bars.append((min(values), max(values)) if len(values) > 1 else found[place][0].interval)
+    return places, means, bars
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -28,11 +28,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.reports import metrics
+from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.suggest import did_you_mean
 
 RESULTS = "results.json"
+LENGTH = ("axis", "length")
+"""What files leave out."""
 
 
 class Record(BaseModel):
@@ -49,6 +51,8 @@ class Record(BaseModel):
     tokens: int = Field(ge=1, description="tokens scored, each counted once")
     seed: int = Field(ge=0, description="seed of the training run")
 
+    axis: str = Field(default="length", description="what the value stands over: length, or a place inside windows")
+    place: float | None = Field(default=None, description="where on that axis; the length is its own place")
     nll: float | None = Field(default=None, description="mean negative log-likelihood, nats per token")
     stderr: float | None = Field(default=None, ge=0, description="standard error of the mean, over windows")
     low: float | None = Field(default=None, description="95% bootstrap interval over blocks: lower end")
@@ -65,6 +69,10 @@ class Record(BaseModel):
     blocks: int | None = Field(
         default=None, ge=1, description="independent pieces of text that stderr and intervals were taken over"
     )
+    block_sums: list[float] | None = Field(
+        default=None, description="summed nll of each block, to compare methods by that scored the same targets"
+    )
+    block_tokens: list[int] | None = Field(default=None, description="tokens of each block, where they differ")
     target_digest: str | None = Field(
         default=None, description="hash of the scored tokens: equal digests, equal targets"
     )
@@ -84,13 +92,18 @@ class Record(BaseModel):
     device: str | None = Field(default=None, description="device used for scoring")
     machine: str | None = Field(default=None, description="operating system, processor, threads")
     software: str | None = Field(default=None, description="versions")
+    flops: float | None = Field(default=None, ge=0, description="floating-point operations of scoring")
     seconds: float | None = Field(default=None, ge=0, description="seconds of scoring")
     date: str | None = Field(default=None, description="when, ISO 8601, UTC")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         """The values are such that the metric has."""
-        metric = metrics.find(self.metric)
+        metric, axis = metrics.find(self.metric), axes.find(self.axis)
+        if (self.place is None) != (self.axis == "length"):
+            raise ValueError(f"axis {self.axis} has {'a' if self.axis != 'length' else 'no'} place")
+        if not axis.lowest <= self.at <= axis.highest:
+            raise ValueError(f"place must be between {axis.lowest:g} and {axis.highest:g}, not {self.at:g}")
         for value in (self.value, self.low, self.high):
             if value is not None and (reason := metric.refusal(value)) is not None:
                 raise ValueError(f"{reason}, not {value:g}")
@@ -110,9 +123,9 @@ class Record(BaseModel):
         return metrics.find(self.metric)
 
     @property
-    def multiple(self) -> float:
-        """Length in training lengths."""
-        return self.length / self.train_length
+    def at(self) -> float:
+        """Where the value stands on its axis."""
+        return self.length if self.place is None else self.place
 
     @property
     def bootstrapped(self) -> tuple[float, float] | None:
@@ -137,7 +150,7 @@ class Record(BaseModel):
         """The record as it stands in files: named by its metric, without the fields that are unknown."""
         names = _names(self.metric)
         fields = self.model_dump(exclude_none=True, exclude={"metric"})
-        return {names.get(field, field): value for field, value in fields.items()}
+        return {names.get(field, field): value for field, value in fields.items() if (field, value) != LENGTH}
 
 
 def of_row(row: dict[str, Any]) -> Record:
@@ -186,11 +199,15 @@ def _columns(given: Iterable[str]) -> list[str]:
     return columns
 
 
+PER_BLOCK = ("block_sums", "block_tokens")
+"""Fields that are lists, which tables of fields leave out."""
+
+
 def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> list[Record]:
     """Old records but for those that the new ones measure again, then the new ones.
 
-    The same is measured again if metric, run, position method (with the window of the evaluation), protocol and text
-    agree, whatever the lengths: an evaluation is kept or replaced as a whole.
+    The same is measured again if metric, axis, run, position method (with the window of the evaluation), protocol and
+    text agree, whatever the lengths: an evaluation is kept or replaced as a whole.
 
     Args:
         old, new: in the order in which they are to stand.
@@ -200,7 +217,7 @@ def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> 
     def identity(record: Record) -> tuple[str | None, ...]:
         run = None if one_run or record.run is None else os.path.realpath(record.run)
         method = record.method if record.position is None else record.position
-        return record.metric, run, method, record.protocol, record.text_digest or record.dataset
+        return record.metric, record.axis, run, method, record.protocol, record.text_digest or record.dataset
 
     again = {identity(record) for record in new}
     return [*(record for record in old if identity(record) not in again), *new]
@@ -237,8 +254,12 @@ def read(path: str | Path) -> list[Record]:
 def write_csv(path: str | Path, records: Sequence[Record]) -> Path:
     """Write records as CSV, a column per field, empty where unknown; values stand under their metrics' names."""
     text = io.StringIO()
-    columns = _columns(dict.fromkeys(record.metric for record in records) or METRICS)
-    writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n")
+    columns = [
+        name
+        for name in _columns(dict.fromkeys(record.metric for record in records) or METRICS)
+        if name not in PER_BLOCK
+    ]
+    writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(record.row() for record in records)
     return write_text(path, text.getvalue())

@@ -12,7 +12,8 @@ from string import Template
 
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.reports.layout import Layout, layouts, multiple
+from megatron.reports.axes import multiple
+from megatron.reports.layout import Layout, layouts
 from megatron.reports.plots import png
 from megatron.reports.records import Record
 from megatron.reports.style import STYLE
@@ -122,7 +123,7 @@ def _title(groups: Sequence[Layout]) -> str:
     methods = list(dict.fromkeys(method for layout in groups for method in layout.methods))
     named = f"{len(methods)} methods" if len(methods) > NAMED else _listed(methods)
     measured = _listed(list(dict.fromkeys(layout.metric.title for layout in groups)))
-    lengths = sorted({length for layout in groups for length in layout.lengths})
+    lengths = sorted({record.length for layout in groups for record in layout.records})
     trained = sorted({layout.train_length for layout in groups})
     span = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
     return f"{measured} of {named} at {span} tokens, trained at {_listed([f'{length:,}' for length in trained])}"
@@ -134,8 +135,8 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _summary(layout: Layout) -> str:
-    """The result in words: the ranking at the largest length, and how far each is from its own start: beyond chance?"""
-    metric, first, last = layout.metric, layout.lengths[0], layout.lengths[-1]
+    """The result in words: the ranking at the last place, and how far each is from its own start: beyond chance?"""
+    metric, axis, first, last = layout.metric, layout.axis, layout.places[0], layout.places[-1]
     ends = [(layout.cells[method, last].mean, method) for method in layout.methods if (method, last) in layout.cells]
     parts = []
     for mean, method in sorted(ends, key=lambda end: (metric.rank(end[0]), end[1])):
@@ -145,12 +146,12 @@ def _summary(layout: Layout) -> str:
         change = ""
         if start is not None and first != last:
             distance = metric.shown_distance(metric.change(mean, start.mean))
-            change = f" ({distance} from {first:,} tokens{verdict})"
+            change = f" ({distance} from {axis.shown(first)}{' tokens' * axis.tokens}{verdict})"
         parts.append(f"{method} {metric.shown(mean)}{change}")
-    return (
-        f"Trained at {layout.train_length:,} tokens; {metric.axis} at {last:,} tokens "
-        f"({multiple(last / layout.train_length)}, protocol {layout.protocol}): {', '.join(parts)}."
-    )
+    where = f"{axis.shown(last)} tokens ({multiple(last / layout.train_length)}" if axis.tokens else axis.shown(last)
+    where = f"{'' if axis.name == 'length' else f'{axis.name} '}{where}"
+    where = f"{where}, protocol {layout.protocol})" if axis.tokens else f"{where} (protocol {layout.protocol})"
+    return f"Trained at {layout.train_length:,} tokens; {metric.axis} at {where}: {', '.join(parts)}."
 
 
 def _measured(layout: Layout) -> str:

@@ -1,4 +1,4 @@
-"""A layout of records shown with rich, as Markdown, plain text or HTML: methods as rows, lengths as columns.
+"""A layout of records shown with rich, as Markdown, plain text or HTML: methods as rows, lengths or places as columns.
 
 The best of each column is marked with `*` and in bold, so that the mark survives copying as plain text.
 """
@@ -36,10 +36,10 @@ def rich_table(layout: Layout) -> Table:
     for method in layout.methods:
         row = [
             Text(
-                _aligned(layout, method, length).replace(" ±", "\n±"),
-                style="bold green" if _best(layout.cells.get((method, length))) else "",
+                _aligned(layout, method, place).replace(" ±", "\n±"),
+                style="bold green" if _best(layout.cells.get((method, place))) else "",
             )
-            for length in layout.lengths
+            for place in layout.places
         ]
         if layout.changes:
             row.append(Text(_change(layout, method)))
@@ -49,7 +49,7 @@ def rich_table(layout: Layout) -> Table:
 
 def markdown(layout: Layout) -> str:
     """A GitHub table with its caption."""
-    heads = [f"{times} ({tokens})" for times, tokens in layout.heads()]
+    heads = [_head(*head) for head in layout.heads()]
     change = [" ".join(layout.change_head())] if layout.changes else []
     lines = [
         "| method | " + " | ".join([*heads, *change]) + " |",
@@ -57,9 +57,9 @@ def markdown(layout: Layout) -> str:
     ]
     for method in layout.methods:
         cells = []
-        for length in layout.lengths:
-            cell = layout.cells.get((method, length))
-            text = layout.missing(method, length) if cell is None else str(cell)
+        for place in layout.places:
+            cell = layout.cells.get((method, place))
+            text = layout.missing(method, place) if cell is None else str(cell)
             cells.append(f"**{text.rstrip('*')}**" if _best(cell) else text)
         cells += [_change(layout, method)] if layout.changes else []
         escaped = method.replace("|", "\\|")
@@ -73,7 +73,7 @@ def plain(layout: Layout) -> str:
     heads = layout.heads()
     rows = [["method", *(f"{times} " for times, _ in heads)], ["", *(f"{tokens} " for _, tokens in heads)]]
     for method in layout.methods:
-        rows.append([method, *(_aligned(layout, method, length) for length in layout.lengths)])
+        rows.append([method, *(_aligned(layout, method, place) for place in layout.places)])
     changes = [*layout.change_head(), *(_change(layout, method) for method in layout.methods)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -95,13 +95,13 @@ def html_table(layout: Layout) -> str:
     rows = []
     for method in layout.methods:
         cells = []
-        for length, (times, tokens) in zip(layout.lengths, layout.heads(), strict=True):
-            cell = layout.cells.get((method, length))
-            text = html.escape(layout.missing(method, length) if cell is None else str(cell))
+        for place, head in zip(layout.places, layout.heads(), strict=True):
+            cell = layout.cells.get((method, place))
+            text = html.escape(layout.missing(method, place) if cell is None else str(cell))
             if cell is not None and cell.interval is not None:
                 text += f"<small>{' – '.join(map(cell.metric.shown, cell.interval))}</small>"
             best = ' class="best"' if _best(cell) else ""
-            cells.append(f'<td{best} data-label="{html.escape(f"{times} ({tokens})")}">{text}</td>')
+            cells.append(f'<td{best} data-label="{html.escape(_head(*head))}">{text}</td>')
         if layout.changes:
             change = html.escape(_change(layout, method))
             cells.append(f'<td class="text wide" data-label="{html.escape(f"{above} {below}")}">{change}</td>')
@@ -116,10 +116,15 @@ def _change(layout: Layout, method: str) -> str:
     return str(layout.changes.get(method, "–"))
 
 
-def _aligned(layout: Layout, method: str, length: int) -> str:
+def _head(above: str, below: str) -> str:
+    """A column's two heads in one line."""
+    return f"{above} ({below})" if above else below
+
+
+def _aligned(layout: Layout, method: str, place: float) -> str:
     """With a blank where others have the mark, so that the digits of a column stand under each other."""
-    cell = layout.cells.get((method, length))
-    return f"{layout.missing(method, length)} " if cell is None else str(cell) + " " * (not cell.best)
+    cell = layout.cells.get((method, place))
+    return f"{layout.missing(method, place)} " if cell is None else str(cell) + " " * (not cell.best)
 
 
 def _best(cell: Cell | None) -> bool:

@@ -69,4 +69,5 @@ def running_mean() -> RunningMean:
 
 def scored(loaded: SimpleNamespace, stream: np.ndarray, options: EvaluationOptions, **more: Any) -> list[Record]:
     """Records of a model by the plan that options ask for."""
-    return evaluate(loaded, stream, plan_of(options, [TRAIN_LENGTH], len(stream)), **more)  # type: ignore[arg-type]
+    plan = plan_of(options, [TRAIN_LENGTH], len(stream))
+    return evaluate(loaded, stream, plan, measures=options.measures or ("perplexity",), **more)  # type: ignore[arg-type]

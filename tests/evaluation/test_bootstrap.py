@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import statistics
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.evaluation import bootstrap
-from megatron.evaluation.bootstrap import LEVEL, RESAMPLES, intervals
+from megatron.evaluation.bootstrap import LEVEL, RESAMPLES, resampled
+
+
+class Intervals(NamedTuple):
+    nll: np.ndarray  # [K, 2]
+    change: np.ndarray  # of each row from the first
+
+
+def intervals(sums: np.ndarray, counts: np.ndarray, **choices: int) -> Intervals | None:
+    """The intervals of each row's mean, and of its difference from the first."""
+    draws = resampled(sums, counts, **choices)
+    if draws is None:
+        return None
+    return Intervals(*(np.array([bootstrap.quantiles(row) for row in rows]) for rows in (draws, draws - draws[0])))
 
 
 def quantiles(values: list[float], weights: list[float]) -> tuple[float, float]:
@@ -116,6 +130,14 @@ def test_work_in_pieces_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = intervals(sums, counts)
     assert np.array_equal(whole.nll, pieces.nll)
     assert np.array_equal(whole.change, pieces.change)
+
+
+def test_rows_may_count_other_tokens() -> None:
+    generator = np.random.default_rng(6)
+    sums, counts = generator.random((2, 30)) * 9, generator.integers(1, 9, (2, 30))
+    both = resampled(sums, counts)
+    for row, alone in enumerate([resampled(sums[:1], counts[0]), resampled(sums[1:], counts[1])]):
+        assert np.array_equal(both[row], alone[0])
 
 
 def test_one_block_has_no_interval() -> None:

@@ -10,8 +10,9 @@ from torch import nn
 
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import RunError, UserError
+from megatron.evaluation.measures import summarize
 from megatron.evaluation.options import EvaluationOptions as Options
-from megatron.evaluation.perplexity import summarize, window_losses
+from megatron.evaluation.perplexity import window_losses
 from megatron.evaluation.protocols import default_targets
 from tools.rounding import apart, sums_of_gpt
 
@@ -246,5 +247,5 @@ def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
 
 
 def test_default_targets() -> None:
-    assert default_targets(64, [64, 2048], "last") == 64
-    assert default_targets(64, [32, 2048], "last") == 32
+    assert default_targets(64, [64, 2048]) == 64
+    assert default_targets(64, [32, 2048]) == 32

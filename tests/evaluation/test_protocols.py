@@ -18,14 +18,15 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
     assume(targets <= min(lengths))
     assume(stream > max(lengths))
     try:
-        plan = make_plan(stream, lengths, "last", targets=targets, windows=windows)
+        plan = make_plan(stream, lengths, "last", targets=[targets], windows=windows)
     except UserError:
         assert windows is not None
         assert max(lengths) + (windows - 1) * targets > stream - 1  # refused only where they do not fit
         return
     assert plan.lengths == tuple(sorted(set(lengths)))
-    reference = plan.target_positions(plan.lengths[0])
-    assert reference.shape == (plan.blocks, targets)
+    (cut,) = plan.cuts
+    reference = plan.target_positions(cut, plan.lengths[0])
+    assert reference.shape == (cut.blocks, targets)
     assert len(np.unique(reference)) == reference.size  # no token counts twice
     for length in plan.lengths:
         starts = plan.starts[length]
@@ -33,9 +34,37 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
         assert (starts + length).max() <= stream - 1  # the last label is a token of the stream
         # By hand: the window's labels are positions start + 1 … start + length; the last ones are scored.
         by_hand = [[s + length - targets + 1 + i for i in range(targets)] for s in starts.tolist()]
-        assert plan.target_positions(length).tolist() == by_hand == reference.tolist()
+        assert plan.target_positions(cut, length).tolist() == by_hand == reference.tolist()
     if windows is not None:
-        assert plan.blocks == windows
+        assert cut.blocks == windows
+
+
+@given(lengths=lengths, more=st.integers(1, 300), stride=st.integers(1, 12))
+def test_strided(lengths: list[int], more: int, stride: int) -> None:
+    assume(stride <= min(lengths))
+    stream = max(lengths) + more
+    plan = make_plan(stream, lengths, "strided", stride=stride)
+    (cut,) = plan.cuts
+    scored = cut.blocks * cut.targets
+    # From the first token that has the largest window before it on, each once and in order, at every length.
+    first = max(lengths) - stride + 1
+    for length in plan.lengths:
+        assert plan.target_positions(cut, length).ravel().tolist() == list(range(first, first + scored))
+        assert (plan.starts[length] >= 0).all()
+        assert plan.windows(length) * stride == scored
+    assert stream - 1 - (first + scored - 1) < max(cut.targets, stride)  # what is left out fills no block
+
+
+def test_several_targets_share_their_windows() -> None:
+    plan = make_plan(1001, [10, 40, 100], "last", targets=[40, 10], windows=4)
+    small, large = plan.cuts
+    assert (small.lengths, large.lengths) == ((10, 40, 100), (40, 100))
+    assert [plan.scored(length) for length in plan.lengths] == [10, 40, 40]
+    for length in large.lengths:
+        assert np.array_equal(plan.target_positions(large, length)[:, -10:], plan.target_positions(small, length))
+    rows = np.arange(4 * 40).reshape(4, 40)
+    assert small.of(rows, 100).tolist() == rows[:, 30:].tolist()
+    assert large.of(rows, 100).tolist() == rows.tolist()
 
 
 @given(lengths=lengths, stream=st.integers(2, 2000))
@@ -44,26 +73,26 @@ def test_nonoverlapping(lengths: list[int], stream: int) -> None:
     assume(stream > max(lengths))
     if stream <= span:
         with pytest.raises(UserError, match="multiples of"):
-            make_plan(stream, lengths, "nonoverlapping", targets=1)
+            make_plan(stream, lengths, "nonoverlapping")
         return
-    plan = make_plan(stream, lengths, "nonoverlapping", targets=1)
+    plan = make_plan(stream, lengths, "nonoverlapping")
     scored = (stream - 1) // span * span
     for length in plan.lengths:
         assert plan.windows(length) == scored // length
-        assert plan.scored[length] == length
+        assert plan.scored(length) == length
         # The targets are positions 1, 2, 3, … of the stream, each once and in order, whatever the length.
-        assert plan.target_positions(length).ravel().tolist() == list(range(1, scored + 1))
+        assert plan.target_positions(plan.cuts[0], length).ravel().tolist() == list(range(1, scored + 1))
 
 
 def test_windows_spread_over_the_whole_stream() -> None:
-    plan = make_plan(1001, [10, 100], "last", targets=10, windows=4)
+    plan = make_plan(1001, [10, 100], "last", targets=[10], windows=4)
     assert (plan.starts[100] + 100).tolist() == [100, 400, 700, 1000]
     assert plan.starts[10].tolist() == [90, 390, 690, 990]
 
 
 def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
-    plan = make_plan(1000, [8, 32], "nonoverlapping", targets=1, windows=3)
-    assert (plan.windows(32), plan.windows(8), plan.blocks) == (3, 12, 3)
+    plan = make_plan(1000, [8, 32], "nonoverlapping", windows=3)
+    assert (plan.windows(32), plan.windows(8), plan.cuts[0].blocks) == (3, 12, 3)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +105,21 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
         ({"stream_length": 999, "lengths": [64], "protocol": "sliding"}, "choose one of last, nonoverlapping"),
         ({"stream_length": 999, "lengths": [64], "windows": 0}, "at least 1"),
         ({"stream_length": 999, "lengths": [64], "windows": 99}, "enough for 15 windows of 64 targets"),
-        ({"stream_length": 999, "lengths": [64], "targets": 0}, "targets = 0"),
+        ({"stream_length": 999, "lengths": [64], "targets": [0]}, "targets = 0"),
         ({"stream_length": 70, "lengths": [6, 64], "protocol": "nonoverlapping"}, "multiples of 192"),
         ({"stream_length": 999, "lengths": [64], "protocol": "nonoverlapping", "windows": 16}, "enough for 15 windows"),
         ({"stream_length": 999, "lengths": [4, 6], "protocol": "nonoverlapping", "windows": 3}, "groups of 2"),
+        ({"stream_length": 999, "lengths": [64, 128], "targets": [64, 256]}, "128 is shorter than the 256 targets"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "strided"}, "stride = None: protocol strided needs one"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 65}, "shorter than the stride of 65"),
+        (
+            {"stream_length": 99, "lengths": [64], "protocol": "strided", "stride": 8, "windows": 9},
+            "for 5 windows of 8",
+        ),
+        ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 8, "windows": 9}, "groups of 8"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_plan(**{"targets": 64, **arguments})
+        make_plan(**{"targets": [64], **arguments})
     assert "\n" not in str(caught.value)

@@ -23,7 +23,7 @@ def shown(records: list[Record], **options: object) -> str:
 def test_rows_and_columns(story: list[Record]) -> None:
     (layout,) = layouts(list(reversed(story)))
     assert layout.methods == ("cdape", "kerple_log", "rotary")  # in the order of the records
-    assert layout.lengths == (64, 512, 2048)
+    assert layout.places == (64, 512, 2048)
     assert layout.heads() == [("1×", "64"), ("8×", "512"), ("32×", "2,048")]
 
 

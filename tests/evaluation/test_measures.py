@@ -1,0 +1,165 @@
+"""Every measure against a plain loop: one window, one target at a time, in ordinary Python arithmetic."""
+
+import math
+import statistics
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import UserError
+from megatron.evaluation.measures import check_measures, position_bins
+from megatron.evaluation.options import EvaluationOptions as Options
+from megatron.evaluation.protocols import plan_of
+from megatron.reports.records import Record, read, write
+
+from .conftest import TRAIN_LENGTH, RunningMean, loaded, scored
+from .test_perplexity import BYTES, ROUNDING, STREAM, by_hand, one_loss
+
+
+def of(records: list[Record], metric: str, axis: str = "length") -> list[Record]:
+    return [record for record in records if (record.metric, record.axis) == (metric, axis)]
+
+
+def test_several_targets_in_one_pass(running_mean: RunningMean) -> None:
+    found = scored(loaded(running_mean), STREAM, Options(lengths=[5, 9, 27], targets=[5, 9], windows=3))
+    passes = len(running_mean.batches)
+    # Windows are where those of the most targets are.
+    ends = [27, 27 + 175 // 2, 202]
+    assert [(record.targets, record.length) for record in found] == [(5, 5), (5, 9), (5, 27), (9, 9), (9, 27)]
+    for record in found:
+        rows = by_hand(running_mean, ends, record.length, record.targets)
+        assert record.nll == pytest.approx(statistics.fmean(map(statistics.fmean, rows)), abs=ROUNDING)
+        assert record.tokens == 3 * record.targets
+    assert len({record.target_digest for record in found}) == 2
+    assert passes == 3, "each length is computed once"
+
+
+def test_delta_perplexity(running_mean: RunningMean) -> None:
+    """2410.04798, appendix A: the same tokens alone and with the whole window before them."""
+    options = Options(lengths=[5, 9, 27], targets=5, windows=3, measures=["delta_perplexity"])
+    found = scored(loaded(running_mean), STREAM, options)
+    ends = [27, 27 + 175 // 2, 202]
+    alone = [statistics.fmean(row) for row in by_hand(running_mean, ends, 5, 5)]
+    assert [(record.metric, record.length) for record in found] == [
+        ("delta_perplexity", 9), ("log_ratio", 9), ("delta_perplexity", 27), ("log_ratio", 27),
+    ]  # fmt: skip
+    for record in found:
+        rows = [statistics.fmean(row) for row in by_hand(running_mean, ends, record.length, 5)]
+        local, full = statistics.fmean(alone), statistics.fmean(rows)
+        if record.metric == "log_ratio":
+            value, extremes = local - full, [a - b for a, b in zip(alone, rows, strict=True)]
+        else:
+            value = math.exp(local) - math.exp(full)
+            extremes = [math.exp(a) - math.exp(b) for a, b in zip(alone, rows, strict=True)]
+        assert record.value == pytest.approx(value, abs=2 * VOCABULARY_ROUNDING)
+        # Of three blocks the same block thrice comes once in 27; what lies beyond all of them is never drawn.
+        low, high = record.bootstrapped
+        assert min(extremes) - 2 * VOCABULARY_ROUNDING <= low <= record.value <= high
+        assert high <= max(extremes) + 2 * VOCABULARY_ROUNDING
+
+
+VOCABULARY_ROUNDING = ROUNDING * 60
+"""A perplexity below 60 moves by so much when a mean loss moves by its rounding."""
+
+
+def test_position(running_mean: RunningMean) -> None:
+    options = Options(lengths=[4, 24], protocol="nonoverlapping", measures=["perplexity", "position"])
+    found = scored(loaded(running_mean), STREAM, options, vocabulary=BYTES)
+    assert [record.length for record in of(found, "perplexity")] == [4, 24]
+    for length, ends in ((4, [1, 2, 4]), (24, [1, 2, 4, 8, 16, 24])):
+        losses: dict[int, list[float]] = {}
+        for begin in range(0, 192, length):
+            for at in range(begin + 1, begin + length + 1):
+                end = next(end for end in ends if at - begin <= end)
+                losses.setdefault(end, []).append(one_loss(running_mean, STREAM[begin:at], int(STREAM[at])))
+        here = [record for record in of(found, "perplexity", "position") if record.length == length]
+        assert [record.place for record in here] == ends
+        for record in here:
+            expected = losses[round(record.place)]
+            assert record.tokens == len(expected)
+            assert record.nll == pytest.approx(statistics.fmean(expected), abs=ROUNDING)
+            low, high = record.bootstrapped
+            assert low < record.value < high
+        total = sum(record.nll * record.tokens for record in here)
+        (whole,) = (record for record in of(found, "perplexity") if record.length == length)
+        assert total == pytest.approx(whole.nll * 192)
+
+
+@given(st.integers(1, 4096), st.integers(1, 5000))
+def test_bins_of_positions(train_length: int, length: int) -> None:
+    ends = position_bins(train_length, length)
+    assert ends == sorted(set(ends))
+    assert ends[-1] == length
+    assert ends[0] == 1
+    if train_length <= length:
+        assert train_length in ends
+    assert all(later <= 2 * end + 1 for end, later in pairwise(ends)), "no bin spans more than an octave"
+
+
+def test_strided_with_stride_one_is_the_sliding_window(running_mean: RunningMean) -> None:
+    """2307.10156, figure 1: each token is predicted from a fresh encoding of the tokens before it."""
+    found = scored(loaded(running_mean), STREAM, Options(lengths=[6, 11], protocol="strided", stride=1))
+    for record in found:
+        last = 11 + record.tokens
+        losses = [one_loss(running_mean, STREAM[at - record.length : at], int(STREAM[at])) for at in range(11, last)]
+        assert record.nll == pytest.approx(statistics.fmean(losses), abs=ROUNDING)
+        assert (record.windows, record.blocks) == (record.tokens, record.tokens // 11)
+    # A window of L for every token: L times the work of pieces that do not overlap.
+    assert found[1].flops == pytest.approx(running_mean.flops_per_token(11) / 3 * 11 * found[1].tokens)
+
+
+def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_path) -> None:
+    found = scored(loaded(running_mean), STREAM, Options(lengths=[9], targets=5, windows=3))
+    rows = by_hand(running_mean, [9, 9 + 193 // 2, 202], 9, 5)
+    (record,) = read(write(tmp_path / "results.json", found))
+    assert record.block_sums == pytest.approx([sum(row) for row in rows], abs=5 * ROUNDING + 1e-6)
+    assert record.block_tokens is None
+    masked = loaded(running_mean, eod_mask_loss=True)
+    (record,) = scored(masked, STREAM, Options(lengths=[9], targets=5, windows=30), vocabulary=BYTES)
+    assert sum(record.block_tokens) == record.tokens < 150
+    assert sum(record.block_sums) / record.tokens == pytest.approx(record.nll, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"measures": ["position"]}, "protocol nonoverlapping"),
+        ({"measures": ["delta_perplexity"], "protocol": "nonoverlapping"}, "needs protocol last"),
+        ({"measures": ["delta_perplexity"], "targets": 4}, "give length 4 and a longer one"),
+        ({"measures": ["delta_perplexity"], "lengths": [8]}, "give length 8 and a longer one"),
+        ({"protocol": "nonoverlapping", "targets": 8}, "targets is for protocol last, and this is nonoverlapping"),
+        ({"stride": 8}, "stride is for protocol strided, and this is last"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(choices: dict, message: str) -> None:
+    options = Options(**{"lengths": [8, 16], **choices})
+    with pytest.raises(UserError, match=message):
+        check_measures(options, plan_of(options, [TRAIN_LENGTH], 999))
+
+
+def test_lists_of_options() -> None:
+    assert Options(targets="8,16").targets == [8, 16]
+    assert Options(targets=8).targets == [8]
+    assert Options(measures="perplexity, position").measures == ["perplexity", "position"]
+    for wrong in ({"targets": "8,x"}, {"targets": 0}, {"targets": True}, {"measures": "nothing"}, {"targets": []}):
+        with pytest.raises(ValueError, match=r"targets|measures"):
+            Options(**wrong)
+
+
+def test_a_place_belongs_to_an_axis_that_has_some() -> None:
+    known = {"method": "a", "train_length": 8, "length": 16, "protocol": "last", "metric": "perplexity", "value": 2.0,
+             "tokens": 4, "seed": 1}  # fmt: skip
+    assert Record(**known).at == 16
+    assert Record(**known, axis="position", place=4.0).at == 4
+    for wrong in (
+        {"place": 4.0},
+        {"axis": "position"},
+        {"axis": "depth", "place": 1.5},
+        {"axis": "dept", "place": 1.0},
+    ):
+        with pytest.raises(ValueError, match=r"has no place|has a place|between 0 and 1|did you mean depth"):
+            Record(**known, **wrong)
+    assert np.isfinite(Record(**known, axis="depth", place=0.5).at)
