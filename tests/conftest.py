@@ -6,6 +6,8 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+import worlds
 from hypothesis import settings
 
 if not torch.cuda.is_available():
@@ -78,6 +81,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(here).as_posix()
         if any(path == slow or path.startswith(f"{slow}/") for slow in SLOW):
             item.add_marker("slow")
+        if path in worlds.STARTED_BY:
+            item.add_marker("ranks")
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)  # ranks first: see worlds.py
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests that start ranks wait for their turn, before their fixtures do anything."""
+    together = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]  # of all workers
+    with worlds.turn(together) if item.get_closest_marker("ranks") else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def free_port() -> int:
 
 
 def train_with_processes(
-    job: Path, configs: list[Config], *, world: int = 2, timeout: float = 120, terminate: int | None = None
+    job: Path, configs: list[Config], *, world: int = 2, timeout: float = 600, terminate: int | None = None
 ) -> list[str | None]:
     """Train configurations one after the other with several processes; the error of each run, or None.
 
