@@ -124,7 +124,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/files.py": ("megatron.errors",),
-    "megatron/reports": ("matplotlib", "rich", "pydantic", *OURS),
+    "megatron/reports": ("numpy", "scipy", "matplotlib", "rich", "pydantic", *OURS),
     "megatron/evaluation": (
         "megatron.meter",
         *NUMERIC,

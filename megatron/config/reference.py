@@ -95,7 +95,8 @@ def type_of(annotation: Any) -> str:
     if origin is Annotated:
         return type_of(inner[0])
     if origin is list:
-        return f"list of {type_of(inner[0])}s"
+        kind = type_of(inner[0])
+        return f"list of {kind if '·' in kind else f'{kind}s'}"
     if origin is dict:
         return "mapping"
     return {int: "whole number", float: "number", bool: "true or false", str: "text"}.get(annotation, "mapping")

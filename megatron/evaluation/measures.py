@@ -6,7 +6,7 @@
     position           perplexity by the place of the target in its window (KERPLE, 2205.09921, section 5.5), in bins
                        that end at the training length and at its doubles and halves
 
-Blocks of text are the independent samples of every interval (`megatron.evaluation.bootstrap`).
+Blocks of text are the independent samples of every interval (`megatron.reports.bootstrap`).
 """
 
 import math
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.evaluation.bootstrap import quantiles, resampled
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.protocols import Cut, Plan
+from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.records import Record
 
 LARGEST_NLL = 700.0

@@ -13,7 +13,7 @@ a difference, is the metric's (`megatron.reports.metrics`):
     change                         of the value at `length` from that at `change_from`
     standard error                 of the mean that the value is made of, over independent pieces of text: for
                                    perplexity that of nll, in nats
-    interval                       95%; by bootstrap (`megatron.evaluation.bootstrap`), else from the standard error
+    interval                       95%; by bootstrap (`megatron.reports.bootstrap`), else from the standard error
 """
 
 import csv

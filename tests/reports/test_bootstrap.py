@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.evaluation import bootstrap
-from megatron.evaluation.bootstrap import LEVEL, RESAMPLES, resampled
+from megatron.reports import bootstrap
+from megatron.reports.bootstrap import LEVEL, RESAMPLES, resampled
 
 
 class Intervals(NamedTuple):

@@ -1,0 +1,176 @@
+"""Is one method better than another, or may the difference be chance?
+
+Two methods are compared on the same targets, in pairs, so that what makes a text or a seed hard for both cancels:
+
+    over seeds     a paired two-sided t-test, the pairs are the runs of a seed: on the values, as KERPLE's tables 3 and
+                   9 (2205.09921), and on their logarithms where those are the means (a perplexity that explodes is
+                   skewed, its nll is not)
+    one seed       a paired bootstrap over blocks of text, the same blocks drawn for both: says what another text might
+                   change, and nothing of another training
+
+Many tests find something by chance. Holm's correction (Holm 1979, A simple sequentially rejective multiple test
+procedure) is over all tests of a table and metric's scale, and stands beside the raw value.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.errors import UserError
+from megatron.reports.bootstrap import quantiles, resampled
+from megatron.reports.layout import Layout
+from megatron.reports.metrics import Metric
+from megatron.reports.records import Record
+from megatron.suggest import choose_from
+
+LEVEL = 0.05
+DAGGER = "†"
+
+
+@dataclass(frozen=True)
+class Test:
+    """A paired two-sided t-test over seeds."""
+
+    t: float
+    p: float
+    holm: float = math.nan
+    """Corrected for all tests of the table."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method against another at one place."""
+
+    metric: Metric
+    method: str
+    place: float
+    seeds: int
+    change: float
+    """How the method differs from the other: the ratio of the (geometric) means, or the difference of the means."""
+    interval: tuple[float, float] | None = None
+    """Of the change, 95%, by bootstrap; for one seed."""
+    values: Test | None = None
+    logarithms: Test | None = None
+
+    @property
+    def significant(self) -> bool:
+        """Beyond chance at 5%, uncorrected: both tests agree, or the interval leaves no change out."""
+        if self.interval is not None:
+            return not self.interval[0] <= self.metric.neutral <= self.interval[1]
+        tests = [test for test in (self.values, self.logarithms) if test is not None]
+        return bool(tests) and all(test.p < LEVEL for test in tests)
+
+    @property
+    def verdict(self) -> str:
+        """better, worse, or not significant."""
+        if not self.significant:
+            return "not significant"
+        return "better" if self.metric.rank(self.change) < self.metric.rank(self.metric.neutral) else "worse"
+
+    def __str__(self) -> str:
+        """A cell: the change, what is known of it, and KERPLE's † where the method is worse beyond chance."""
+        known = "one seed"
+        if self.interval is not None:
+            known = f"[{', '.join(map(self.metric.shown_change, self.interval))}]"
+        test = self.logarithms or self.values
+        if test is not None:
+            known = f"p {_p(test.p)}, Holm {_p(test.holm)}"
+        return f"{self.metric.shown_change(self.change)} {known}{DAGGER if self.verdict == 'worse' else ''}"
+
+
+def compare(layout: Layout, against: str) -> list[Comparison]:
+    """Compare every method of a table with one of them, at every place where both have runs of the same seed.
+
+    Args:
+        layout: the table.
+        against: the method that the others are compared with.
+
+    Returns:
+        By method, then place. Over one seed an interval, if the records keep the sums of their blocks; over more,
+        tests.
+
+    Raises:
+        UserError: the table has no such method.
+    """
+    if against not in layout.methods:
+        raise UserError(
+            f"--against {against}: no such method in {layout.title}; {choose_from(against, layout.methods)}"
+        )
+    runs: dict[tuple[str, float], dict[int, Record]] = {}
+    for record in layout.records:
+        runs.setdefault((record.method, record.at), {})[record.seed] = record
+    found = []
+    for method in layout.methods:
+        for place in layout.places:
+            ours, theirs = runs.get((method, place), {}), runs.get((against, place), {})
+            seeds = sorted(ours.keys() & theirs.keys())
+            if method != against and seeds:
+                found.append(_one(layout, [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]))
+    return _corrected(found)
+
+
+def _one(layout: Layout, ours: Sequence[Record], theirs: Sequence[Record]) -> Comparison:
+    metric = layout.metric
+    a, b = (np.array([record.value for record in records]) for records in (ours, theirs))
+    ratio = metric.compared == "ratio"
+    change = float(np.exp(np.mean(np.log(a) - np.log(b)))) if ratio else float(np.mean(a - b))
+    base = Comparison(metric, ours[0].method, ours[0].at, len(ours), change)
+    if len(ours) == 1:
+        return replace(base, interval=over_blocks(ours[0], theirs[0]) if ratio else None)
+    return replace(base, values=_t_test(a, b), logarithms=_t_test(np.log(a), np.log(b)) if ratio else None)
+
+
+def over_blocks(ours: Record, theirs: Record) -> tuple[float, float] | None:
+    """The 95% interval of the ratio of two perplexities on the same blocks, by a paired bootstrap.
+
+    None if the records do not keep the sums of their blocks, or there are fewer than two.
+    """
+    if ours.block_sums is None or theirs.block_sums is None or ours.target_digest != theirs.target_digest:
+        return None
+    blocks = len(ours.block_sums)
+    if len(theirs.block_sums) != blocks or ours.tokens != theirs.tokens or ours.block_tokens != theirs.block_tokens:
+        return None
+    counts = np.array(ours.block_tokens or [ours.tokens // blocks] * blocks)
+    draws = resampled(np.array([ours.block_sums, theirs.block_sums]), counts)
+    if draws is None:
+        return None
+    low, high = quantiles(draws[0] - draws[1])
+    return math.exp(min(low, 700.0)), math.exp(min(high, 700.0))
+
+
+def _t_test(a: np.ndarray, b: np.ndarray) -> Test:
+    """Of pairs [seeds]. Equal differences are no chance at all (or none to speak of): p is 0, or 1 where all are 0."""
+    differences = a - b
+    if np.ptp(differences) <= 1e-12 * max(1.0, float(np.abs(a).max())):
+        none = abs(float(differences.mean())) <= 1e-12 * max(1.0, float(np.abs(a).max()))
+        return Test(0.0 if none else math.copysign(math.inf, float(differences.mean())), 1.0 if none else 0.0)
+    from scipy import stats  # takes a second to import
+
+    result = stats.ttest_rel(a, b)
+    return Test(float(result.statistic), float(result.pvalue))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's corrected p values, in the order given: the k-th smallest of n times n − k + 1, never falling."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    found, highest = [0.0] * len(values), 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, values[index] * (len(values) - rank)))
+        found[index] = highest
+    return found
+
+
+def _corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """With Holm's correction, over all tests on values and, apart, over all on logarithms."""
+    found = list(comparisons)
+    for name in ("values", "logarithms"):
+        tested = [(index, test) for index, each in enumerate(found) if (test := getattr(each, name)) is not None]
+        for (index, test), corrected in zip(tested, holm([test.p for _, test in tested]), strict=True):
+            found[index] = replace(found[index], **{name: replace(test, holm=corrected)})
+    return found
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.2g}"

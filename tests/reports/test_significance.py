@@ -1,0 +1,130 @@
+"""Tests of significance against formulas written out, tables of the t distribution, and plain loops."""
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import UserError
+from megatron.reports.layout import layouts
+from megatron.reports.records import Record
+from megatron.reports.significance import Comparison, compare, holm
+
+from .conftest import record
+
+LOG, T5 = [4.9, 5.0, 5.1, 4.95, 5.05], [5.2, 5.4, 5.3, 5.35, 5.45]
+
+
+def runs(method: str, values: list[float], length: int = 64) -> list[Record]:
+    return [record(method, length, value, seed=seed) for seed, value in enumerate(values)]
+
+
+def one(records: list[Record], against: str = "log") -> Comparison:
+    (layout,) = layouts(records)
+    (found,) = compare(layout, against)
+    return found
+
+
+def test_a_paired_t_test_by_the_formula() -> None:
+    """t = mean d / (s / √n); two-sided p of 4 degrees of freedom in closed form."""
+    found = one(runs("log", LOG) + runs("t5", T5))
+    for test, scale in ((found.values, float), (found.logarithms, math.log)):
+        differences = [scale(a) - scale(b) for a, b in zip(T5, LOG, strict=True)]
+        t = statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(5))
+        # Student's distribution with 4 degrees of freedom: F(t) = 1/2 + x (1 − x²/3) · 3/4 with x = t/√(t² + 4).
+        x = t / math.sqrt(t * t + 4)
+        assert test.t == pytest.approx(t)
+        assert test.p == pytest.approx(2 * (0.5 - 0.75 * x * (1 - x * x / 3)), rel=1e-6)
+        assert test.holm == test.p, "a single test needs no correction"
+    assert found.verdict == "worse"
+    assert str(found).endswith("†")
+    assert found.change == pytest.approx(math.prod(T5) ** 0.2 / math.prod(LOG) ** 0.2)
+
+
+@pytest.mark.parametrize(("seeds", "critical"), [(5, 2.776), (3, 4.303)])
+def test_the_critical_values_of_the_papers(seeds: int, critical: float) -> None:
+    """KERPLE's five seeds: |t| > 2.776; three: 4.303."""
+    for factor, verdict in ((0.99, "not significant"), (1.01, "worse")):
+        deviations = np.linspace(-1, 1, seeds)
+        spread = deviations / deviations.std(ddof=1)
+        shift = factor * critical / math.sqrt(seeds)
+        differences = 1e-4 * (spread + shift)  # so small that logarithms and values are alike
+        found = one(runs("log", [5.0] * seeds) + runs("t5", [5.0 + each for each in differences]))
+        assert found.values.t == pytest.approx(factor * critical, rel=1e-6)
+        assert found.verdict == verdict
+
+
+def test_worse_and_not_significant_are_apart() -> None:
+    assert one(runs("log", LOG) + runs("t5", [5.0, 5.05, 5.0, 5.1, 4.9])).verdict == "not significant"
+    assert one(runs("log", T5) + runs("t5", LOG)).verdict == "better"
+    assert "†" not in str(one(runs("log", T5) + runs("t5", LOG)))
+
+
+def test_a_perplexity_that_explodes_is_judged_by_both_scales() -> None:
+    found = one(runs("log", LOG) + runs("rotary", [30.0, 500.0, 2000.0, 90.0, 40.0]))
+    assert found.values.p > 0.05 > found.logarithms.p
+    assert found.verdict == "not significant"
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_rejects_as_its_procedure_does(values: list[float]) -> None:
+    """Step down: the smallest against α/n, the next against α/(n − 1), until one is not rejected."""
+    corrected = holm(values)
+    for alpha in (0.01, 0.05, 0.3):
+        order = sorted(range(len(values)), key=lambda index: values[index])
+        rejected: set[int] = set()
+        for rank, index in enumerate(order):
+            if values[index] * (len(values) - rank) > alpha:
+                break
+            rejected.add(index)
+        assert {index for index, p in enumerate(corrected) if p <= alpha} == rejected
+    assert all(p >= raw for p, raw in zip(corrected, values, strict=True))
+
+
+def test_holm_is_over_the_whole_table() -> None:
+    records = runs("log", LOG) + runs("t5", T5) + runs("alibi", [5.0, 5.1, 5.2, 5.0, 5.3])
+    (layout,) = layouts(records)
+    t5, alibi = compare(layout, "log")
+    assert t5.values.holm == pytest.approx(2 * t5.values.p)
+    assert alibi.values.holm == pytest.approx(max(alibi.values.p, t5.values.holm))
+
+
+def test_one_seed_is_compared_by_blocks() -> None:
+    sums = {"log": [3.0, 9.0, 2.0, 5.5], "t5": [3.2, 9.9, 2.1, 6.0]}
+    tokens = [2, 3, 1, 2]
+    records = [
+        record(name, 64, math.exp(sum(each) / 8), tokens=8, target_digest="a", block_sums=each, block_tokens=tokens)
+        for name, each in sums.items()
+    ]
+    found = one(records)
+    drawn = []
+    for chosen in itertools.product(range(4), repeat=4):
+        drawn.append(sum(sums["t5"][b] - sums["log"][b] for b in chosen) / sum(tokens[b] for b in chosen))
+    drawn.sort()
+    low, high = found.interval
+    # 256 equally likely resamples: the ends lie between neighbours of their 2.5% and 97.5%.
+    assert math.exp(drawn[3]) - 1e-9 <= low <= math.exp(drawn[10]) + 1e-9
+    assert math.exp(drawn[-11]) - 1e-9 <= high <= math.exp(drawn[-4]) + 1e-9
+    assert found.verdict == "worse"
+    assert found.change == pytest.approx(math.exp((21.2 - 19.5) / 8))
+
+
+def test_without_pairs_nothing_is_claimed() -> None:
+    (layout,) = layouts([record("log", 64, 5.0), record("t5", 64, 6.0)])
+    (found,) = compare(layout, "log")
+    assert (found.interval, found.values, found.verdict) == (None, None, "not significant")
+    (layout,) = layouts([record("log", 64, 5.0, seed=1), record("t5", 64, 6.0, seed=2)])
+    assert compare(layout, "log") == []
+    with pytest.raises(UserError, match=r"--against lag: no such method .* did you mean log"):
+        compare(layout, "lag")
+
+
+def test_differences_that_are_all_equal() -> None:
+    same = one(runs("log", LOG) + runs("t5", LOG))
+    assert (same.values.p, same.verdict) == (1.0, "not significant")
+    (record_,) = {one(runs("log", [5.0, 5.5, 6.0]) + runs("t5", [5.25, 5.75, 6.25])).values.p}
+    assert record_ == 0.0
