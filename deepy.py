@@ -618,6 +618,42 @@ def sweep(
 
 
 @command
+def report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULTS…", help="results.json files, or folders that hold one.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="The page to write, report.html.", show_default=False),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="Compare all others with this method.", show_default=False),
+    ] = None,
+    delta: Annotated[
+        float, typer.Option(min=0.0, help="A perplexity that changes by less, as a share, extrapolates.")
+    ] = 0.1,
+    title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
+) -> None:
+    """Put results together: tables, who extrapolates, and who is better than another beyond chance.
+
+    Nothing is measured: what evaluations and sweeps left is read, and other programs' results as well. Over several
+    seeds methods are compared by paired t-tests, over one by a paired bootstrap over blocks of the text.
+
+    [bold]Examples[/]
+
+      ./deepy.py report runs/quickstart --against kerple_log
+
+      ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
+    """
+    from megatron.launch.console import PlainConsole
+    from megatron.reports.together import together
+
+    together(results, PlainConsole(highlight=False), output=output, against=against, delta=delta, title=title)
+
+
+@command
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)],

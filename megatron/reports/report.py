@@ -13,6 +13,7 @@ from string import Template
 from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.reports.axes import multiple
+from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout, layouts
 from megatron.reports.plots import png
 from megatron.reports.records import Record
@@ -27,6 +28,10 @@ _PROTOCOLS = {
         "Only the last $targets tokens of each window are scored. Windows of all lengths end at the same "
         "${windows}places of the text, so every length predicts the same $tokens tokens and differs in the context "
         "before them alone."
+    ),
+    "strided": (
+        "Windows follow each other by $targets tokens, and the last $targets tokens of each are scored: every token of "
+        "a span of the text once, each with almost a whole window before it."
     ),
     "nonoverlapping": (
         "One span of the text is cut into windows that do not overlap, and every token is scored. The span is a "
@@ -51,6 +56,7 @@ $style
 <p class="plot"><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,$narrow">
 <img alt="$metrics over length, one curve per method" src="data:image/png;base64,$plot"></picture></p>
 $tables
+$judged
 <h2>What was measured</h2>
 $measured
 <h2>Models</h2>
@@ -71,6 +77,7 @@ def write(
     title: str | None = None,
     missing: int = 0,
     configurations: Mapping[str, str] | None = None,
+    grids: Sequence[Grid] = (),
 ) -> Path:
     """Write the report.
 
@@ -80,11 +87,13 @@ def write(
         title: heading of the page; if None, what is shown of which methods at which lengths.
         missing: runs that are still to come, which the heading says.
         configurations: name → text of a configuration file, shown folded at the end.
+        grids: further tables, shown below those of the records.
 
     Raises:
         UserError: there are no records.
     """
-    return write_text(path, render(records, title=title, missing=missing, configurations=configurations))
+    page = render(records, title=title, missing=missing, configurations=configurations, grids=grids)
+    return write_text(path, page)
 
 
 def render(
@@ -93,6 +102,7 @@ def render(
     title: str | None = None,
     missing: int = 0,
     configurations: Mapping[str, str] | None = None,
+    grids: Sequence[Grid] = (),
 ) -> str:
     """The report as a string of HTML; arguments as for `write`."""
     if not records:
@@ -111,6 +121,7 @@ def render(
         plot=base64.b64encode(png(records)).decode("ascii"),
         narrow=base64.b64encode(png(records, narrow=True)).decode("ascii"),
         tables="\n".join(html_table(layout) for layout in groups),
+        judged="\n".join(["<h2>What it says</h2>"] * bool(grids) + [each.html() for each in grids]),
         measured="\n".join(f"<p>{_measured(layout)}</p>" for layout in groups),
         models=_models(records),
         machine=_facts(records),

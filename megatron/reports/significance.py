@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron.errors import UserError
 from megatron.reports.bootstrap import quantiles, resampled
+from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record
@@ -174,3 +175,29 @@ def _corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 def _p(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.2g}"
+
+
+def grid(layout: Layout, against: str) -> Grid:
+    """The comparisons of a table. Raises UserError as `compare`."""
+    found = {(each.method, each.place): each for each in compare(layout, against)}
+    methods = [method for method in layout.methods if method != against]
+    seeds = max((each.seeds for each in found.values()), default=0)
+    notes = [f"The {'ratio to' if layout.metric.compared == 'ratio' else 'difference from'} {against}."]
+    if any(each.interval is not None for each in found.values()):
+        notes.append("Intervals: 95%, paired bootstrap over blocks of the text; another training may differ more.")
+    if any(each.values is not None for each in found.values()):
+        scale = "logarithms" if layout.metric.compared == "ratio" else "values"
+        notes.append(
+            f"p: paired two-sided t-test over {seeds} seeds, of {scale}; Holm: corrected for all tests of this table."
+        )
+    both = " of values and of logarithms" if layout.metric.compared == "ratio" and seeds > 1 else ""
+    notes.append(f"{DAGGER} worse than {against} beyond chance: 5%{both}, uncorrected as in KERPLE's tables.")
+    return Grid(
+        title=f"{layout.title}: compared with {against}",
+        corner="method",
+        heads=tuple(f"{above} ({below})" if above else below for above, below in layout.heads()),
+        rows=tuple(
+            (method, tuple(str(found.get((method, place), "–")) for place in layout.places)) for method in methods
+        ),
+        notes=tuple(notes),
+    )

@@ -1,0 +1,92 @@
+"""The criterion of extrapolation, tables of words, and `./deepy.py report` from files to a page."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron.errors import UserError
+from megatron.reports import extrapolation, records
+from megatron.reports.grids import Grid
+from megatron.reports.layout import layouts
+from megatron.reports.records import Record
+from megatron.reports.together import together
+
+from .conftest import record
+
+
+def silent() -> Console:
+    return Console(quiet=True)
+
+
+def test_the_criterion_by_hand(story: list[Record]) -> None:
+    """rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and 2,048."""
+    (layout,) = layouts(story)
+    rotary, kerple, cdape = extrapolation.extrapolation(layout)
+    assert rotary.ratios == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})
+    assert (rotary.worst, rotary.holds(4.0), rotary.holds(5.0)) == (2048, False, True)
+    assert kerple.ratios[kerple.worst] == pytest.approx(-0.07 / 5.5), "a gain is signed, and counts by its size"
+    assert not kerple.holds(0.012)
+    assert kerple.holds(0.013)
+    assert cdape.interval is None
+    lines = extrapolation.grid(layout, delta=0.013).plain().splitlines()
+    assert lines[0] == "Extrapolation beyond 64 tokens, protocol last"
+    assert [line.split()[0] for line in lines[2:5]] == ["rotary", "cdape", "kerple_log"]
+    assert "+466.7%" in lines[2]
+    assert lines[2].endswith("no, up to 2,048")
+    assert lines[4].endswith("yes, up to 2,048")
+
+
+def test_its_interval_is_that_of_the_change_from_the_training_length() -> None:
+    change = {"change": 1.2, "change_low": 1.1, "change_high": 1.35}
+    for base, interval in ((64, (0.1, 0.35)), (32, None)):
+        rows = [record("a", length, 5.0) for length in sorted({base, 64})] + [
+            record("a", 128, 6.0, **change, change_from=base)
+        ]
+        (found,) = extrapolation.extrapolation(layouts(rows)[0])
+        assert found.interval == (None if interval is None else pytest.approx(interval))
+
+
+def test_lengths_below_and_tables_of_something_else_have_none(story: list[Record]) -> None:
+    assert extrapolation.grid(layouts([record("a", 128, 5.0), record("a", 256, 5.0)])[0]) is None
+    by_place = [each.replace(axis="position", place=float(each.length), length=2048) for each in story]
+    assert extrapolation.grid(layouts(by_place)[0]) is None
+
+
+def test_a_grid_in_three_forms() -> None:
+    grid = Grid("A <b>", "method", ("x|y", "z"), (("one", ("1", "22")), ("three", ("<3", "4"))), ("Note.",))
+    assert grid.plain() == "A <b>\nmethod  x|y  z\none     1    22\nthree   <3   4\nNote.\n"
+    assert grid.markdown().splitlines()[:4] == ["| method | x\\|y | z |", "|---|---|---|", "| one | 1 | 22 |",
+                                                "| three | <3 | 4 |"]  # fmt: skip
+    assert "&lt;3" in grid.html()
+    assert "A &lt;b&gt;. Note." in grid.html()
+    assert "<3" not in grid.html()
+
+
+def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
+    seeds = [each.replace(seed=each.seed + 1, value=each.value * 1.01) for each in story]
+    records.write(tmp_path / "results.json", story)
+    records.write(tmp_path / "other.json", seeds)
+    console = Console(record=True, width=200)
+    found = together(
+        [tmp_path, tmp_path / "other.json"], console, output=tmp_path / "page.html", against="cdape", title="All of it"
+    )
+    assert found == [*story, *seeds]
+    page, printed = (tmp_path / "page.html").read_text(), console.export_text()
+    for text in ("compared with cdape", "extrapolates (|r| &lt; 0.1)", "<title>All of it</title>", "What it says"):
+        assert text in page
+    assert "Extrapolation beyond 64 tokens" in printed
+    assert "p: paired two-sided t-test over 2 seeds, of logarithms" in printed
+
+
+def test_what_cannot_be_put_together_is_one_line(story: list[Record], tmp_path: Path) -> None:
+    path = records.write(tmp_path / "results.json", story)
+    for files, against, message in (
+        ([tmp_path / "no.json"], None, "no such file"),
+        ([path], "kerple", "nothing to compare with it; did you mean kerple_log"),
+        ([records.write(tmp_path / "one.json", story[:1])], "rotary", "it is alone in its table"),
+        ([records.write(tmp_path / "none.json", [])], None, "no results"),
+    ):
+        with pytest.raises(UserError, match=message):
+            together(files, silent(), output=tmp_path / "page.html", against=against)
+    assert not (tmp_path / "page.html").exists()
