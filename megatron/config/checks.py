@@ -106,6 +106,31 @@ def _data(config: Config) -> Iterator[Problem]:
         yield "split", f"split is {config.data.split!r}, which leaves nothing to train on; use one such as 969,30,1"
 
 
+def _task(config: Config) -> Iterator[Problem]:
+    """A task that cannot be learned as the other keys say."""
+    data, launch = config.data, config.launch
+    if data.task is None:
+        return
+    from megatron.tasks import chosen as tasks  # needs numpy, and most configurations have none
+
+    wrong = list(tasks.problems(data))
+    yield from wrong
+    for name, size in (
+        ("context_parallel_size", launch.context_parallel_size),
+        ("pipe_parallel_size", launch.pipe_parallel_size),
+    ):
+        if size > 1:
+            yield name, f"{name} {size}: the sequences of a task differ in length from step to step; set it to 1"
+    if not wrong and not any(key == "task_shortest_length" for key, _ in data_conflicts(data)):
+        longest = max(tasks.exercise(data).sequences)
+        if config.model.seq_length != longest:
+            yield (
+                "seq_length",
+                f"seq_length is {config.model.seq_length}, but the longest sequence of {data.task} with task_length "
+                f"{data.task_length} has {longest} tokens; leave it out, or set it to {longest}",
+            )
+
+
 def _training(config: Config) -> Iterator[Problem]:
     yield from training_conflicts(config.training)
 
@@ -126,6 +151,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _training,
     _schedule,
     _data,
+    _task,
     _launch,
     _run,
 )

@@ -24,6 +24,7 @@ from megatron.config.problems import describe
 from megatron.config.schema import SECTIONS, Config, Path_, owners
 from megatron.config.settings import COMMAND_LINE, Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
+from megatron.data.options import DataOptions
 from megatron.errors import UserError
 from megatron.suggest import did_you_mean
 
@@ -162,6 +163,7 @@ def _build(settings: Settings, sources: str) -> Config:
     _settle_shares(settings)
     _settle_variants(settings)
     _settle_tokenizer(settings)
+    _settle_task(settings)
     if ("precision",) not in settings.values:
         settings.values[("precision",)] = Setting("fp32", "default")
     precision = settings.values[("precision",)]
@@ -224,6 +226,25 @@ def _settle_options(settings: Settings) -> None:
         if newer:
             settings.values[path] = setting
             settings.notes.append(f"{setting.where}: {name} is {'.'.join(path)} here")
+
+
+def _settle_task(settings: Settings) -> None:
+    """seq_length of a task: the longest sequence of its training."""
+    given = settings.values.get(("task",))
+    if given is None or given.value is None or ("seq_length",) in settings.values:
+        return
+    from megatron.tasks.chosen import exercise  # needs numpy, and most configurations have no task
+
+    names = [path for path in settings.values if path[0].startswith("task")]
+    flat: dict[str, Any] = {"task_options": {path[1]: settings.values[path].value for path in names if path[1:]}}
+    flat |= {path[0]: settings.values[path].value for path in names if not path[1:]}
+    try:
+        longest = max(exercise(DataOptions(**flat)).sequences)
+    except (UserError, ValidationError, ValueError):
+        settings.values[("seq_length",)] = Setting(2, given.where)  # what is wrong is told with the other problems
+        return
+    settings.values[("seq_length",)] = Setting(longest, given.where)
+    settings.notes.append(f"{given.where}: task {given.value} makes seq_length {longest}")
 
 
 def _settle_shares(settings: Settings) -> None:

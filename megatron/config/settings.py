@@ -22,7 +22,11 @@ PRECISION = ("precision",)
 ENABLED = {("fp16", "enabled"): "fp16", ("bf16", "enabled"): "bf16"}
 FP16_TYPE = ("fp16", "type")
 FP16_TYPES = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "float16": "fp16"}
-CHOOSERS = {("pos_emb",): "pos_emb_options", ("score_processor",): "score_processor_options"}
+CHOOSERS = {
+    ("pos_emb",): "pos_emb_options",
+    ("score_processor",): "score_processor_options",
+    ("task",): "task_options",
+}
 
 
 @dataclass(frozen=True)

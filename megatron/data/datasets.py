@@ -1,5 +1,7 @@
 """The data of a run: samples to train on, and plain tokens to evaluate on.
 
+A run learns a text or a task. What follows is about texts; a task's samples are drawn (`megatron.data.task_samples`).
+
 `data_path` names one dataset, divided by `split` into consecutive shares of its documents, as in GPT-NeoX; or
 `train_data_paths` and its sisters name datasets per split, blended by weights. Everything here checks before it
 builds: files that are missing or cut short, tokens beyond the vocabulary, datasets of different tokenizers, a split
@@ -14,10 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.data.lengths import sequence_lengths
 from megatron.data.options import SPLITS, DataOptions, Split
 from megatron.data.parts import check_content, check_part, parts_of
 from megatron.data.vocabulary import vocabulary
 from megatron.errors import UserError
+from megatron.tasks.chosen import exercise
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -29,13 +33,16 @@ if TYPE_CHECKING:
 class Datasets:
     """Samples per split; None where the configuration names no data or no samples are asked for.
 
-    A sample is a dictionary: `tokens` and `labels`, int64 [T], labels one token ahead, and `loss_mask`, float32 [T].
+    A sample is a dictionary: `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T]. T is the same for all
+    samples of a step. Of texts labels are one token ahead.
     Documents follow each other inside a sample, positions run on, and attention crosses them, as in GPT-NeoX.
     """
 
     train: "Dataset | None"
     valid: "Dataset | None"
     test: "Dataset | None"
+    lengths: tuple[int, ...]
+    """The lengths T of training samples, each as often as it stands here."""
     notes: tuple[str, ...] = ()
     """What a person should know, on the first rank: a damaged index that was built anew."""
 
@@ -51,8 +58,10 @@ def build_datasets(
     cache: str | Path | None,
     processes: "Processes",
     extend_train_to: int | None = None,
+    batch: int = 1,
+    consumed: int = 0,
 ) -> Datasets:
-    """Samples of `seq_length` tokens for each split that has data and is asked for some.
+    """Samples for each split that has data and is asked for some: of `seq_length` tokens, or a task's.
 
     The order of the training samples follows from `seed` and `train_samples`. A run that is extended passes the
     `train_samples` it began with and the new count as `extend_train_to`: the old samples stay in their order and
@@ -60,12 +69,16 @@ def build_datasets(
 
     cache: folder for the sample indices, shared by all processes of the run, of which the first builds them while the
     others wait: all must call this. None keeps them in memory.
+    batch: sequences of an optimizer step.
+    consumed: training samples that were read already.
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
     known = vocabulary(data)
     wanted = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
     totals = {**wanted, "train": max(train_samples, extend_train_to or 0)}
+    if data.task is not None:
+        return _of_task(data, totals, seed=seed, batch=batch, consumed=consumed)
     chosen = {split: parts_of(data, split) for split in SPLITS if wanted[split] > 0}
     for split, parts in chosen.items():
         for part in parts:
@@ -93,7 +106,23 @@ def build_datasets(
         for split, parts in chosen.items()
         if parts
     }
-    return Datasets(built.get("train"), built.get("valid"), built.get("test"), tuple(notes))
+    return Datasets(
+        built.get("train"), built.get("valid"), built.get("test"), sequence_lengths(data, seq_length), tuple(notes)
+    )
+
+
+def _of_task(data: DataOptions, totals: dict[Split, int], *, seed: int, batch: int, consumed: int) -> Datasets:
+    """What the task of a configuration draws: so many samples of each split."""
+    from megatron.data.task_samples import TaskSamples
+
+    chosen = exercise(data)
+    train, valid, test = (
+        TaskSamples(chosen, split, total, seed=seed, batch=batch, start=consumed if split == "train" else 0)
+        if total
+        else None
+        for split, total in totals.items()
+    )
+    return Datasets(train, valid, test, chosen.sequences)
 
 
 def token_stream(data: DataOptions, split: Split) -> np.ndarray:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from math import isfinite
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megatron.errors import UserError
 from megatron.options import Section, key
@@ -11,12 +11,34 @@ from megatron.options import Section, key
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
+LONGEST_INPUT = 10**6
+"""Of a task in training: the sequences of each length up to it are counted one by one."""
+
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
 
 class DataOptions(Section):
-    """Indexed datasets (megatron-core's .bin/.idx, named by their prefix) and the tokenizer that made them."""
+    """Indexed datasets (megatron-core's .bin/.idx, named by their prefix) and the tokenizer of them; or a task."""
 
+    task: str | None = key(
+        None, "what to learn from scratch instead of a text: a task of docs/tasks.md, its data drawn at every step",
+        role="data",
+    )  # fmt: skip
+    task_options: dict[str, Any] = key(dict, "options of that task, see docs/tasks.md", role="data")
+    task_length: int | None = key(
+        None,
+        "longest input of the task in training; seq_length, the whole sequence, follows from it",
+        ge=1,
+        le=LONGEST_INPUT,
+        role="data",
+    )
+    task_shortest_length: int | None = key(
+        None,
+        "shortest input of the task in training; the shortest that it has if absent",
+        ge=1,
+        le=LONGEST_INPUT,
+        role="data",
+    )
     data_path: str | None = key(None, "one indexed dataset for everything, divided by `split`", role="data")
     split: str = key("969,30,1", "train, valid and test shares of data_path", role="data")
     train_data_paths: list[str] = key(list, "indexed datasets to train on", role="data")
@@ -38,6 +60,16 @@ class DataOptions(Section):
     num_workers: int = key(0, "processes that load batches", ge=0, le=1024, role="machine")
 
 
+TASK_ALONE = ("task_options", "task_length", "task_shortest_length")
+"""Keys that say something of a task."""
+
+TEXT_ALONE = (
+    *("data_path", "split", *(f"{split}_data_{what}" for split in SPLITS for what in ("paths", "weights"))),
+    *("tokenizer_type", "vocab_file", "merge_file", "eod_mask_loss"),
+)
+"""Keys that say something of a text."""
+
+
 def split_shares(text: str) -> list[float]:
     """The shares of train, valid and test that `split` gives them, such as 969,30,1; those left out are 0.
 
@@ -54,6 +86,15 @@ def split_shares(text: str) -> list[float]:
 
 def conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
     """Values that make no sense or contradict each other: the key to blame, and one sentence with the values."""
+    for name in TASK_ALONE if data.task is None else TEXT_ALONE:
+        if getattr(data, name) != type(data).model_fields[name].get_default(call_default_factory=True):
+            if data.task is None:
+                yield name, f"{name} is given without task"
+            else:
+                yield name, f"{name} and task exclude each other: the task {data.task} draws its own data"
+    shortest, longest = data.task_shortest_length, data.task_length
+    if shortest is not None and longest is not None and shortest > longest:
+        yield "task_shortest_length", f"task_shortest_length {shortest} is more than task_length {longest}"
     for split in SPLITS:
         files, weights = getattr(data, f"{split}_data_paths"), getattr(data, f"{split}_data_weights")
         if data.data_path is not None and files:

@@ -48,6 +48,12 @@ def keep_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
     return folder
 
 
+def keep_run_tokenizer(data: DataOptions, run: str | Path) -> None:
+    """Keep a copy of the tokenizer of a run's data, if they are a text. Raises as `keep_tokenizer`."""
+    if data.task is None:
+        keep_tokenizer(load_tokenizer(data), run)
+
+
 def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -> Tokenizer:
     """The tokenizer that a run was trained with: its copy, else that of its data, else `bytes` where it was that.
 
@@ -57,7 +63,7 @@ def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -
         name: of the tokenizer, as its checkpoint has it; None if that is not known.
 
     Raises:
-        UserError: there is none, or it is another than `name`.
+        UserError: there is none, also because the run learned a task, or it is another than `name`.
         RunError: its files changed since they were described.
     """
     if run is not None and (Path(run) / FOLDER / TOKENIZER_FILE).is_file():
@@ -65,6 +71,8 @@ def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -
         if name in (None, copy.name):
             return copy  # else the run began anew with another, and this checkpoint is from before
     whose = "the run" if run is None else str(run)
+    if data.task is not None:
+        raise UserError(f"{whose} was trained on the task {data.task}: it has no tokenizer, and knows no text")
     try:
         found = _of_data(data)
     except UserError as error:

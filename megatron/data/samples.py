@@ -45,7 +45,7 @@ class _TokenizerFacts:
     """What GPTDatasetConfig wants to know of a tokenizer. No `pad`: no sample is ever padded."""
 
     vocab_size: int
-    eod: int
+    eod: int | None
     unique_identifiers: dict[str, Any]  # part of the name of megatron-core's files; `_key` has taken care of that
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary of a run's data: which tokenizer made them."""
+"""The vocabulary of a run's data: of the tokenizer that made them, or of the task that draws them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,23 +7,27 @@ from megatron.data.options import DataOptions
 from megatron.data.paths import all_prefixes, description_of
 from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
 from megatron.errors import UserError
+from megatron.tasks.chosen import exercise
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids are in [0, size). `name` identifies the tokenizer, `eod` ends documents."""
+    """Token ids are in [0, size). `name` tells the tokenizer or the task, `eod` ends documents, if there are any."""
 
     size: int
     name: str
-    eod: int
+    eod: int | None
 
 
 def vocabulary(data: DataOptions) -> Vocabulary:
-    """The vocabulary of a run's data: from the corpus.json beside them, else from the tokenizer keys.
+    """The vocabulary of a run's data: its task's, or from the corpus.json beside them, else from the tokenizer keys.
 
-    Raises UserError if there is neither, if datasets were made by different tokenizers, or if `tokenizer_type` and its
-    files contradict corpus.json.
+    Raises UserError if there is none of them, if datasets were made by different tokenizers, or if `tokenizer_type`
+    and its files contradict corpus.json.
     """
+    if data.task is not None:
+        chosen = exercise(data)
+        return Vocabulary(chosen.task.size, f"of task {chosen.name}", None)
     found: dict[Path, Vocabulary] = {}
     for prefix in all_prefixes(data):
         if description_of(prefix) is not None:

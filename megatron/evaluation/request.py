@@ -35,17 +35,19 @@ class Request(Asked):
     plan: Plan  # the same for all runs
 
 
-def read_request(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> Request:
-    """Arguments and errors as for `megatron.evaluation.run.evaluate_runs`."""
-    asked = read_runs(runs, options, output)
-    text = common_text(asked.runs, options.data)
-    plan = plan_of(options, [run.config.model.seq_length for run in asked.runs], len(text.tokens))
-    check_measures(options, plan)
+def read_request(asked: Asked) -> Request:
+    """The text and the plan of runs that learned a text. Raises UserError if they cannot be put side by side."""
+    text = common_text(asked.runs, asked.options.data)
+    plan = plan_of(asked.options, [run.config.model.seq_length for run in asked.runs], len(text.tokens))
+    check_measures(asked.options, plan)
     return Request(**vars(asked), text=text, plan=plan)
 
 
 def read_runs(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> Asked:
-    """The runs that are named, each once, and the results that are there. Errors as above."""
+    """The runs that are named, each once, and the results that are there.
+
+    Arguments and errors as for `megatron.evaluation.run.evaluate_runs`.
+    """
     if not runs:
         raise UserError("no run given")
     check_precision(options.precision, check_device(options.device)[0])

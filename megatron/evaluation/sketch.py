@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
+from megatron.evaluation.exercise import Questions, questions
 from megatron.evaluation.measures import check_measures
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.protocols import Plan, plan_of
@@ -23,7 +24,7 @@ class Sketch:
     """A configuration's model without weights, and what it will be asked."""
 
     model: GPT  # on the meta device: shapes alone
-    plan: Plan
+    plan: Plan | None  # None of a task
     flops: float  # of scoring the whole plan
     note: str | None
     """One line if the model's positions end before the largest length."""
@@ -36,6 +37,13 @@ def sketch(name: str, config: Config, plan: Plan, options: EvaluationOptions) ->
     model = outline(config, options)
     note = ending(name, config, model, plan.lengths)  # refuses what has no length to score
     return Sketch(model, plan, sum(forward_flops(model, plan).values()), note)
+
+
+def sketch_task(name: str, config: Config, asked: Questions, options: EvaluationOptions) -> Sketch:
+    """The same of a model of a task. Raises UserError if it cannot be scored at any of the lengths."""
+    model = outline(config, options)
+    note = ending(name, config, model, [asked.exercise.task.places(length) for length in asked.lengths])
+    return Sketch(model, None, sum(asked.work(model).values()), note)
 
 
 def outline(config: Config, options: EvaluationOptions) -> GPT:
@@ -52,6 +60,8 @@ def outline(config: Config, options: EvaluationOptions) -> GPT:
 
 def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:
     """The sketch of a model that is still to be trained. Raises what scoring it would."""
+    if config.data.task is not None:
+        return sketch_task(name, config, questions(options, [config]), options)
     text = text_of(name, config, options.data)
     plan = plan_of(options, [config.model.seq_length], len(text.tokens))
     check_measures(options, plan)

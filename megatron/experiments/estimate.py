@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.data.lengths import sequence_lengths
 from megatron.errors import UserError
 from megatron.experiments import receipts
 from megatron.experiments.spec import Member, Sweep
@@ -68,13 +69,15 @@ def _scoring(member: Member) -> Sketch:
 
 
 def _work(member: Member, place: str, done: int, scoring: Sketch) -> Work:
-    training, sequence = member.settled.training, member.settled.model.seq_length
+    config = member.settled
+    training, lengths = config.training, sequence_lengths(config.data, config.model.seq_length)
     assert training.train_batch_size is not None
-    tokens = training.train_batch_size * sequence * training.train_iters
+    sequences = training.train_batch_size * training.train_iters
+    flops = sum(scoring.model.flops_per_token(length) * length for length in lengths) / len(lengths)
     left = max(0.0, 1 - done / training.train_iters)
     scored = left == 0 and receipts.evaluated(member) is not None
     return Work(
         done=done,
-        training=Job(f"{place} train {member.name}", "train", scoring.model.flops_per_token(sequence) * tokens * left),
+        training=Job(f"{place} train {member.name}", "train", flops * sequences * left),
         evaluation=Job(f"{place} evaluate {member.name}", "evaluate", 0.0 if scored else scoring.flops),
     )

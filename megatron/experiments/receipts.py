@@ -50,8 +50,10 @@ def finished_steps(member: Member) -> int:
 def lacks_test(member: Member) -> bool:
     """Was a finished training killed between its last checkpoint and the end of its test?"""
     training, data = member.config.training, member.config.data
-    tests = bool(data.test_data_paths) or (
-        data.data_path is not None and sequence_range(data.split, "test", 10**9) is not None
+    tests = (
+        data.task is not None
+        or bool(data.test_data_paths)
+        or (data.data_path is not None and sequence_range(data.split, "test", 10**9) is not None)
     )
     if not (tests and training.eval_interval and training.eval_iters):
         return False

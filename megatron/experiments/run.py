@@ -224,13 +224,14 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     from megatron.reports.folder import write_results
 
     output = sweep.output
+    # Each run of a task has its floors beside it, the same ones.
+    found = [each for index, each in enumerate(found) if each.run is not None or each not in found[:index]]
     write_results(output, found)
     measured = {(record.method, record.seed) for record in found}
     texts = dict(sweep.texts)
-    for member in sweep.members:
-        if (member.variant, member.seed) in measured:
-            texts[str(member.beside(".yml"))] = member.text
-    missing = len(sweep.members) - len(measured)
+    done = [member for member in sweep.members if (member.variant, member.seed) in measured]
+    texts |= {str(member.beside(".yml")): member.text for member in done}
+    missing = len(sweep.members) - len(done)
     report.write(output / "report.html", found, missing=missing, configurations=texts)
 
 

@@ -106,7 +106,7 @@ class Layout:
                 notes += [f"{line}{known}", f"A change {metric.rule}."]
             else:
                 notes.append(f"{line}; how sure it is, is not known.")
-        return notes
+        return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
 
     def heads(self) -> list[tuple[str, str]]:
         """The two heads of every column: multiple of the training length, tokens."""

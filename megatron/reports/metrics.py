@@ -192,6 +192,7 @@ METRICS = {
             )
             for name, title, share in (
                 ("accuracy", "Accuracy", "the share of scored tokens that the model predicts rightly"),
+                ("mean_accuracy", "Mean accuracy", "the mean of the accuracies at all scored lengths beyond training"),
                 ("acc", "Task accuracy", "the share of a task's documents that are answered rightly"),
                 (
                     "acc_norm",

@@ -83,6 +83,7 @@ class Record(BaseModel):
     tokenizer: str | None = Field(default=None, description="name of the tokenizer")
     position: str | None = Field(default=None, description="position encoding and processor with their options")
     max_length: int | None = Field(default=None, ge=1, description="positions that the model knows, if they end")
+    remark: str | None = Field(default=None, description="sentences that belong under every table with this record")
     parameters: int | None = Field(default=None, ge=0, description="parameters of the model")
     run: str | None = Field(default=None, description="run folder or checkpoint")
     step: int | None = Field(default=None, ge=0, description="optimizer steps trained")
@@ -199,8 +200,8 @@ def _columns(given: Iterable[str]) -> list[str]:
     return columns
 
 
-PER_BLOCK = ("block_sums", "block_tokens")
-"""Fields that are lists, which tables of fields leave out."""
+APART = ("block_sums", "block_tokens", "remark")
+"""Fields that are lists or sentences, which tables of fields leave out."""
 
 
 def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> list[Record]:
@@ -255,9 +256,7 @@ def write_csv(path: str | Path, records: Sequence[Record]) -> Path:
     """Write records as CSV, a column per field, empty where unknown; values stand under their metrics' names."""
     text = io.StringIO()
     columns = [
-        name
-        for name in _columns(dict.fromkeys(record.metric for record in records) or METRICS)
-        if name not in PER_BLOCK
+        name for name in _columns(dict.fromkeys(record.metric for record in records) or METRICS) if name not in APART
     ]
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()

@@ -217,17 +217,18 @@ class Loop:
         self.watch.at("data", self.step)
         micro = [next(run.batches) for _ in range(micro_steps)]
         here = sum(int(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro)
+        held = sum(batch["tokens"].numel() for batch in micro)
         self.watch.at("reduce", self.step)
         written = int(self.saver is not None and self.saver.done)
-        tokens, stops, written = run.processes.sum(run.processes.mesh.once(here), int(stop.signal is not None), written)
+        once = run.processes.mesh.once
+        scored, read, stops, written = run.processes.sum(once(here), once(held), int(stop.signal is not None), written)
         if self.saver is not None and written == run.processes.world:
             self.saver.advance()
         if stops:
             return True
-        tokens = max(tokens, 1)  # a mask may leave nothing of a batch
         loss = engine.accumulate(
             micro,
-            tokens,
+            max(scored, 1),  # a mask may leave nothing of a batch
             draw=seeds.seed_of_positions(run.config.training.seed, self.samples),
             progress=lambda done: self._micro_step(done, micro_steps),
         )
@@ -235,8 +236,9 @@ class Loop:
         engine.step(run.schedule(self.step))
         self.step += 1
         self.samples += run.config.training.train_batch_size or 0
-        self.tokens += tokens
-        self.interval.add(loss, tokens, engine.grad_norm, engine.skipped)
+        self.tokens += read
+        length = micro[0]["tokens"].shape[1] * run.processes.mesh.context.size
+        self.interval.add(loss, read, read * run.flops_per_token[length], engine.grad_norm, engine.skipped)
         self._judge(loss)
         run.console.step(self.step)
         return False
@@ -310,7 +312,7 @@ class Loop:
         self.loss = loss if loss is not None else self.loss
         memory = run.processes.max(peak_memory(run.processes.device))
         speed = interval.tokens / seconds
-        tflops = speed * run.flops_per_token / run.processes.world / 1e12
+        tflops = interval.flops / seconds / run.processes.world / 1e12
         record = TrainRecord(
             step=self.step,
             loss=loss,

@@ -65,16 +65,19 @@ class Interval:
     def clear(self, loss: float = 0.0, counted: int = 0) -> None:
         """Begin a new interval now; `loss` is the sum over `counted` steps of it that an earlier session took."""
         self.steps = self.tokens = 0
+        self.flops = 0.0
         self.counted = counted
         self._losses: Tensor = torch.tensor(loss, dtype=torch.float64, device=self._device)
         self._grad_norm: Tensor | float | None = None
         self._seconds = 0.0
         self._since: float | None = time.perf_counter()
 
-    def add(self, loss: Tensor, tokens: int, grad_norm: Tensor | float, skipped: bool) -> None:
-        """One step: this rank's share of its loss (a scalar on the device), and the tokens of all ranks."""
+    def add(self, loss: Tensor, tokens: int, flops: float, grad_norm: Tensor | float, skipped: bool) -> None:
+        """One step: this rank's share of its loss (a scalar on the device), the tokens that all ranks together read,
+        and the FLOPs of that."""
         self.steps += 1
         self.tokens += tokens
+        self.flops += flops
         if not skipped:
             self.counted += 1
             self._losses += loss

@@ -31,14 +31,17 @@ def seconds_ahead(run: Run, step: int) -> float:
         inner=model.hidden_size,
         columns=feed_forward_size(model),
     )
-    tokens = (training.train_iters - step) * (training.train_batch_size or 0) * model.seq_length
-    return tokens * run.flops_per_token / run.processes.world / speed
+    lengths = run.datasets.lengths
+    of_sequence = sum(length * run.flops_per_token[length] for length in lengths) / len(lengths)
+    sequences = (training.train_iters - step) * (training.train_batch_size or 0)
+    return sequences * of_sequence / run.processes.world / speed
 
 
 def first_line(run: Run, step: int, seconds: float) -> str:
     """What a run is: size, device, precision, steps, layout, time."""
     config, device = run.config, run.processes.device
-    training, length = config.training, config.model.seq_length
+    training, lengths = config.training, run.datasets.lengths
+    length = f"{min(lengths):,} to {max(lengths):,}" if len(set(lengths)) > 1 else f"{lengths[0]:,}"
     place = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
     batch, world = training.train_batch_size or 0, run.processes.world
     parts = []
@@ -49,12 +52,12 @@ def first_line(run: Run, step: int, seconds: float) -> str:
     if training.zero_optimization.stage and world == 1:
         parts.append(f"ZeRO {training.zero_optimization.stage}")
     layout = f" ({', '.join(parts)})" if parts else ""
-    tokens = count(training.train_iters * batch * length)
+    tokens = count(round(training.train_iters * batch * sum(lengths) / len(lengths)))
     done = f"from step {step:,}, " if step else ""
     why = run.engine.model.why_row_blocks if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
         f"{count(run.parameters)} parameters on {place} in {training.compute_type}; {training.train_iters:,} steps of "
-        f"{batch:,} × {length:,} tokens{layout} are {tokens} tokens; {done}{about(seconds)}"
+        f"{batch:,} × {length} tokens{layout} are {tokens} tokens; {done}{about(seconds)}"
         f"{f'; attention in {why}' if why else ''}"
     )
 
@@ -79,7 +82,8 @@ def last_line(config: Config, checkpoint: Path | None) -> str:
     """Where a finished run was saved, and the command that comes next."""
     if checkpoint is None or config.checkpoint.save is None:
         return "nothing is saved: save names no folder"
-    held_out = config.data.data_path or config.data.test_data_paths or config.data.valid_data_paths
+    own = config.data
+    held_out = own.data_path or own.test_data_paths or own.valid_data_paths or own.task
     data = "" if held_out else " --data TEXT"
     return f"saved {checkpoint}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{data}"
 

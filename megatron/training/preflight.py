@@ -45,8 +45,10 @@ def preflight(config: Config, machine: Machine, *, place: Place | None = None, d
     for _, problem in check(config):  # a configuration that was read from files has passed these
         raise UserError(problem)
     launch, data, precision = config.launch, config.data, config.training.compute_type
-    if data.data_path is None and not data.train_data_paths:
-        raise UserError("no data to train on: give train_data_paths or data_path; `./deepy.py prepare` makes a corpus")
+    if data.data_path is None and not data.train_data_paths and data.task is None:
+        raise UserError(
+            "no data to train on: give train_data_paths or data_path, or a task; `./deepy.py prepare` makes a corpus"
+        )
     if not config.training.train_iters:
         raise UserError(
             "train_iters is missing (optimizer steps); give it in a file or as train_iters=…", "train_iters"

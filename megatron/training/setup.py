@@ -21,8 +21,7 @@ from megatron.checkpoint.stored import config_of
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, batches
 from megatron.data.datasets import Datasets, build_datasets
-from megatron.data.run_tokenizer import keep_tokenizer
-from megatron.data.tokenizers import load_tokenizer
+from megatron.data.run_tokenizer import keep_run_tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary
 from megatron.model.build import build_model, check_position
 from megatron.parallel import seeds
@@ -58,7 +57,8 @@ class Run:
     batches: Iterator[Batch]
     console: ConsoleReporter
     reporters: list[Reporter]
-    flops_per_token: float
+    flops_per_token: dict[int, float]
+    """Forward and backward, at each length of a sequence that there is."""
     parameters: int
     peak: float | None
     """The device's peak TFLOP/s, if it is known."""
@@ -129,7 +129,8 @@ def assemble(config: Config, session: Session, start: Start, console: ConsoleRep
         for note in resume.load_weights(start, config, model):
             reporter.say(note)
     # Counted before ZeRO divides the parameters among processes.
-    flops_per_token, parameters = model.flops_per_token(config.model.seq_length), model.num_parameters()
+    flops_per_token = {length: model.flops_per_token(length) for length in sorted(set(datasets.lengths))}
+    parameters = model.num_parameters()
     seeds.seed_torch(seeds.seed_of(training.seed, "dropout", processes.mesh))
     return Run(
         config=config,
@@ -173,7 +174,7 @@ def restore(run: Run) -> None:
     if not processes.first:
         return
     if (folder := config.checkpoint.save) is not None:
-        keep_tokenizer(load_tokenizer(config.data), folder)
+        keep_run_tokenizer(config.data, folder)
         # From here on the run is this one: nothing can be refused any more.
         prune(folder, None)
         for note in resume.give_up(start, Path(folder) / METRICS):
@@ -215,5 +216,7 @@ def _datasets(config: Config, start: Start, processes: Processes) -> tuple[Datas
         seed=training.seed,
         cache=cache,
         processes=processes,
+        batch=batch,
+        consumed=start.progress.consumed_samples,
     )
     return datasets, first

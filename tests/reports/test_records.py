@@ -75,7 +75,7 @@ def test_csv_has_a_column_per_field(tmp_path: Path) -> None:
     rows = list(csv.DictReader(path.open(encoding="utf-8")))
     assert [row["nll"] for row in rows] == ["", "1.5"]
     assert rows[1]["dataset"] == "a,b"
-    known = set(Record.model_fields) - {"metric", "value", "low", "high", "block_sums", "block_tokens"}
+    known = set(Record.model_fields) - {"metric", "value", "low", "high", "block_sums", "block_tokens", "remark"}
     assert set(rows[0]) == known | {"perplexity", "perplexity_low", "perplexity_high"}
 
 

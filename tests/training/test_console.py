@@ -151,7 +151,8 @@ def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch:
     lines = {}
     for device in ("cpu", "cuda"):
         processes = SimpleNamespace(device=torch.device(device), world=1)
-        run = SimpleNamespace(config=config, processes=processes, parameters=5, engine=SimpleNamespace(model=model))
+        own = {"engine": SimpleNamespace(model=model), "datasets": SimpleNamespace(lengths=(16,))}
+        run = SimpleNamespace(config=config, processes=processes, parameters=5, **own)
         lines[device] = outline.first_line(cast(Run, run), 0, 1.0)
     assert "attention" not in lines["cpu"]
     assert lines["cuda"].endswith(

@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 def test_an_interval_averages_the_steps_that_counted() -> None:
     interval = Interval(CPU)
     interval.clear(loss=10.0, counted=2)
-    interval.add(torch.tensor(2.0), 64, 0.5, skipped=False)
-    interval.add(torch.tensor(math.nan), 64, math.inf, skipped=True)
+    interval.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False)
+    interval.add(torch.tensor(math.nan), 64, 1e6, math.inf, skipped=True)
     loss, norm, _ = interval.read()
     assert loss == pytest.approx(4.0)
     assert norm == 0.5

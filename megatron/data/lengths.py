@@ -1,0 +1,9 @@
+"""How long training sequences are."""
+
+from megatron.data.options import DataOptions
+from megatron.tasks.chosen import exercise
+
+
+def sequence_lengths(data: DataOptions, seq_length: int) -> tuple[int, ...]:
+    """Tokens of training sequences, each length as often as it stands here: seq_length, or those of the task."""
+    return (seq_length,) if data.task is None else exercise(data).sequences

@@ -1,0 +1,58 @@
+"""Samples of a task: drawn when they are asked for, and never stored.
+
+All sequences of an optimizer step have one length, which is uniform on the task's lengths; both follow from the seed,
+the split and the global index of the step's first sample. So a run that is stopped and resumed goes on with the samples
+that it would have had, and ranks draw the same however they divide a batch.
+
+A step's whole batch is drawn at a time, by whoever needs one sample of it: drawing many at once takes hardly longer.
+"""
+
+import numpy as np
+import torch
+
+from megatron.data.options import SPLITS, Split
+from megatron.tasks.chosen import Exercise
+from megatron.tasks.task import Drawn
+
+
+class TaskSamples(torch.utils.data.Dataset):
+    """Samples as dictionaries of `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T], 1 at what is asked.
+
+    Labels are not one token ahead: each is what is asked where it stands.
+
+    Args:
+        exercise: the task and its lengths.
+        split: another one draws other sequences.
+        total: number of samples.
+        seed: of the run.
+        batch: sequences of an optimizer step.
+        start: the first global sample of some step: steps begin there and at every `batch` from there.
+    """
+
+    def __init__(self, exercise: Exercise, split: Split, total: int, *, seed: int, batch: int, start: int = 0) -> None:
+        self.exercise, self.split, self.total = exercise, split, total
+        self.seed, self.batch, self.start = seed, batch, start
+        self._drawn: tuple[int, Drawn] | None = None
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self.total:
+            raise IndexError(f"sample {index} of {self.total}")
+        first = index - (index - self.start) % self.batch
+        if self._drawn is None or self._drawn[0] != first:
+            self._drawn = first, self._step(first)
+        drawn, row = self._drawn[1], index - first
+        return {
+            "tokens": torch.from_numpy(drawn.tokens[row]),
+            "labels": torch.from_numpy(drawn.labels[row]),
+            "loss_mask": torch.from_numpy(drawn.asked[row].astype(np.float32)),
+        }
+
+    def _step(self, first: int) -> Drawn:
+        """The sequences of the step whose first sample this is, or would be."""
+        origin = [self.seed, SPLITS.index(self.split), first + self.batch]  # not negative, also before a changed batch
+        generator = np.random.Generator(np.random.PCG64(origin))
+        length = self.exercise.lengths[generator.integers(len(self.exercise.lengths))]
+        return self.exercise.task.draw(generator, self.batch, length)

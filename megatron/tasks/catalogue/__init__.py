@@ -1,0 +1,1 @@
+"""One file for each task; `megatron.tasks.registry` finds them by name."""

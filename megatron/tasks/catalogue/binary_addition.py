@@ -1,0 +1,32 @@
+"""Binary addition: the sum of two numbers, bit by bit."""
+
+import numpy as np
+
+from megatron.tasks.binary import carried, pairs, terminated
+from megatron.tasks.task import Array
+from megatron.tasks.transduction import TERMINATOR, Transduction
+
+
+class BinaryAddition(Transduction):
+    """Two numbers with a 2 between them, least significant bit first; their sum, then the terminator, then zeros.
+
+    For n ≤ 2 the input is a single number, below 2^n − 1 and with n bits, and the output is that without zeros above.
+    """
+
+    title = "the sum of two numbers in binary, least significant bit first"
+    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
+    level = "C"
+    inputs = 3
+    outputs = 3
+    terminated = True
+
+    def output_length(self, length: int) -> int:
+        return length + 1
+
+    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        if length > 2:
+            given, one, other = pairs(generator, count, length)
+            return given, terminated(carried(one + other), length + 1)
+        numbers = generator.integers(2**length - 1, size=count)
+        written = np.array([[0, TERMINATOR, 0], [1, TERMINATOR, 0], [0, 1, TERMINATOR]])
+        return numbers[:, None] >> np.arange(length) & 1, written[numbers, : length + 1]

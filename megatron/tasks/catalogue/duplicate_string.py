@@ -1,0 +1,23 @@
+"""Duplicate string: bits twice."""
+
+import numpy as np
+
+from megatron.tasks.task import Array
+from megatron.tasks.transduction import Transduction, bits
+
+
+class DuplicateString(Transduction):
+    """n bits; the same twice, so 2n outputs."""
+
+    title = "n bits twice"
+    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
+    level = "C"
+    inputs = 2
+    outputs = 2
+
+    def output_length(self, length: int) -> int:
+        return 2 * length
+
+    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given = bits(generator, count, length)
+        return given, np.concatenate([given, given], axis=1)

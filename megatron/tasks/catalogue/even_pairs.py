@@ -1,0 +1,20 @@
+"""Even pairs: do as many neighbours differ as is even?"""
+
+import numpy as np
+
+from megatron.tasks.task import Array
+from megatron.tasks.transduction import Transduction, bits
+
+
+class EvenPairs(Transduction):
+    """n bits; the parity of the number of unequal neighbours, which is whether the first and the last differ."""
+
+    title = "is the number of unequal neighbours among n bits odd"
+    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
+    level = "R"
+    inputs = 2
+    outputs = 2
+
+    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given = bits(generator, count, length)
+        return given, (given[:, :1] + given[:, -1:]) % 2

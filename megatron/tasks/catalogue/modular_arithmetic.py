@@ -1,0 +1,37 @@
+"""Modular arithmetic without brackets: the value of digits and operators modulo 5."""
+
+import numpy as np
+
+from megatron.tasks.task import Array
+from megatron.tasks.transduction import Transduction
+
+PLUS, MINUS = 5, 6
+
+
+class ModularArithmetic(Transduction):
+    """Digit, operator, digit, …; the value modulo 5, × before + and −. Inputs have an odd length, n − 1 for an even n.
+
+    The digits 0 to 4 are their own symbols, then follow +, − and ×. The papers' code has a ninth symbol, a blank that
+    is never drawn; so has this alphabet.
+    """
+
+    title = "the value modulo 5 of digits joined by +, − and ×"
+    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
+    level = "R"
+    inputs = 9
+    outputs = 5
+
+    def input_length(self, length: int) -> int:
+        return length - 1 + length % 2
+
+    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        digits = generator.integers(5, size=(count, self.input_length(length) // 2 + 1))
+        operators = generator.integers(PLUS, PLUS + 3, size=(count, digits.shape[1] - 1))
+        given = np.zeros((count, self.input_length(length)), dtype=np.int64)
+        given[:, ::2], given[:, 1::2] = digits, operators
+        total, term = np.zeros(count, dtype=np.int64), digits[:, 0]
+        for operator, digit in zip(operators.T, digits.T[1:], strict=True):
+            sums = operator <= MINUS
+            total = np.where(sums, total + term, total)
+            term = np.where(sums, np.where(operator == MINUS, -digit, digit), term * digit % 5)
+        return given, ((total + term) % 5)[:, None]

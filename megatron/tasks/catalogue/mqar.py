@@ -1,0 +1,84 @@
+"""Multi-query associative recall: the values that belong to keys which come again."""
+
+from typing import Self
+
+import numpy as np
+from pydantic import model_validator
+
+from megatron.options import key
+from megatron.tasks.task import Array, Drawn, Task
+
+
+class MQAR(Task):
+    """D different keys, each followed by its value; later each key comes again, and the value is asked for there.
+
+        k₁ v₁ k₂ v₂ … k_D v_D   · k₂ · · · k₁ · …        asked at k₂ for v₂, at k₁ for v₁
+
+    The place of a query is two times a gap after the pairs, gaps drawn without repetition with the probability of gap g
+    in proportion to g^(a − 1), a being `power`. What stands between the queries is uniform over the whole vocabulary.
+    Keys are the first half of the vocabulary but for 0, values the second half; a value stands nowhere twice among the
+    pairs. The length of the input is that of the sequence.
+    """
+
+    title = "the values of keys that come again after all pairs of a key and a value"
+    source = "Arora et al. (2023), Zoology"
+
+    vocabulary: int = key(8192, "symbols, half of them keys and half of them values; even", ge=4, le=10**6)
+    pairs: int = key(8, "pairs of a key and a value, and queries", ge=1, le=10**6)
+    power: float = key(
+        0.01, "queries stand at gaps of probability g^(power − 1) after the pairs; 1 is uniform", gt=0, le=100
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.vocabulary % 2:
+            raise ValueError(f"vocabulary is {self.vocabulary}; it must be even: half are keys, half are values")
+        if self.pairs >= self.vocabulary // 2:
+            raise ValueError(
+                f"pairs is {self.pairs}; a vocabulary of {self.vocabulary} has {self.vocabulary // 2 - 1} keys"
+            )
+        return self
+
+    @property
+    def size(self) -> int:
+        return self.vocabulary
+
+    @property
+    def answers(self) -> range:
+        return range(self.vocabulary)
+
+    def refusal(self, length: int) -> str | None:
+        if length < 4 * self.pairs or length % 2:
+            return f"{self.pairs} pairs and as many queries need an even length of at least {4 * self.pairs}"
+        return None
+
+    def places(self, length: int) -> int:
+        return length
+
+    def draw(self, generator: np.random.Generator, count: int, length: int) -> Drawn:
+        half = self.vocabulary // 2
+        keys = 1 + distinct(generator, count, self.pairs, half - 1)
+        values = half + distinct(generator, count, self.pairs, self.vocabulary - half)
+        tokens = generator.integers(self.vocabulary, size=(count, length))
+        tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values
+        # The largest of log p plus Gumbel noise are a draw without repetition, in its order.
+        space = length // 2 - self.pairs
+        chances = (self.power - 1) * np.log(np.arange(1, space + 1))
+        gaps = np.argsort(-(chances + generator.gumbel(size=(count, space))), axis=1)[:, : self.pairs]
+        places = 2 * (self.pairs + gaps)
+        labels, asked = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=bool)
+        np.put_along_axis(tokens, places, keys, axis=1)
+        np.put_along_axis(labels, places, values, axis=1)
+        np.put_along_axis(asked, places, True, axis=1)
+        return Drawn(tokens, labels, asked, asked)
+
+    def guesses(self, length: int) -> dict[str, float]:
+        return {"one of the sequence's values": 1 / self.pairs}
+
+
+def distinct(generator: np.random.Generator, count: int, size: int, below: int) -> Array:
+    """`size` different numbers below `below` in a random order, int64 [count, size]."""
+    chances = generator.random((count, below))
+    chosen = np.argpartition(chances, size - 1, axis=1)[:, :size]
+    order = np.argsort(np.take_along_axis(chances, chosen, axis=1), axis=1)
+    return np.take_along_axis(chosen, order, axis=1)

@@ -1,0 +1,21 @@
+"""Parity: is the number of ones odd?"""
+
+import numpy as np
+
+from megatron.tasks.task import Array
+from megatron.tasks.transduction import Transduction, bits
+
+
+class ParityCheck(Transduction):
+    """n bits; the number of ones modulo 2."""
+
+    title = "is the number of ones among n bits odd"
+    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
+    level = "R"
+    order_free = True
+    inputs = 2
+    outputs = 2
+
+    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given = bits(generator, count, length)
+        return given, given.sum(axis=1, keepdims=True) % 2

@@ -1,0 +1,23 @@
+"""Reverse string: bits backwards."""
+
+import numpy as np
+
+from megatron.tasks.task import Array
+from megatron.tasks.transduction import Transduction, bits
+
+
+class ReverseString(Transduction):
+    """n bits; the same from the last to the first."""
+
+    title = "n bits backwards"
+    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
+    level = "D"
+    inputs = 2
+    outputs = 2
+
+    def output_length(self, length: int) -> int:
+        return length
+
+    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given = bits(generator, count, length)
+        return given, given[:, ::-1]

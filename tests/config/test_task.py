@@ -1,0 +1,67 @@
+"""The keys of a task: what follows from them, and what they exclude."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.load import load
+from megatron.errors import UserError
+
+MODEL = "num_layers: 2\nhidden_size: 16\nnum_attention_heads: 2\ntrain_iters: 3\n"
+
+
+def loaded(tmp_path: Path, text: str, *overrides: str):
+    (tmp_path / "task.yml").write_text(MODEL + text, encoding="utf-8")
+    return load([tmp_path / "task.yml"], overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("task: even_pairs\ntask_length: 40\n", 41),
+        ("task: duplicate_string\ntask_length: 40\n", 120),
+        ("task: modular_arithmetic\ntask_length: 40\n", 40),
+        ("task: compute_sqrt\ntask_length: 40\ntask_options: {compute_tokens: 2}\n", 140),
+        ("task: copy_string\ntask_length: 40\n", 82),
+    ],
+)
+def test_the_sequence_length_follows(tmp_path: Path, text: str, expected: int) -> None:
+    found = loaded(tmp_path, text)
+    assert found.config.model.seq_length == expected
+    assert any(note.endswith(f"makes seq_length {expected}") for note in found.notes)
+    found.config.save(tmp_path / "saved.yml")
+    assert load([tmp_path / "saved.yml"]).config == found.config
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "task: even_pars\ntask_length: 4\n",
+            r"task.yml:5: task even_pars is not available; did you mean even_pairs\?",
+        ),
+        ("task: even_pairs\n", "task_length is missing"),
+        ("task: even_pairs\ntask_length: 4\nseq_length: 9\n", "task.yml:7: seq_length is 9, but the longest .* has 5"),
+        ("task: mqar\ntask_length: 65\n", "task.yml:6: task_length is 65: 8 pairs"),
+        ("task: mqar\ntask_length: 64\ntask_options: {pairs: many}\n", "task.yml:7: task_options.pairs is 'many'"),
+        ("task: mqar\ntask_length: 64\ntask_shortest_length: 80\n", "task_shortest_length 80 is more than task_length"),
+        ("seq_length: 9\ntask_length: 4\n", "task_length is given without task"),
+        ("task: even_pairs\ntask_length: 4\ndata_path: data/x\n", "data_path and task exclude each other"),
+        ("task: even_pairs\ntask_length: 4\neod_mask_loss: true\n", "eod_mask_loss and task exclude each other"),
+        (
+            "task: even_pairs\ntask_length: 4\ncontext_parallel_size: 2\n",
+            "context_parallel_size 2: .* differ in length",
+        ),
+        ("task: even_pairs\ntask_length: 4\npipe_parallel_size: 2\n", "pipe_parallel_size 2: .* differ in length"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        loaded(tmp_path, text)
+
+
+def test_another_task_drops_the_options_of_the_first(tmp_path: Path) -> None:
+    text = "task: mqar\ntask_length: 64\ntask_options: {pairs: 4}\n"
+    found = loaded(tmp_path, text, "task=copy_string")
+    assert found.config.data.task_options == {}
+    assert found.config.model.seq_length == 130

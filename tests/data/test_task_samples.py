@@ -1,0 +1,115 @@
+"""Samples of a task: what a training reads follows from the seed and the global index alone."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.batches import batches
+from megatron.data.datasets import build_datasets
+from megatron.data.options import DataOptions
+from megatron.data.task_samples import TaskSamples
+from megatron.data.vocabulary import vocabulary
+from megatron.errors import UserError
+from megatron.parallel.mesh import Mesh, Sizes
+from megatron.parallel.processes import alone
+from megatron.tasks.chosen import exercise
+
+REVERSE = DataOptions(task="reverse_string", task_length=9)
+
+
+def samples(total: int = 96, *, batch: int = 12, start: int = 0, seed: int = 3, data: DataOptions = REVERSE):
+    return TaskSamples(exercise(data), "train", total, seed=seed, batch=batch, start=start)
+
+
+def rows(found: list[dict[str, torch.Tensor]]) -> list[list[list[float]]]:
+    return [[values.tolist() for values in sample.values()] for sample in found]
+
+
+@given(
+    st.sampled_from([(1, 4, 3), (2, 2, 3), (4, 1, 3), (2, 6, 1), (12, 1, 1), (1, 12, 1), (3, 1, 4)]), st.integers(0, 5)
+)
+@settings(deadline=None, max_examples=40)
+def test_any_layout_and_any_resumption_reads_the_same(shape: tuple[int, int, int], done: int) -> None:
+    world, micro_batch, accumulate = shape  # 12 samples per optimizer step
+    whole = samples()
+    expected = rows([whole[index] for index in range(12 * done, 96)])
+    steps: list[list[torch.Tensor]] = [[] for _ in range(8 - done)]
+    for rank in range(world):
+        mesh = Mesh(rank, Sizes(data=world))
+        found = batches(samples(start=12 * done), micro_batch=micro_batch, mesh=mesh, start=12 * done)
+        for i, batch in enumerate(found):
+            steps[i // accumulate] += rows(
+                [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+            )
+    for i, step in enumerate(steps):
+        assert sorted(step) == sorted(expected[12 * i : 12 * i + 12])
+
+
+def test_a_step_has_one_length_and_lengths_are_uniform() -> None:
+    found = samples(12 * 3000)
+    lengths = []
+    for first in range(0, len(found), 12):
+        step = {len(found[index]["tokens"]) for index in (first, first + 5, first + 11)}
+        lengths.append(step.pop())
+        assert not step
+    shares = np.bincount(np.array(lengths) // 2, minlength=10)[1:] / 3000
+    assert len(shares) == 9
+    assert np.abs(shares - 1 / 9).max() < 5 * (8 / 81 / 3000) ** 0.5
+
+
+def test_nothing_is_read_twice() -> None:
+    data = DataOptions(task="parity_check", task_length=64, task_shortest_length=64)
+    train = samples(600, data=data)
+    others = [samples(600, data=data, seed=4), TaskSamples(train.exercise, "valid", 600, seed=3, batch=12)]
+    inputs = [tuple(each[index]["tokens"].tolist()) for each in (train, *others) for index in range(600)]
+    assert len(set(inputs)) == 1800  # 2^64 inputs: two that are equal would be no chance
+
+
+def test_another_batch_size_goes_on_where_the_first_one_stopped() -> None:
+    """What was read is not read again, and every step of either has one length."""
+    first, second = samples(1000), samples(1000, batch=8, start=36)
+    assert rows([first[35]]) != rows([second[36]])
+    for step in range(36, 76, 8):
+        assert len({len(second[index]["tokens"]) for index in range(step, step + 8)}) == 1
+    assert len(second[30]["tokens"]) > 0  # before its start, for whoever looks
+
+
+def test_samples_are_what_the_task_draws() -> None:
+    sample = samples()[5]
+    task = exercise(REVERSE).task
+    half = len(sample["tokens"]) // 2
+    assert sample["tokens"].dtype == sample["labels"].dtype == torch.int64
+    assert sample["loss_mask"].dtype == torch.float32
+    assert sample["loss_mask"].tolist() == [0.0] * half + [1.0] * half
+    assert (sample["labels"][half:] - task.answers.start).tolist() == sample["tokens"][:half].tolist()[::-1]
+    assert vocabulary(REVERSE).size == task.size == 5
+
+
+def test_datasets_of_a_task() -> None:
+    counts = {"train_samples": 24, "valid_samples": 12, "test_samples": 0}
+    found = build_datasets(REVERSE, seq_length=18, **counts, seed=1, cache=None, processes=alone(), batch=12)
+    assert found.lengths == tuple(range(2, 20, 2))
+    assert (len(found.train), len(found.valid), found.test) == (24, 12, None)
+    assert rows(list(islice(found.train, 12))) != rows(list(islice(found.valid, 12)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (
+            {"task": "revers_string", "task_length": 9},
+            "task revers_string is not available; did you mean reverse_string",
+        ),
+        ({"task": "mqar", "task_length": 33}, "task_length is 33: 8 pairs and as many queries need an even length"),
+        ({"task": "mqar", "task_length": 64, "task_shortest_length": 20}, "task_shortest_length is 20: 8 pairs"),
+        ({"task": "mqar", "task_length": 64, "task_options": {"pair": 2}}, "no option 'pair'; did you mean pairs"),
+        ({"task": "mqar"}, "task_length is missing"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(keys: dict, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        vocabulary(DataOptions(**keys))

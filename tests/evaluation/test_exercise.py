@@ -1,0 +1,208 @@
+"""Scores of runs that learned a task: against a loop that reads one sequence at a time, and a model that knows all."""
+
+import io
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from models import build_model
+from rich.console import Console
+from torch import Tensor, nn
+
+from megatron.checkpoint.trained import Run
+from megatron.config.schema import Config
+from megatron.data.options import DataOptions
+from megatron.errors import RunError, UserError
+from megatron.evaluation.exercise import Questions, answers, floors, learned_task, questions, score
+from megatron.evaluation.options import EvaluationOptions
+from megatron.model.options import PositionOptions
+from megatron.reports import tables
+from megatron.reports.layout import layouts
+from megatron.tasks.chosen import exercise
+from megatron.tasks.floors import CONSTANT, PLACE
+
+
+def config(task: str = "binary_addition", length: int = 6, **options: object) -> Config:
+    data = {"task": task, "task_length": length, "task_options": options}
+    longest = max(exercise(DataOptions(**data)).sequences)
+    shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": longest, "train_iters": 1}
+    return Config.of({**shape, **data})
+
+
+def loaded(model: nn.Module, of: Config) -> SimpleNamespace:
+    return SimpleNamespace(model=model, config=of, position=of.position)
+
+
+def gpt(of: Config, **position: object) -> nn.Module:
+    size = exercise(of.data).task.size
+    return build_model(of.model, PositionOptions(**{"pos_emb": "alibi", **position}), size, seed=3).eval()
+
+
+class Oracle(nn.Module):
+    """Knows the sequences that it will be asked, and answers rightly but for the first `wrong` of them."""
+
+    max_length = None
+
+    def __init__(self, asked: Questions, wrong: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.wrong, self.size = wrong, asked.exercise.task.size
+        self.known = {
+            tuple(tokens.tolist()): (row, labels)
+            for drawn in map(asked.draw, asked.lengths)
+            for row, (tokens, labels) in enumerate(zip(drawn.tokens, drawn.labels, strict=True))
+        }
+
+    def forward(self, tokens: Tensor, last: int) -> Tensor:
+        rows = [self.known[tuple(each.tolist())] for each in tokens]
+        logits = torch.zeros(*tokens.shape, self.size + 3)
+        logits[:, :, self.size :] = 99.0  # padding of the vocabulary, which is no answer
+        for sequence, (row, labels) in enumerate(rows):
+            label = torch.from_numpy(labels)
+            logits[sequence].scatter_(1, label[:, None], -5.0 if row < self.wrong else 5.0)
+        return logits[:, -last:]
+
+    def flops_per_token(self, length: int) -> float:
+        return 1.0 * length
+
+    def num_parameters(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("task", ["binary_addition", "reverse_string", "mqar", "copy_string"])
+def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
+    of = config(task, 8, **({"pairs": 2, "vocabulary": 20} if task == "mqar" else {}))
+    asked, model = questions(EvaluationOptions(lengths=[8, 12], windows=7), [of]), gpt(of)
+    for length in asked.lengths:
+        drawn, choices = asked.draw(length), asked.exercise.task.answers
+        losses, correct = answers(model, drawn, choices, batch_tokens=3 * drawn.tokens.shape[1])
+        for row in range(7):
+            logits = model(torch.from_numpy(drawn.tokens[row : row + 1]))[0].detach().double().numpy()
+            for place, label in enumerate(drawn.labels[row]):
+                values = logits[place, choices.start : choices.stop]
+                loss = math.log(np.exp(values).sum()) - logits[place, label] if drawn.asked[row, place] else 0.0
+                # float32 logits in another batch, of size below 10, and as many roundings as there are choices
+                assert losses[row, place] == pytest.approx(loss, abs=1e-5)
+                best = choices.start + int(values.argmax())
+                assert correct[row, place] == (drawn.counted[row, place] and best == label)
+
+
+def test_records_of_a_model_that_knows_the_answers() -> None:
+    of = config(length=20)  # so many inputs that none is drawn twice
+    asked = questions(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
+    found = score(loaded(Oracle(asked, wrong=10), of), asked, about={"run": "runs/a"})
+    accuracy = [record for record in found if record.metric == "accuracy"]
+    assert [(r.length, r.train_length, r.protocol, r.windows) for r in accuracy] == [
+        (length, 20, "task", 40) for length in (20, 40, 60)
+    ]
+    for record in accuracy:
+        drawn = asked.draw(record.length)
+        counts = drawn.counted.sum(axis=1)
+        assert record.value == counts[10:].sum() / counts.sum()
+        assert record.tokens == counts.sum() < drawn.asked.sum()  # the zeros after the terminator have a loss
+        right_, wrong = (math.log(2 + math.exp(value)) - value for value in (5.0, -5.0))
+        assert record.nll == pytest.approx(0.75 * right_ + 0.25 * wrong, rel=1e-6)
+        assert record.low is not None
+        assert record.low < record.value < record.high
+        assert record.run == "runs/a"
+    assert accuracy[2].change == accuracy[2].value - accuracy[0].value
+    (mean,) = (record for record in found if record.metric == "mean_accuracy")
+    assert mean.value == pytest.approx((accuracy[1].value + accuracy[2].value) / 2)
+    assert mean.remark.startswith("The mean over the lengths 40, 60. Task binary_addition: the sum")
+
+
+def test_whole_answers_of_letters() -> None:
+    of = config("copy_string", 5)
+    asked = questions(EvaluationOptions(lengths=[5], windows=20), [of])
+    found = {record.metric: record.value for record in score(loaded(Oracle(asked, wrong=5), of), asked)}
+    assert found == {"accuracy": 0.75, "exact_match": 0.75}
+
+
+def test_floors_stand_beside_the_models() -> None:
+    of = config("bucket_sort", 10)
+    asked = questions(EvaluationOptions(lengths=[10, 40], windows=200), [of])
+    found = floors(asked)
+    values = {(record.method, record.metric, record.length): record.value for record in found}
+    assert values[f"floor: {PLACE}", "accuracy", 40] > 0.7
+    assert values[f"floor: {CONSTANT}", "accuracy", 40] == pytest.approx(0.2, abs=0.04)  # 5 deviations of 8,000
+    assert values[f"floor: {PLACE}", "mean_accuracy", 40] == values[f"floor: {PLACE}", "accuracy", 40]
+    recall = questions(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
+    assert {record.value for record in floors(recall) if "values" in record.method} == {0.25}
+    model = score(loaded(Oracle(asked, wrong=0), of), asked)
+    (table, _) = layouts([*model, *found])
+    text = tables.markdown(table)
+    assert text.count("floor: ") == 2
+    assert "causal decoder" in text
+    assert "encoder" in text
+
+
+def test_positions_that_end() -> None:
+    of = config("reverse_string", 6)
+    asked = questions(EvaluationOptions(lengths=[6, 9, 12], windows=4), [of])
+    found = score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), asked)
+    assert [record.length for record in found if record.metric == "accuracy"] == [6, 9]
+    assert {record.max_length for record in found} == {9}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lengths": [7]}, "lengths: 7 is none of the task mqar: 8 pairs"),
+        ({"data": "book.txt"}, "--data says which text is scored, and a task is none"),
+        ({"protocol": "nonoverlapping"}, "--protocol says"),
+        ({"targets": 3}, "--targets says"),
+        ({"multiples": [0.3]}, "'0.3x' is not a length"),
+    ],
+)
+def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        questions(EvaluationOptions(**options), [config("mqar", 64)])
+
+
+def test_runs_of_different_tasks_are_apart() -> None:
+    def run(name: str, of: Config) -> Run:
+        return SimpleNamespace(name=name, config=of)  # type: ignore[return-value]
+
+    text = Config.of({"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8})
+    assert not learned_task([run("a", text)])
+    assert learned_task([run("a", config()), run("b", config(length=9))])
+    with pytest.raises(UserError, match=r"b learned the task mqar\(pairs=4\), a the task mqar: evaluate them apart"):
+        learned_task([run("a", config("mqar", 64)), run("b", config("mqar", 64, pairs=4))])
+    with pytest.raises(UserError, match="b learned a text, a the task binary_addition"):
+        learned_task([run("a", config()), run("b", text)])
+
+
+def test_a_loss_that_is_not_finite_is_told() -> None:
+    of = config("even_pairs", 4)
+    asked, model = questions(EvaluationOptions(lengths=[4], windows=4), [of]), gpt(of)
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    with pytest.raises(RunError, match="the loss at length 4 is nan"):
+        score(loaded(model, of), asked)
+
+
+def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.evaluation.run import evaluate_runs
+    from megatron.reports import records
+    from megatron.training.loop import train
+
+    monkeypatch.chdir(tmp_path)
+    more = {"train_micro_batch_size_per_gpu": 4, "device": "cpu", "num_gpus": 1, "nodes": 1, "eval_interval": 0}
+    tiny = config("reverse_string", 4).replace(
+        **more, save="runs/a", pos_emb="alibi", distributed_backend="gloo", use_tensorboard=False, train_batch_size=4
+    )
+    train(tiny)
+    out = io.StringIO()
+    found = evaluate_runs(["runs/a"], EvaluationOptions(windows=16), console=Console(file=out, width=200))
+    assert [r.length for r in found if r.method == "alibi" and r.metric == "accuracy"] == [4, 8, 16, 32]
+    assert {r.method for r in found} == {"alibi", f"floor: {CONSTANT}", f"floor: {PLACE}"}
+    assert records.read("runs/a/results.json") == found
+    assert "causal decoder" in out.getvalue()
+    assert not Path("runs/a/tokenizer").exists()
+    again = evaluate_runs(["runs/a"], EvaluationOptions(windows=16, multiples=[1.0, 8.0]))
+    assert records.read("runs/a/results.json") == again  # the same is replaced
+    same = {(r.method, r.metric, r.length): r.value for r in found}
+    assert all(r.value == same[r.method, r.metric, r.length] for r in again if r.metric == "accuracy")

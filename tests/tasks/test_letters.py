@@ -1,0 +1,63 @@
+"""Copying and n-gram lookup, read as the strings that they are."""
+
+import numpy as np
+import pytest
+
+from megatron.tasks import registry
+from megatron.tasks.letters import Letters
+
+SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."
+
+
+def written(name: str, count: int, length: int, **options: object) -> list[tuple[str, str]]:
+    """What each sequence reads, and what it is asked for where."""
+    task = registry.build(name, options)
+    assert isinstance(task, Letters)
+    drawn = task.draw(np.random.default_rng(length), count, length)
+    assert drawn.tokens.shape == (count, task.places(length))
+    assert (drawn.asked == drawn.counted).all()
+    lines = []
+    for tokens, labels, asked in zip(drawn.tokens, drawn.labels, drawn.asked, strict=True):
+        read, wanted = ("".join(SYMBOLS[token] for token in row) for row in (tokens, labels[asked]))
+        # Every answer but the last stands one place later, as a text that goes on with itself.
+        assert read[np.flatnonzero(asked)[0] + 1 :] + "." == wanted
+        lines.append((read, wanted))
+    return lines
+
+
+@pytest.mark.parametrize("length", [1, 2, 26, 100])
+def test_copying(length: int) -> None:
+    for read, wanted in written("copy_string", 200, length):
+        begin, string, copy = read[0], *read[1:].split("|")
+        assert (begin, len(string)) == ("$", length)
+        assert (string, wanted) == (copy, copy + ".")
+
+
+@pytest.mark.parametrize("length", [11, 12, 40, 200])
+def test_lookup(length: int) -> None:
+    for read, wanted in written("ngram_lookup", 200, length):
+        string, given = read[1:].split("|")
+        given = given[:3]
+        assert len(string) == length
+        assert string.count(given) == 1
+        assert wanted == string[string.index(given) + 3 :][:8] + "."
+    for read, wanted in written("ngram_lookup", 200, length, query="prefix", ngram=2, answer=4):
+        given, string, _ = read[1:].split("|")
+        assert len(string) == length
+        assert len(given) == 2
+        places = [place for place in range(length) if string.startswith(given, place)]
+        assert len(places) == 1
+        assert wanted == string[places[0] + 2 :][:4] + "."
+
+
+def test_every_place_is_asked_for_as_often() -> None:
+    starts = [read[1:13].index(read[14:17]) for read, _ in written("ngram_lookup", 4000, 12, answer=6)]
+    shares = np.bincount(starts, minlength=4) / len(starts)
+    assert len(shares) == 4
+    assert np.abs(shares - 1 / 4).max() < 5 * (3 / 16 / len(starts)) ** 0.5
+
+
+def test_lengths_without_an_input() -> None:
+    lookup = registry.build("ngram_lookup", {"letters": 2, "ngram": 2, "answer": 1})
+    assert [length for length in range(40) if lookup.refusal(length) is None] == list(range(3, 17))
+    assert registry.build("copy_string").refusal(0) is not None

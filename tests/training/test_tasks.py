@@ -1,0 +1,81 @@
+"""Training on a task: through the same loop, checkpoints and resuming as a text."""
+
+from pathlib import Path
+
+import pytest
+from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes
+
+from megatron.checkpoint.load_model import load_model
+from megatron.config.schema import Config
+from megatron.data.batches import batches
+from megatron.data.datasets import build_datasets
+from megatron.errors import UserError
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.processes import alone
+from megatron.training.loop import train
+
+
+def task_config(run: Path | None, **keys: object) -> Config:
+    """The tiny model on strings of up to eight bits, reversed."""
+    base = {
+        "train_data_paths": [],
+        "valid_data_paths": [],
+        "task": "reverse_string",
+        "task_length": 8,
+        "seq_length": 16,
+        "make_vocab_size_divisible_by": 8,
+        "no_weight_tying": True,
+        "lr_decay_style": "constant",
+    }
+    return tiny_config(Path("no corpus"), run, **{**base, **keys})
+
+
+def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(task_config(whole, train_iters=6, eval_interval=6))
+    train(task_config(parts, train_iters=3))
+    train(task_config(parts, train_iters=6, eval_interval=6, load=str(parts)))
+    assert losses(parts) == losses(whole)
+    assert records(parts, "valid")[6]["loss"] == records(whole, "valid")[6]["loss"]
+    assert records(parts, "test")[6]["loss"] == records(whole, "test")[6]["loss"]
+    assert same_weights(parts, whole)
+
+
+def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(task_config(one))
+    keys = {"num_gpus": 2, "train_micro_batch_size_per_gpu": 2}
+    assert train_with_processes(tmp_path / "job", [task_config(two, **keys)]) == [None]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)  # 4 steps, float32 sums in another order
+
+
+def test_speed_counts_what_was_read(tmp_path: Path) -> None:
+    """Tokens and FLOPs are those of each step's own length; the loss is per token that is asked."""
+    config = task_config(tmp_path / "run", train_iters=8)
+    train(config)
+    counts = {"train_samples": 32, "valid_samples": 0, "test_samples": 0}
+    data = build_datasets(config.data, seq_length=16, **counts, seed=1234, cache=None, processes=alone(), batch=4)
+    lengths = [batch["tokens"].shape[1] for batch in batches(data.train, micro_batch=4, mesh=Mesh())]
+    assert len(set(lengths)) > 2
+    found = records(tmp_path / "run")
+    assert [found[step]["tokens"] for step in range(1, 9)] == [4 * sum(lengths[:step]) for step in range(1, 9)]
+    model = load_model(tmp_path / "run").model
+    for step, length in enumerate(lengths, start=1):
+        expected = found[step]["tokens_per_second"] * model.flops_per_token(length) / 1e12
+        assert found[step]["tflops"] == pytest.approx(expected)
+
+
+def test_learning(tmp_path: Path) -> None:
+    """Whether two bits differ is learned in some dozen steps, so labels stand where they are asked."""
+    keys = {"task": "even_pairs", "task_length": 2, "task_shortest_length": 2, "seq_length": 3, "train_batch_size": 32}
+    train(task_config(tmp_path / "run", **keys, train_micro_batch_size_per_gpu=32, train_iters=100, log_interval=20))
+    found = losses(tmp_path / "run")
+    assert found[0] > 0.5  # ln 2 is .69
+    assert found[-1] < 0.1
+
+
+def test_another_task_does_not_go_on(tmp_path: Path) -> None:
+    train(task_config(tmp_path / "run", train_iters=1))
+    keys = {"task": "duplicate_string", "task_length": 5, "seq_length": 15, "load": str(tmp_path / "run")}
+    with pytest.raises(UserError, match=r"of task duplicate_string .* of task reverse_string"):
+        train(task_config(tmp_path / "other", **keys, finetune=True))
