@@ -185,13 +185,13 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
 
 
 def check_vocabulary(start: Start, size: int, name: str) -> None:
-    """Refuse data made by another tokenizer than the checkpoint's. Raises UserError."""
+    """Refuse data of another tokenizer, or another task, than the checkpoint's. Raises UserError."""
     if start.checkpoint is None:
         return
     stored = Progress.read(start.checkpoint).vocabulary
     if stored is not None and stored != {"size": size, "name": name}:
         raise UserError(
-            f"train_data_paths: the data were made by tokenizer {name} ({size} tokens), but {start.checkpoint} was "
+            f"train_data_paths, task: the data have the vocabulary {name} ({size} tokens), but {start.checkpoint} was "
             f"trained on {stored.get('name')} ({stored.get('size')} tokens)"
         )
 

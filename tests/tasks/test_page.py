@@ -1,0 +1,43 @@
+"""docs/tasks.md says of each task what its class says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.tasks import registry
+from megatron.tasks.transduction import Transduction
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
+ROWS = {
+    row[0].strip(" `†"): row
+    for line in PAGE.read_text(encoding="utf-8").splitlines()
+    if line.startswith("| `")
+    for row in [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]]
+}
+COUNTS = {"1": 1, "n": 7, "n + 1": 8, "2n": 14, "⌈n/2⌉": 4}
+"""Answers of an input of 7 symbols."""
+
+
+@pytest.mark.parametrize("name", registry.tasks())
+def test_every_task_has_its_row(name: str) -> None:
+    task = registry.build(name)
+    row = ROWS[name]
+    if isinstance(task, Transduction):
+        assert ("†" in row[0]) == task.order_free
+        assert row[1] == task.level
+        assert row[2] == f"{task.inputs}, {task.outputs}"
+        assert COUNTS[row[3]] == task.output_length(7)
+        assert (row[6] == "to the terminator") == task.terminated
+    else:
+        defaults = {option: field.default for option, field in type(task).model_fields.items()}
+        assert row[1] == ", ".join(f"`{option}` ({default})" for option, default in defaults.items())
+
+
+@pytest.mark.parametrize("name", registry.tasks())
+def test_every_task_says_what_it_is(name: str) -> None:
+    kind = registry.task_class(name)
+    assert kind.title
+    assert not kind.title.endswith(".")
+    assert "(20" in kind.source
+    assert kind.__doc__
