@@ -47,6 +47,7 @@ except ModuleNotFoundError:  # a bare python3: continue in the environment that 
 
 from typer.core import TyperGroup
 
+from megatron.analysis.options import AnalysisOptions
 from megatron.errors import FarfieldError, UserError
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.generation.options import GenerationOptions
@@ -508,6 +509,89 @@ def evaluate(
 
 
 @command
+@with_options(AnalysisOptions, leaving_out=("lengths", "multiples", "only", "layers", "heads"))
+def analyze(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar='"CONFIG… [KEY=VALUE …]"',
+            help="A configuration to look at untrained, as `train` takes it; as often as you like.",
+            show_default=False,
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="128,256,… | 1x,2x,…",
+            help="Window lengths, in tokens or training lengths; 1x and 4x if absent.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FOLDER",
+            help="For the page and its data; RUN/analysis for one run.",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Analyses to make; all if absent.", show_default=False)
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0,5,…", help="Layers whose maps are drawn; first, middle and last if absent.", show_default=False
+        ),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0,3,…", help="Heads whose maps are drawn; the first and the last if absent.", show_default=False
+        ),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Show what models attend to: from their biases alone, and from how trained ones read a text.
+
+    Writes one page with its data beside it: does the series of the bias converge, receptive fields by theory and by
+    measurement, effective lengths, kernels, maps of scores and biases, and what each head of a score processor reads.
+    Runs stand side by side. Configurations need no training for what follows from the bias alone.
+
+    [bold]Examples[/]
+
+      ./deepy.py analyze runs/cdape
+
+      ./deepy.py analyze runs/kerple runs/cdape --lengths 1x,4x,16x -o results/analysis
+
+      ./deepy.py analyze --config "162M alibi" --config "162M type1" --config "162M type2" -o results/biases
+
+      ./deepy.py analyze runs/cdape --only score_maps --layers 0,3 --heads 0,1 --data book.txt
+    """
+    from megatron.config.chosen import chosen
+    from megatron.evaluation.lengths import read_lengths
+    from megatron.launch.console import explained, run_console, temporary_log
+    from megatron.training.signals import acknowledged
+
+    listed: dict[str, Any] = {} if lengths is None else dict(read_lengths(lengths))
+    if only is not None:
+        listed["only"] = [name.strip() for name in only.split(",") if name.strip()]
+    for key, text in (("layers", layers), ("heads", heads)):
+        if text is not None:
+            listed[key] = _places(f"--{key}", text)
+    asked = chosen(AnalysisOptions, {**options, **listed})
+    with temporary_log() as log, run_console(log) as console, explained(log), acknowledged(console.print, "stopping"):
+        from megatron.analysis.run import analyze as make
+
+        make(runs or (), asked, configs=config or (), output=output, console=console)
+
+
+@command
 @with_options(GenerationOptions, leaving_out=("stop",))
 def generate(
     run: Annotated[
@@ -810,6 +894,14 @@ def _vocabulary(config: Config, given: int | None) -> int:
 def _note(notes: tuple[str, ...]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+def _places(option: str, text: str) -> list[int]:
+    """Numbers of layers or heads."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"{option} is {text!r}; write numbers such as 0,5") from error
 
 
 def _shares(text: str) -> list[float] | None:

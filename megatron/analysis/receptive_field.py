@@ -47,7 +47,7 @@ class Field:
         if math.isinf(self.high):
             if self.low <= 1:
                 return "not known"
-            return f"over {int(self.low) - 1:,}"
+            return "over 2^53" if self.low >= LARGEST else f"over {int(self.low) - 1:,}"
         return f"{int(self.low):,} to {int(self.high):,}"
 
 

@@ -1,0 +1,186 @@
+"""The interface of an analysis, and how they are found: one file each, as encodings are.
+
+An analysis measures each model by itself, and shows all of them side by side. Measures are numbers that know nothing of
+drawing; pictures are drawn from them when the page is made. What needs the bias alone is in `from_bias/`, and what lets
+a trained model read a text in `from_text/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from megatron.analysis.options import AnalysisOptions
+from megatron.errors import UserError
+from megatron.suggest import choose_from
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megatron.config.schema import Config
+    from megatron.model.gpt import GPT
+    from megatron.position.encoding import Encoding
+
+
+class NotApplicable(Exception):
+    """An analysis has nothing to measure of a model; the message says why, as a sentence for the page."""
+
+
+@dataclass(frozen=True)
+class LayerEncoding:
+    """An encoding and whose it is."""
+
+    encoding: Encoding
+    layer: int | None
+    """None where all layers share it."""
+
+    @property
+    def name(self) -> str:
+        return "all layers" if self.layer is None else f"layer {self.layer}"
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A model that is looked at, and what it is given to read."""
+
+    name: str
+    """Of its row, curve or picture."""
+    config: Config
+    window: int | None
+    """Every token sees the last so many keys only."""
+    encodings: Sequence[LayerEncoding]
+    """One if all layers share it, else one for each."""
+    options: AnalysisOptions
+    lengths: Sequence[int]
+    """Of windows, in tokens, ascending."""
+    model: GPT | None = None
+    """In evaluation mode; None for a configuration that was not trained."""
+    texts: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
+    """Length → windows of tokens; windows of all lengths end at the same places."""
+
+    @property
+    def trained(self) -> GPT:
+        """The model. Raises NotApplicable if there is none."""
+        if self.model is None:
+            raise NotApplicable("It is a configuration that was not trained.")
+        return self.model
+
+    @property
+    def readable(self) -> Mapping[int, Sequence[np.ndarray]]:
+        """The texts that it has positions for. Raises NotApplicable if there are none."""
+        most = self.trained.max_length
+        found = {length: windows for length, windows in self.texts.items() if most is None or length <= most}
+        if not found:
+            raise NotApplicable(f"Its positions end at {most:,}, before the shortest length.")
+        return found
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers whose maps are drawn."""
+        count = self.config.model.num_layers
+        if self.options.layers is not None:
+            return [layer for layer in self.options.layers if layer < count]
+        return sorted({0, count // 2, count - 1})
+
+    @property
+    def heads(self) -> list[int]:
+        """Heads whose maps are drawn."""
+        count = self.config.model.num_attention_heads
+        if self.options.heads is not None:
+            return [head for head in self.options.heads if head < count]
+        return sorted({0, count - 1})
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG in two widths."""
+
+    alt: str
+    draw: Callable[[bool], bytes]
+    """Draws it; True for telephones."""
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: Sequence[str]
+    """The first names the rows."""
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    folded: bool = False
+    """Shown when it is clicked on, under its caption."""
+
+
+Block = str | Picture | Table
+"""What stands on the page; a string is a paragraph."""
+
+
+class Analysis:
+    """Base of all analyses. A subclass measures one thing and describes itself."""
+
+    order: ClassVar[int]
+    """Its place on the page."""
+    title: ClassVar[str]
+    text: ClassVar[str]
+    """What is measured, in one to four sentences, with the source."""
+    data: ClassVar[Literal["csv", "json"]] = "csv"
+    """How its data are written; JSON where a row has lists."""
+
+    def measure(self, looked: Looked) -> Any:
+        """What is found of one model. Raises NotApplicable."""
+        raise NotImplementedError
+
+    def show(self, found: Mapping[str, Any], names: Sequence[str]) -> list[Block]:
+        """The page's part.
+
+        Args:
+            found: what was found of each model by name; there is at least one.
+            names: of all models on the page, so that each has one colour in all pictures.
+        """
+        raise NotImplementedError
+
+    def rows(self, found: Any) -> Iterable[Mapping[str, object]]:
+        """What was found of one model, as rows of the analysis' file."""
+        raise NotImplementedError
+
+
+FOLDERS = ("from_bias", "from_text")
+
+
+def names(*folders: str) -> list[str]:
+    """Names of the analyses in some of the folders, or all, without importing any."""
+    here = Path(__file__).parent
+    paths = [path for folder in folders or FOLDERS for path in (here / folder).glob("*.py")]
+    return sorted(path.stem for path in paths if path.stem != "__init__")
+
+
+def reads(name: str) -> bool:
+    """Does this analysis let a trained model read a text?"""
+    return name in names("from_text")
+
+
+@cache
+def analyses() -> dict[str, Analysis]:
+    """All analyses by name, in the order of the page."""
+    found: dict[str, Analysis] = {}
+    for folder in FOLDERS:
+        for name in names(folder):
+            module = importlib.import_module(f"megatron.analysis.{folder}.{name}")
+            classes = [
+                each
+                for each in vars(module).values()
+                if isinstance(each, type) and issubclass(each, Analysis) and each.__module__ == module.__name__
+            ]
+            assert len(classes) == 1, f"{module.__name__} must define one Analysis, it defines {len(classes)}"
+            found[name] = classes[0]()
+    return dict(sorted(found.items(), key=lambda entry: entry[1].order))
+
+
+def check_names(only: Sequence[str] | None) -> None:
+    """Raises UserError for a name that no analysis has."""
+    for name in only or ():
+        if name not in names():
+            raise UserError(f"--only: there is no analysis {name!r}; {choose_from(name, names())}")

@@ -1,0 +1,161 @@
+"""What the pictures of analyses share: sizes, panels, colours, scales. Style and colours are those of the reports."""
+
+import io
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from megatron.reports.plots import COLOURS
+
+GREY = "0.45"
+EMPTY = "0.93"
+"""The colour of cells in which there is nothing to show."""
+
+
+def panels(
+    count: int, narrow: bool, *, columns: int = 3, width: float = 3.2, height: float = 2.7, below: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels, row by row.
+
+    Args:
+        narrow: for telephones: 4 inches wide, at most two panels side by side if each is small.
+        columns: panels side by side.
+        width, height: inches of a panel.
+        below: inches for a legend under all of them.
+    """
+    columns = min(count, columns)
+    if narrow:
+        columns = min(columns, max(1, int(4.2 // width)))
+        width = 4.0 / columns
+    rows = -(-count // columns)
+    size = (width * columns, height * rows + below)
+    figure = Figure(figsize=size, dpi=200 if narrow else 140, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.tick_params(labelsize=7.5)
+    return figure, axes
+
+
+def png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+def titled(axes: Axes, title: str, across: str = "", down: str = "", wrap: int | None = None) -> None:
+    """A panel's title, in lines of at most `wrap` characters, and the names of its axes."""
+    if wrap is not None:
+        title = "\n".join(line for part in title.split("\n") for line in textwrap.wrap(part, wrap))
+    axes.set_title(title, loc="left", fontsize=8.5)
+    axes.set_xlabel(across, fontsize=8)
+    axes.set_ylabel(down, fontsize=8)
+
+
+def legend(figure: Figure, axes: Axes, narrow: bool, columns: int | None = None) -> None:
+    """One legend under all panels, of the curves of one of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(
+            handles, labels, loc="outside lower left", frameon=False, fontsize=7.5,
+            ncols=columns or (1 if narrow else 3),
+        )  # fmt: skip
+
+
+def shades(count: int, distinct: bool) -> list[Any]:
+    """Colours for heads: those of the reports, told apart easily, or an even scale from dark to light."""
+    if distinct:
+        return list(COLOURS[:count])
+    import matplotlib
+
+    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.92, count)))
+
+
+def scale(values: Sequence[np.ndarray], *, signed: bool = False, logarithmic: bool = False) -> Normalize:
+    """The scale of colours of some maps: with zero in the middle, by the logarithm down to a millionth, or linear."""
+    known = np.concatenate([each[np.isfinite(each)] for each in values])
+    if logarithmic:
+        known = known[known > 0]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    if logarithmic and high > low:
+        return LogNorm(max(low, high * 1e-6), high)
+    most = max(abs(low), abs(high)) or 1.0
+    return Normalize(-most, most) if signed else Normalize(low, high)
+
+
+def heat(
+    axes: Axes, values: np.ndarray, norm: Normalize, *, extent: tuple[float, float, float, float] | None = None
+) -> AxesImage:
+    """A matrix as colours, blue to red where zero is in the middle of the scale; NaN is grey.
+
+    Args:
+        extent: what the edges stand for: left, right, bottom, top.
+    """
+    signed = norm.vmin is not None and norm.vmin == -(norm.vmax or 0)
+    axes.set_facecolor(EMPTY)
+    shown = values if norm.vmin is None else np.where(values < norm.vmin, norm.vmin, values)
+    return axes.imshow(
+        shown, norm=norm, cmap="RdBu_r" if signed else "viridis", aspect="auto", interpolation="nearest", extent=extent
+    )
+
+
+def colour_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes]) -> None:
+    """The bar that says what the colours stand for."""
+    bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.02)
+    bar.ax.tick_params(labelsize=6.5)
+    bar.outline.set_visible(False)
+
+
+def map_grid(
+    rows: Mapping[str, Sequence[np.ndarray]],
+    lengths: Sequence[int],
+    title: str,
+    *,
+    logarithmic: Collection[str] = (),
+    narrow: bool,
+) -> bytes:
+    """Maps of several lengths side by side, kinds one under the other; a kind has one scale and one bar of colours.
+
+    Args:
+        rows: kind → a map per length.
+        logarithmic: kinds whose colours go by the logarithm; those of the others have zero in the middle.
+    """
+    height, width = 1.25 if narrow else 1.6, 4.0 if narrow else 2.4 * len(lengths) + 0.9
+    figure = Figure(figsize=(width, height * len(rows) + 0.75), dpi=170 if narrow else 110)
+    FigureCanvasAgg(figure)
+    # Not matplotlib's automatic layout, which takes seconds for as many panels.
+    inch = 1 / (height * len(rows) + 0.75)
+    grid = figure.add_gridspec(
+        len(rows), len(lengths) + 1, width_ratios=[*[1.0] * len(lengths), 0.05], hspace=0.42,
+        wspace=0.28 if narrow else 0.22, left=0.45 / width, right=1 - 0.5 / width, top=1 - 0.62 * inch,
+        bottom=0.25 * inch,
+    )  # fmt: skip
+    figure.text(0.05 / width, 1 - 0.06 * inch, title, fontsize=8.5, va="top")
+    for row, (kind, maps) in enumerate(rows.items()):
+        norm = scale(maps, signed=kind not in logarithmic, logarithmic=kind in logarithmic)
+        for column, (length, cells) in enumerate(zip(lengths, maps, strict=True)):
+            axes = figure.add_subplot(grid[row, column])
+            image = heat(axes, cells, norm, extent=(0.0, float(length), float(length), 0.0))
+            axes.tick_params(labelsize=6, length=2)
+            axes.locator_params(nbins=3)
+            axes.spines[["top", "right"]].set_visible(False)
+            named = f"{kind}, " if column == 0 and not (narrow and len(lengths) > 2 and len(kind) > 12) else ""
+            axes.set_title(f"{named}{length:,}", loc="left", fontsize=7.5, pad=2.5)
+        bar = figure.colorbar(image, cax=figure.add_subplot(grid[row, -1]))
+        bar.ax.tick_params(labelsize=6, length=2)
+        bar.outline.set_visible(False)
+    return png(figure)
+
+
+def band(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Median, 10% and 90% quantile over curves, point by point."""
+    low, middle, high = np.quantile(np.array(curves, dtype=float), [0.1, 0.5, 0.9], axis=0)
+    return middle, low, high

@@ -1,0 +1,85 @@
+"""Heat maps of exp(bias): how much a key would count if all scores were equal."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture
+from megatron.analysis.bias import in_double
+from megatron.position.scores import dense_terms, distances
+from megatron.position.shape import Span, causal
+
+SIDE = 64
+LOWEST = 1e-4
+"""Smaller factors have the colour of this one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    layer: str
+    side: int
+    maps: dict[int, torch.Tensor]
+    """Head → exp(bias), float64 [side, side], NaN where the query may not see the key."""
+
+
+class BiasMaps(Analysis):
+    order = 50
+    data = "json"
+    title = "exp(bias) over queries and keys"
+    text = (
+        "The factor that the bias puts on the attention of query i to key j (Qin et al. 2023, Exploring Transformer "
+        f"Extrapolation, figures 7 and 8), of the first {SIDE} positions. Near the diagonal all methods look alike, "
+        "those that do not extrapolate too; what decides is how the factors end far away. Colours are logarithmic down "
+        f"to {LOWEST:g}; keys that a query may not see are grey."
+    )
+
+    @torch.no_grad()
+    def measure(self, looked: Looked) -> Found:
+        each = looked.encodings[0]
+        if not each.encoding.has_bias() and looked.window is None:
+            raise NotApplicable("It adds no bias: every factor is 1.")
+        encoding = in_double(each.encoding)
+        span = Span(0, SIDE)
+        table = encoding.table(distances(SIDE).double()) if type(encoding).overrides("table") else None
+        bias = dense_terms(encoding, table, span, span, torch.zeros((), dtype=torch.float64)).bias
+        factors = torch.ones(encoding.shape.num_heads, SIDE, SIDE, dtype=torch.float64) if bias is None else bias.exp()
+        factors = factors.masked_fill(~causal(span, span, window=looked.window), float("nan"))
+        return Found(each.name, SIDE, {head: factors[head] for head in looked.heads})
+
+    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+        panels = [(name, each, head) for name, each in found.items() for head in _ends(each)]
+        note = [f"The maps of {name} are those of layer 0." for name, each in found.items() if each.layer == "layer 0"]
+        return [
+            Picture("exp(bias) of query i and key j", lambda narrow: _draw(panels, narrow)),
+            *note,
+        ]
+
+    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
+        for head, factors in found.maps.items():
+            rows = [
+                [float(f"{x:.4g}") if x == x else None for x in line[: i + 1]]
+                for i, line in enumerate(factors.tolist())
+            ]
+            yield {"layer": found.layer, "head": head, "exp_bias": rows}
+
+
+def _ends(found: Found) -> list[int]:
+    """The first and the last of the heads, or one where they are alike."""
+    heads = list(found.maps)
+    first, last = found.maps[heads[0]], found.maps[heads[-1]]
+    return heads[:1] if torch.equal(first.nan_to_num(-1), last.nan_to_num(-1)) else [heads[0], heads[-1]]
+
+
+def _draw(drawn: list[tuple[str, Found, int]], narrow: bool) -> bytes:
+    from matplotlib.colors import LogNorm
+
+    from megatron.analysis.drawing import colour_bar, heat, panels, png, titled
+
+    figure, axes = panels(len(drawn), narrow, columns=4, width=2.0 if narrow else 2.5, height=2.1)
+    most = max(1.0, *(found.maps[head].nan_to_num(0).max().item() for _, found, head in drawn))
+    for each, (name, found, head) in zip(axes, drawn, strict=True):
+        image = heat(each, found.maps[head].numpy(), LogNorm(LOWEST, most))
+        titled(each, f"head {head}\n{name}", "key j", "query i", wrap=28)
+    colour_bar(figure, image, axes)
+    return png(figure)

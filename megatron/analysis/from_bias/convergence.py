@@ -1,0 +1,86 @@
+"""Verdicts of convergence, head by head."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from megatron.analysis.analysis import Analysis, Block, Looked, Table
+from megatron.analysis.convergence import TERMS, Series, series_of
+
+SUMS = (1_000, TERMS)
+FOLDED = 12
+"""Tables with more rows are folded."""
+
+Found = list[tuple[str, list[Series], str]]
+"""Whose encoding it is, its heads' series, and what else must be known of the model."""
+
+
+class Convergence(Analysis):
+    order = 10
+    title = "Does the series of the bias converge?"
+    text = (
+        "Of each head, Σ exp(bias at the distance t) over all t ≥ 0. Where it converges, and queries, keys and values "
+        "are bounded, the output of attention to all keys and to the last j keys come as near to each other as one "
+        "likes (Qin et al. 2023, Exploring Transformer Extrapolation, theorem 3.4). That is sufficient, of one layer "
+        "and head; that it is necessary is shown by experiments alone. The sums are float64, of the encoding's own "
+        "bias; what lies beyond them is bounded by the form that the encoding declares."
+    )
+
+    def measure(self, looked: Looked) -> Found:
+        return [(each.name, series_of(each.encoding, looked.window), _remark(looked)) for each in looked.encodings]
+
+    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+        blocks: list[Block] = [_sentence(name, each) for name, each in found.items()]
+        rows = [row for name, each in found.items() for row in _table(name, each)]
+        columns = ["method", "layer", "heads", "verdict", *(f"sum of {count:,} terms" for count in SUMS), "whole sum"]
+        caption = "Heads are counted from 0; neighbours with the same series share a row."
+        blocks.append(Table([*columns, "why"], rows, caption, folded=len(rows) > FOLDED))
+        return blocks
+
+    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
+        for layer, heads, _ in found:
+            for series in heads:
+                low, high = series.total
+                yield {
+                    "layer": layer, "head": series.head, "verdict": series.verdict, "reason": series.tail.reason,
+                    **{f"sum_{count}": series.sum_to(count) for count in SUMS}, "sum_low": low, "sum_high": high,
+                }  # fmt: skip
+
+
+def _remark(looked: Looked) -> str:
+    position = looked.config.position
+    if position.score_processor != "none":
+        return f"The theorem speaks of the bias alone, not of what {position.score_processor} makes of it."
+    if any(type(each.encoding).overrides("contextual") for each in looked.encodings):
+        return "The theorem speaks of the bias alone, not of terms that depend on queries and keys."
+    return ""
+
+
+def _sentence(name: str, found: Found) -> str:
+    series = [each for _, heads, _ in found for each in heads]
+    counts = {verdict: sum(each.verdict == verdict for each in series) for verdict in ("converges", "diverges")}
+    remark = found[0][2]
+    if len(set(counts.values()) - {0}) == 1 and sum(counts.values()) == len(series) and 0 in counts.values():
+        verdict = next(verdict for verdict, count in counts.items() if count)
+        text = f"{name}: every head's series {verdict}."
+    else:
+        text = f"{name}: the series of {counts['converges']} of {len(series)} heads converges."
+    return f"{text} {remark}".strip()
+
+
+def _table(name: str, found: Found) -> Iterator[list[str]]:
+    def shown(series: Series) -> tuple[Any, ...]:
+        low, high = series.total
+        whole = "∞" if series.tail.converges is False else "not known" if high == float("inf") > low else _number(low)
+        sums = [_number(series.sum_to(count)) for count in SUMS]
+        return series.verdict, *sums, whole, series.tail.reason
+
+    for layer, heads, _ in found:
+        for cells, alike in groupby(heads, key=shown):
+            same = [each.head for each in alike]
+            which = str(same[0]) if len(same) == 1 else f"{same[0]} to {same[-1]}"
+            yield [name, layer, which, *cells]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.4g}" if value < 1e6 else f"{value:.3g}"

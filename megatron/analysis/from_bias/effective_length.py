@@ -1,0 +1,76 @@
+"""KERPLE's effective length, and how many heads reach how far."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture, Table
+from megatron.analysis.effective_length import FAR, cumulative, effective_lengths
+
+Found = list[tuple[str, list[float | None]]]
+
+
+class EffectiveLength(Analysis):
+    order = 30
+    title = "Effective length"
+    text = (
+        "The least distance at which a head's bias is below −2, so that a key counts for less than e^−2 = 0.135 of one "
+        f"at hand (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to {FAR:,}. "
+        "Heads of all layers are counted where each layer has parameters of its own. It is defined for a bias that "
+        "never rises with the distance; a window is a bias of −∞ outside it."
+    )
+
+    def measure(self, looked: Looked) -> Found:
+        found = [(each.name, effective_lengths(each.encoding, looked.window)) for each in looked.encodings]
+        encoding = looked.encodings[0].encoding
+        if not encoding.has_bias() and looked.window is None:
+            raise NotApplicable("It adds no bias.")
+        if type(encoding).overrides("dense"):
+            raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
+        if all(length is None for _, heads in found for length in heads):
+            raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")
+        return found
+
+    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+        rows = []
+        for name, each in found.items():
+            lengths = [length for _, heads in each for length in heads]
+            known = sorted(length for length in lengths if length is not None)
+            within = sum(length <= FAR for length in known)
+            cells = [_shown(known[0]), _shown(known[(len(known) - 1) // 2]), _shown(known[-1])]
+            rows.append([name, str(len(lengths)), *cells, str(within), str(len(lengths) - len(known))])
+        columns = ["method", "heads", "least", "median", "largest", f"heads within {FAR:,}", "heads whose bias rises"]
+        return [
+            Picture("Heads with an effective length up to each distance", lambda narrow: _draw(found, names, narrow)),
+            Table(columns, rows, "∞ stands for a bias above −2 at every distance up to 2^53."),
+        ]
+
+    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
+        for layer, heads in found:
+            for head, length in enumerate(heads):
+                yield {"layer": layer, "head": head, "effective_length": "" if length is None else length}
+
+
+def _shown(length: float) -> str:
+    return "∞" if math.isinf(length) else f"{int(length):,}"
+
+
+def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> bytes:
+    from megatron.analysis.drawing import legend, panels, png, titled
+    from megatron.reports.plots import style
+
+    figure, (axes,) = panels(1, narrow, width=5.6, height=3.2, below=0.18 * len(found))
+    for name, each in found.items():
+        lengths = [length for _, heads in each for length in heads]
+        curve = cumulative([length for length in lengths if length is not None])
+        look = style(names.index(name))
+        across, up = zip(*curve, strict=True)
+        axes.step(
+            across, [100 * heads / len(lengths) for heads in up], where="post", color=look["color"],
+            linestyle=look["linestyle"], label=name, linewidth=1.6,
+        )  # fmt: skip
+    axes.set_xscale("symlog", base=10, linthresh=1)
+    axes.set_xlim(0, FAR)
+    axes.set_ylim(0, 103)
+    titled(axes, "heads whose bias is below −2 at that distance", "distance", "% of heads")
+    legend(figure, axes, narrow, 1)
+    return png(figure)

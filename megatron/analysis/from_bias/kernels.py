@@ -1,0 +1,130 @@
+"""What each head's bias and weight look like over the distance: what was learned, or what is fixed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.analysis.analysis import Analysis, Block, LayerEncoding, Looked, NotApplicable, Picture, Table
+from megatron.analysis.bias import in_double, terms_at
+
+LOWEST = -12.0
+"""Biases below are cut off in pictures: e^−12 = 6e-6."""
+POINTS = 160
+"""Distances of the data, evenly spaced on a logarithmic scale."""
+FEW_HEADS = 8
+"""Up to so many have a colour and a name each in pictures; more go from dark, head 0, to light."""
+MOST_PARAMETERS = 8
+"""Parameters per head and layer that a table shows."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    layer: str
+    distances: torch.Tensor
+    """float64 [N]."""
+    terms: dict[str, torch.Tensor]
+    """`bias`, `weight`: float64 [H, N]."""
+    parameters: dict[str, list[float]]
+    """What has one value per head, by name."""
+    train_length: int
+
+
+class Kernels(Analysis):
+    order = 40
+    title = "Kernels per head"
+    text = (
+        "Each head's bias over the distance, as the model adds it after the scaling by 1/√d, and the weight that "
+        "scores are multiplied by where there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line is the "
+        f"training length. Biases below {LOWEST:g}, a factor of 6e-6, are cut off in the picture. Where the bias "
+        "depends on the query's position, it is that of the last query of the longest length. With more than eight "
+        "heads, colours go from dark, head 0, to light."
+    )
+
+    def measure(self, looked: Looked) -> list[Kernel]:
+        longest = looked.lengths[-1]
+        found = [_kernel(each, longest, looked.config.model.seq_length) for each in looked.encodings]
+        if not found[0].terms:
+            raise NotApplicable("It has neither a bias nor a weight over distances.")
+        return found
+
+    def show(self, found: Mapping[str, list[Kernel]], names: Sequence[str]) -> list[Block]:
+        drawn = {name: _chosen(kernels) for name, kernels in found.items()}
+        panels = [
+            (name, kernel, which) for name, kernels in drawn.items() for kernel in kernels for which in kernel.terms
+        ]
+        blocks: list[Block] = [
+            Picture("Bias or weight over the distance, one curve per head", lambda narrow: _draw(panels, narrow))
+        ]
+        for name, kernels in found.items():
+            if table := _parameters(name, kernels):
+                blocks.append(table)
+        return blocks
+
+    def rows(self, found: list[Kernel]) -> Iterator[Mapping[str, object]]:
+        for kernel in found:
+            for which, values in kernel.terms.items():
+                for head, line in enumerate(values.tolist()):
+                    for distance, value in zip(kernel.distances.tolist(), line, strict=True):
+                        yield {
+                            "layer": kernel.layer, "head": head, "term": which, "distance": int(distance),
+                            "value": value,
+                        }  # fmt: skip
+
+
+@torch.no_grad()
+def _kernel(each: LayerEncoding, longest: int, train_length: int) -> Kernel:
+    encoding = in_double(each.encoding)
+    distances = torch.logspace(0, torch.tensor(float(longest)).log10().item(), POINTS, dtype=torch.float64).round() - 1
+    distances = distances.clamp(max=longest - 1).unique()
+    terms = terms_at(encoding, distances, row=longest - 1)
+    found = {which: values for which, values in terms._asdict().items() if values is not None}
+    if type(encoding).overrides("dense"):
+        found = {which: values[:, distances.long()] for which, values in found.items()}
+    heads = encoding.shape.num_heads
+    parameters = {
+        name.removesuffix(".value"): value.double().tolist()
+        for name, value in encoding.named_parameters()
+        if value.shape == (heads,)
+    }
+    return Kernel(each.name, distances, found, parameters, train_length)
+
+
+def _chosen(kernels: list[Kernel]) -> list[Kernel]:
+    """At most three layers."""
+    if len(kernels) <= 3:
+        return kernels
+    return [kernels[0], kernels[len(kernels) // 2], kernels[-1]]
+
+
+def _parameters(name: str, kernels: list[Kernel]) -> Table | None:
+    names = list(kernels[0].parameters)
+    if not names or len(names) > MOST_PARAMETERS:
+        return None
+    rows = [
+        [f"{kernel.layer}, head {head}", *(f"{kernel.parameters[each][head]:.4g}" for each in names)]
+        for kernel in kernels
+        for head in range(len(kernel.parameters[names[0]]))
+    ]
+    return Table(["layer and head", *names], rows, f"Parameters of {name}", folded=True)
+
+
+def _draw(drawn: list[tuple[str, Kernel, str]], narrow: bool) -> bytes:
+    from megatron.analysis.drawing import GREY, legend, panels, png, shades, titled
+
+    most = max(len(next(iter(kernel.terms.values()))) for _, kernel, _ in drawn)
+    few = most <= FEW_HEADS
+    figure, axes = panels(len(drawn), narrow, height=2.6, below=0.2 * (-(-most // (3 if narrow else 6))) if few else 0)
+    for each, (name, kernel, which) in zip(axes, drawn, strict=True):
+        values = kernel.terms[which]
+        for head, (line, colour) in enumerate(zip(values.tolist(), shades(len(values), few), strict=True)):
+            shown = [value if which != "bias" or value >= LOWEST else float("nan") for value in line]
+            each.plot((kernel.distances + 1).tolist(), shown, color=colour, linewidth=1.3, label=f"head {head}")
+        each.axvline(kernel.train_length, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+        each.set_xscale("log", base=10)
+        layer = "" if kernel.layer == "all layers" else f", {kernel.layer}"
+        titled(each, f"{which}{layer}\n{name}", "distance + 1", wrap=44)
+    if few:
+        largest = max(range(len(drawn)), key=lambda place: len(drawn[place][1].terms[drawn[place][2]]))
+        legend(figure, axes[largest], narrow, 3 if narrow else 6)
+    return png(figure)

@@ -1,0 +1,117 @@
+"""Empirical receptive fields: where trained models look."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.analysis.analysis import Analysis, Block, Looked, Picture, Table
+from megatron.analysis.attention_mass import Mass, attention_mass
+from megatron.analysis.receptive_field import SHARES as POINTS
+
+SHARES = (0.5, 0.1, 0.01)
+
+
+@dataclass(frozen=True)
+class Found:
+    masses: dict[int, Mass]
+    """By length."""
+
+
+class EmpiricalReceptiveField(Analysis):
+    order = 60
+    title = "Empirical receptive field"
+    text = (
+        "How many of the last keys hold all but a share ε of the attention that a trained model pays (Qin et al. 2023, "
+        "section 3.3). Of each layer and head, the attention to each distance is averaged over the queries of the "
+        "second half of every window, all of which have at least m keys, m being half the window's length; the "
+        "receptive field is the least j for which the last j keys hold more than 1 − ε of it. It asks the softmax, so "
+        "score processors and windows are part of it. The curves are the paper's finite algorithm within m, "
+        "normalised."
+    )
+
+    def measure(self, looked: Looked) -> Found:
+        model = looked.trained
+        return Found(
+            {length: attention_mass(model, windows) for length, windows in looked.readable.items() if length > 1}
+        )
+
+    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+        rows = []
+        for name, each in found.items():
+            for length, mass in each.masses.items():
+                beyond = mass.beyond.mean().item()
+                near = mass.shares.shape[-1]
+                cells = [_spread(mass, share) for share in SHARES]
+                rows.append([name, f"{length:,}", f"{near:,}", *cells, f"{100 * beyond:.1f}%"])
+        columns = ["method", "length", "m", *(f"ε = {share:g}" for share in SHARES), "attention beyond m"]
+        caption = (
+            "Median over layers and heads, in keys, and in brackets the 10% and 90% quantile; > m where the last m "
+            "keys hold less than that share."
+        )
+        return [
+            Picture(
+                "Empirical receptive field over ε, one panel per length", lambda narrow: _draw(found, names, narrow)
+            ),
+            "Lines are medians over layers and heads, bands 10% to 90%.",
+            Table(columns, rows, caption),
+        ]
+
+    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
+        for length, mass in found.masses.items():
+            layers, heads, near = mass.shares.shape
+            for layer in range(layers):
+                for head in range(heads):
+                    about = {"length": length, "m": near, "queries": mass.queries, "layer": layer, "head": head}
+                    for share in SHARES:
+                        keys = mass.field(layer, head, share)
+                        yield {
+                            **about, "quantity": "keys", "at": share, "value": f"> {near}" if keys is None else keys
+                        }  # fmt: skip
+                    yield {**about, "quantity": "beyond", "at": "", "value": mass.beyond[layer, head].item()}
+                    sums = mass.shares[layer, head].cumsum(0)
+                    for keys in _spaced(near):
+                        yield {**about, "quantity": "held by the last", "at": keys, "value": f"{sums[keys - 1]:.6g}"}
+
+
+def _spaced(near: int) -> list[int]:
+    """Numbers of keys up to m: all up to 32, then on a logarithmic scale."""
+    return sorted(
+        {*range(1, min(near, 32) + 1), *(round(32 * (near / 32) ** (k / 64)) for k in range(65) if near > 32)}
+    )
+
+
+def _spread(mass: Mass, share: float) -> str:
+    layers, heads, near = mass.shares.shape
+    keys = sorted(
+        near + 1 if found is None else found
+        for found in (mass.field(layer, head, share) for layer in range(layers) for head in range(heads))
+    )
+    low, middle, high = (keys[round(place * (len(keys) - 1))] for place in (0.1, 0.5, 0.9))
+    shown = [f"> {near:,}" if value > near else f"{value:,}" for value in (low, middle, high)]
+    return shown[1] if len(set(shown)) == 1 else f"{shown[1]} [{shown[0]}, {shown[2]}]"
+
+
+def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> bytes:
+    from megatron.analysis.drawing import band, legend, panels, png, titled
+    from megatron.reports.plots import style
+
+    lengths = sorted({length for each in found.values() for length in each.masses})
+    shares = torch.linspace(1, 0, POINTS, dtype=torch.float64).tolist()
+    figure, axes = panels(len(lengths), narrow, width=4.0, height=3.2, below=0.18 * len(found))
+    for panel, length in zip(axes, lengths, strict=True):
+        near = 0
+        for name, each in found.items():
+            if length not in each.masses:
+                continue
+            mass, look = each.masses[length], style(names.index(name))
+            layers, heads, near = mass.shares.shape
+            curves = [mass.finite(layer, head, shares) for layer in range(layers) for head in range(heads)]
+            middle, low, high = band([[keys / near for keys in curve] for curve in curves])
+            panel.plot(shares, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6)
+            panel.fill_between(shares, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        panel.set_xlim(1, 0)
+        panel.set_ylim(0, 1.02)
+        titled(panel, f"windows of {length:,} tokens", "ε, the share that is left out", f"share of {near:,} keys")
+    legend(figure, axes[0], narrow, 1)
+    return png(figure)

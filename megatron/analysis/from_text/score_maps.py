@@ -1,0 +1,86 @@
+"""Maps of scores, bias, processor and attention while a model reads a text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture
+from megatron.analysis.maps import KINDS, SIDE, Maps, layer_maps
+
+NAMED = {"score": "score", "bias": "bias", "processor": "added by the processor", "attention": "attention"}
+MOST_PANELS = 5
+"""Lengths that a picture puts side by side."""
+
+
+@dataclass(frozen=True)
+class Found:
+    maps: dict[int, list[Maps]]
+    """By length."""
+    heads: list[int]
+    name: str
+    """Of the method, for what is missing."""
+
+
+class ScoreMaps(Analysis):
+    order = 80
+    data = "json"
+    title = "Scores, bias and processor of each head"
+    text = (
+        "What query i makes of key j in the last window of the text: the score q·k/√d with whatever the encoding does "
+        "to it, the bias, what the score processor adds to both, and the attention that comes of them (Zheng et al. "
+        "2024, DAPE V2, figures 8 to 25). Windows of all lengths end at the same token. Maps are pooled to "
+        f"{SIDE} × {SIDE} cells of means; score, bias and processor have zero in the middle of their colours, and "
+        "attention is logarithmic."
+    )
+
+    def measure(self, looked: Looked) -> Found:
+        model, layers, heads = looked.trained, looked.layers, looked.heads
+        if not layers or not heads:
+            raise NotApplicable("It has none of the layers or heads that were asked for.")
+        found = {length: layer_maps(model, windows[-1], layers, heads) for length, windows in looked.readable.items()}
+        return Found(found, heads, looked.name)
+
+    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+        blocks: list[Block] = []
+        for name, each in found.items():
+            first = next(iter(each.maps.values()))
+            kinds = [kind for kind in KINDS if kind in first[0].cells]
+            missing = {"bias": "adds no bias", "processor": "has no score processor"}
+            without = [words for kind, words in missing.items() if kind not in kinds]
+            if without:
+                blocks.append(f"{name} {' and '.join(without)}, so there are no maps of that.")
+            for place, maps in enumerate(first):
+                of_layer = {length: by_layer[place] for length, by_layer in each.maps.items()}
+                for row, head in enumerate(each.heads):
+                    blocks.append(_picture(name, maps.layer, head, row, of_layer, kinds))
+        return blocks
+
+    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
+        for length, by_layer in found.maps.items():
+            for maps in by_layer:
+                for kind, cells in maps.cells.items():
+                    for row, head in enumerate(found.heads):
+                        yield {
+                            "length": length, "layer": maps.layer, "head": head, "map": kind,
+                            "cells": lower(cells[row].tolist()),
+                        }  # fmt: skip
+
+
+def lower(cells: list[list[float]]) -> list[list[float | None]]:
+    """Rows of a map up to the diagonal, three digits of each number; null where no key is seen."""
+    return [[float(f"{x:.3g}") if x == x else None for x in line[: i + 1]] for i, line in enumerate(cells)]
+
+
+def _picture(name: str, layer: int, head: int, row: int, of_layer: Mapping[int, Maps], kinds: list[str]) -> Picture:
+    """Lengths side by side, kinds one under the other, each kind with one scale of colours."""
+
+    def draw(narrow: bool) -> bytes:
+        from megatron.analysis.drawing import map_grid
+
+        lengths = list(of_layer)[:MOST_PANELS]
+        grid = {
+            NAMED[kind]: [of_layer[length].cells[kind][row].numpy() for length in lengths] for kind in kinds
+        }  # fmt: skip
+        title = f"{name}\nlayer {layer}, head {head}"
+        return map_grid(grid, lengths, title, logarithmic=(NAMED["attention"],), narrow=narrow)
+
+    return Picture(f"Maps of layer {layer}, head {head} of {name}", draw)

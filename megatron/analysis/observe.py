@@ -1,0 +1,81 @@
+"""Looking on while a model reads: every layer's queries and keys, as its attention is given them.
+
+A backend is handed everything that attention is computed from as one value, `Rows`. So one that shows it to somebody
+and then computes as before sees each layer of the real forward pass, and nothing of that pass is written a second time.
+What is to be known of the maps is computed from `Rows` in blocks of rows, so no map is ever whole in memory.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron.model.attention import PositionedAttention
+from megatron.model.backends.backend import Backend
+from megatron.model.gpt import GPT
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.rows import Rows
+
+See = Callable[[int, Rows], None]
+"""Is told a layer's number, from 0, and what its attention is computed from."""
+
+ELEMENTS = 1 << 22
+"""Numbers of a block's score maps, over all heads."""
+
+
+class Watched:
+    """A backend that shows what it is given, and computes as another."""
+
+    def __init__(self, backend: Backend, layer: int, see: See) -> None:
+        self.backend, self.layer, self.see = backend, layer, see
+
+    def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
+        return self.backend.refuses(encoding, processor)
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        self.see(self.layer, rows)
+        return self.backend(rows)
+
+
+def attentions(model: GPT) -> list[PositionedAttention]:
+    """The attention of each layer."""
+    return [layer.self_attention.core_attention for layer in model.own_layers]
+
+
+@contextmanager
+def observed(model: GPT, see: See) -> Iterator[None]:
+    """Inside, `see` is told of each layer of every forward pass."""
+    kept = [(attention, attention.backend) for attention in attentions(model)]
+    for attention, backend in kept:
+        attention.backend = Watched(backend, attention.layer, see)
+    try:
+        yield
+    finally:
+        for attention, backend in kept:
+            attention.backend = backend
+
+
+@torch.no_grad()
+def read(model: GPT, tokens: np.ndarray, see: See) -> None:
+    """Let the model read one window of tokens [L], and show its attention."""
+    device = next(model.parameters()).device
+    with observed(model, see):
+        model(torch.from_numpy(tokens.astype(np.int64))[None].to(device), last=1)
+
+
+def from_row(rows: Rows, first: int) -> Rows:
+    """The rows from the query at place `first` on."""
+    skipped = min(max(first - rows.query.start, 0), rows.query.length)
+    query = replace(rows.query, start=rows.query.start + skipped, length=rows.query.length - skipped)
+    mask = rows.key_mask
+    if mask is not None and mask.dim() == 3:
+        mask = mask[:, skipped:]
+    return replace(rows, q=rows.q[:, :, skipped:], query=query, key_mask=mask)
+
+
+def block_size(rows: Rows) -> int:
+    """Rows of a block whose score maps are bounded."""
+    return max(1, ELEMENTS // (rows.q.shape[0] * rows.q.shape[1] * rows.key.length))

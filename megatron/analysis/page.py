@@ -1,0 +1,143 @@
+"""One self-contained page of all analyses: text, tables and pictures, with nothing that must lie beside it.
+
+Pictures are embedded as base64, each in two widths, so that the page reads well on 400 pixels too. What an analysis has
+nothing to say of stands there in words.
+"""
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Template
+
+from megatron.analysis.analysis import Block, Picture, Table
+from megatron.reports.style import STYLE
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+$style
+.facts td { white-space: nowrap; } .facts .text { white-space: normal; }
+@media (max-width: 56rem) { .facts td { white-space: normal; } }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$summary
+$contents
+$sections
+<h2>Models</h2>
+$models
+<h2>Machine and software</h2>
+<dl>$facts</dl>
+</body>
+</html>
+""")
+
+
+PROSE = 40
+"""Characters from which on the cells of a column are text and not numbers."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An analysis on the page."""
+
+    name: str
+    title: str
+    text: str
+    blocks: Sequence[Block]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Name of a model → why the analysis has nothing to say of it."""
+    file: str | None = None
+    """Where its data lie, beside the page."""
+
+
+def render(
+    title: str, summary: Sequence[str], parts: Sequence[Part], models: Table, facts: Mapping[str, str]
+) -> str:  # fmt: skip
+    """The page as a string of HTML.
+
+    Args:
+        summary: paragraphs under the title.
+        parts: in order.
+        models: a table of the models that were looked at.
+        facts: machine, software and the like.
+    """
+    links = "".join(f'<li><a href="#{part.name}">{html.escape(part.title)}</a></li>' for part in parts)
+    return _PAGE.substitute(
+        title=html.escape(title),
+        style=STYLE,
+        summary="\n".join(_paragraph(text) for text in summary),
+        contents=f"<ul>{links}</ul>" if len(parts) > 1 else "",
+        sections="\n".join(_section(part) for part in parts),
+        models=_table(models),
+        facts="".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in facts.items()),
+    )
+
+
+def _section(part: Part) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in part.missing.items():
+        by_reason.setdefault(reason, []).append(name)
+    missing = [_paragraph(_unfit(names, reason)) for reason, names in by_reason.items()]
+    data = f'<p><small>Data: <a href="{part.file}">{part.file}</a></small></p>' if part.file else ""
+    blocks = [_block(block) for block in part.blocks]
+    head = f'<h2 id="{part.name}">{html.escape(part.title)}</h2>'
+    return "\n".join([head, _paragraph(part.text), *missing, *blocks, data])
+
+
+def _unfit(names: Sequence[str], reason: str) -> str:
+    """That an analysis has nothing to say of some models, and why."""
+    if len(names) == 1:
+        return f"Does not apply to {names[0]}. {reason}"
+    return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. Of each: {reason[0].lower()}{reason[1:]}"
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, str):
+        return _paragraph(block)
+    return _table(block) if isinstance(block, Table) else _picture(block)
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _picture(picture: Picture) -> str:
+    wide, narrow = (base64.b64encode(picture.draw(each)).decode("ascii") for each in (False, True))
+    return (
+        f'<p class="plot"><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,{narrow}">'
+        f'<img alt="{html.escape(picture.alt)}" src="data:image/png;base64,{wide}"></picture></p>'
+    )
+
+
+def _table(table: Table) -> str:
+    columns = [html.escape(column) for column in table.columns]
+    prose = [any(len(row[place]) > PROSE for row in table.rows) for place in range(len(columns))]
+    heads = "".join(
+        f'<th scope="col" class="text">{column}</th>' if wide else f'<th scope="col">{column}</th>'
+        for column, wide in zip(columns, prose, strict=True)
+    )
+    rows = []
+    for name, *values in table.rows:
+        cells = "".join(
+            f'<td{kind} data-label="{column}">{html.escape(value)}</td>'
+            for column, value, kind in zip(columns[1:], values, map(_kind, prose[1:]), strict=True)
+        )
+        rows.append(f'<tr><th scope="row">{html.escape(name)}</th>{cells}</tr>')
+    caption = html.escape(table.caption)
+    told = f"<caption>{caption}</caption>" if caption and not table.folded else ""
+    head, body = f"<thead><tr>{heads}</tr></thead>", f"<tbody>{''.join(rows)}</tbody>"
+    shown = f'<table class="facts">{told}{head}{body}</table>'
+    if not table.folded:
+        return shown
+    return f"<details><summary>{caption or 'Table'} ({len(table.rows)} rows)</summary>{shown}</details>"
+
+
+def _kind(prose: bool) -> str:
+    return ' class="text wide"' if prose else ""

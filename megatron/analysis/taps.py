@@ -1,0 +1,136 @@
+"""What each head of a score processor reads: its Jacobian at the scores that a text gives it.
+
+A processor maps the scores S and biases B of all heads, one query row at a time, to logits. Of query i, key j and
+output head h,
+
+    tap(h, g, δ) = ∂ logit_h(i, j) / ∂ S_g(i, j + δ)
+
+says how much of head g's score, δ keys to the right, goes into head h's logit; the same for B. Without a processor the
+logit is S + B, and the tap is 1 for g = h and δ = 0 and 0 elsewhere: what is shown is the difference from that. A
+processor is not linear, so the taps belong to an operating point: they are means over places (i, j) of a text, and the
+root mean square beside them says how much they differ between places.
+
+Rows are independent of each other in every processor, so the gradients of many logits of many rows come from one
+backward pass over copies of these rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.analysis.observe import attentions, read
+from megatron.model.gpt import GPT
+from megatron.position.rows import Rows
+from megatron.position.scores import scores_and_bias, table_for, visible_keys
+from megatron.position.shape import ALL_HEADS
+
+REACH = 16
+"""Largest δ that is looked at, to either side."""
+ROWS = 16
+"""Query rows of each window, one key in each."""
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Of one layer's processor, over the places looked at; the identity of S + B is subtracted."""
+
+    layer: int
+    reads: str
+    """`score` or `bias`."""
+    mean: Tensor
+    """float64 [H out, H in, 2·reach + 1], from δ = −reach on."""
+    rms: Tensor
+    """The same of squares: sqrt(mean(tap²))."""
+    elsewhere: float
+    """Share of all squared derivatives that lies further than REACH away."""
+
+    @property
+    def reach(self) -> int:
+        return self.mean.shape[-1] // 2
+
+
+def processor_taps(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> list[Taps]:
+    """The taps of every layer that has a processor, over windows of tokens [L] with L > 2·REACH + 1.
+
+    Args:
+        model: in evaluation mode.
+        seed: of the draw of keys.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[tuple[int, str], list[tuple[Tensor, float]]] = {}
+
+    def see(layer: int, rows: Rows) -> None:
+        if rows.processor is None:
+            return
+        for name, taps in _of_rows(rows, generator).items():
+            found.setdefault((layer, name), []).append(taps)
+
+    if any(attention.processor is not None for attention in attentions(model)):
+        for window in windows:
+            read(model, window, see)
+    return [_taps(layer, name, parts) for (layer, name), parts in found.items()]
+
+
+def _taps(layer: int, name: str, parts: list[tuple[Tensor, float]]) -> Taps:
+    samples = torch.cat([near for near, _ in parts])  # [samples, H out, H in, 2·REACH + 1]
+    squares = samples.square().sum().item()
+    elsewhere = sum(far for _, far in parts)
+    used = samples.abs().amax(dim=(0, 1, 2)) > 0
+    reach = max((abs(int(place) - REACH) for place in used.nonzero()), default=0)
+    heads = samples.shape[1]
+    identity = torch.zeros_like(samples[0])
+    identity[torch.arange(heads), torch.arange(heads), REACH] = 1
+    samples = (samples - identity)[..., REACH - reach : REACH + reach + 1]
+    rms = samples.square().mean(0).sqrt()
+    return Taps(layer, name, samples.mean(0), rms, elsewhere / (squares + elsewhere) if elsewhere else 0.0)
+
+
+@torch.enable_grad()
+def _of_rows(rows: Rows, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
+    """Of some rows and one key of each: derivatives near the key [rows, H, H, 2·REACH + 1], and the squares of all
+    others; by what they are taken for."""
+    processor = rows.processor
+    assert processor is not None
+    heads, first, last = rows.q.shape[1], 2 * REACH, rows.query.stop - 1
+    if rows.window is not None and rows.window <= 2 * REACH:
+        raise ValueError(f"a window of {rows.window} keys hides what lies {REACH} keys to either side")
+    places = torch.linspace((first + last) // 2, last, ROWS).long().unique().tolist()
+    table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
+    scores, biases, visible, keys = [], [], [], []
+    for place in places:
+        query = replace(rows.query, start=place, length=1)
+        q = rows.q[:, :, place - rows.query.start :][:, :, :1]
+        s, b = scores_and_bias(q, rows.k, query, rows.key, rows.encoding, table, ALL_HEADS, rows.dense)
+        scores.append(s[0].detach())  # [H, 1, C]
+        biases.append(None if b is None else b.detach())
+        visible.append(visible_keys(query, rows.key, q.device, rows.window, rows.key_mask)[0])
+        least = 0 if rows.window is None else place - rows.window + 1
+        keys.append(int(torch.randint(max(least, 0) + REACH, place - REACH + 1, (1,), generator=generator)))
+    # A copy of each row for each output head, whose logit at the row's key is differentiated.
+    s = torch.cat(scores, 1).repeat_interleave(heads, 1)[None].requires_grad_()  # [1, H, rows·H, C]
+    b = None
+    if biases[0] is not None:
+        b = torch.cat([bias for bias in biases if bias is not None], 1).repeat_interleave(heads, 1).requires_grad_()
+    seen = torch.cat(visible, 1).repeat_interleave(heads, 1)[None]
+    logits = processor(s, b, seen)
+    copies = torch.arange(len(places) * heads, device=s.device)
+    at = torch.tensor(keys, device=s.device).repeat_interleave(heads)
+    total = logits[0, copies % heads, copies, at].sum()
+    inputs = {"score": s} if b is None else {"score": s, "bias": b}
+    gradients = torch.autograd.grad(total, list(inputs.values()))
+    return {
+        name: _near(gradient.reshape(heads, len(places), heads, -1).double().cpu(), keys)
+        for name, gradient in zip(inputs, gradients, strict=True)
+    }
+
+
+def _near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
+    """Of gradients [H in, rows, H out, C] those around each row's key, [rows, H out, H in, 2·REACH + 1]; and the sum of
+    the squares of all others."""
+    near = torch.stack(
+        [gradient[:, row, :, key - REACH : key + REACH + 1].transpose(0, 1) for row, key in enumerate(keys)]
+    )
+    return near, max(0.0, (gradient.square().sum() - near.square().sum()).item())

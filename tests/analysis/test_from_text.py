@@ -1,0 +1,261 @@
+"""What is seen of models while they read, against loops over materialised scores that share no code with it."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from models import VOCABULARY, small_gpt
+from torch import Tensor
+
+from megatron.analysis import maps, observe
+from megatron.analysis.attention_mass import Mass, attention_mass
+from megatron.analysis.maps import layer_maps
+from megatron.analysis.observe import attentions, observed, read
+from megatron.analysis.taps import processor_taps
+from megatron.model.gpt import GPT
+from megatron.position.processor import Processor
+from megatron.position.shape import ALL_HEADS
+
+LENGTH = 23
+HEADS = 3
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows."""
+    monkeypatch.setattr(observe, "ELEMENTS", 5 * HEADS * LENGTH)
+
+
+def windows(count: int = 2, length: int = LENGTH) -> list[np.ndarray]:
+    return list(np.random.default_rng(1).integers(0, VOCABULARY, (count, length)))
+
+
+def captured(model: GPT, window: np.ndarray) -> list[tuple[Tensor, Tensor]]:
+    """Queries and keys of each layer as its linear layer makes them, [H, T, d] float64."""
+    found = []
+
+    def hook(module: object, inputs: tuple[Tensor, ...], kwargs: object = None) -> None:
+        q, k = (x[:, 0].permute(1, 0, 2).double() for x in inputs[:2])
+        found.append((q, k))
+
+    handles = [attention.register_forward_pre_hook(hook) for attention in attentions(model)]
+    with torch.no_grad():
+        model(torch.from_numpy(window)[None])
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def pieces(model: GPT, layer: int, q: Tensor, k: Tensor, window: int | None = None) -> Iterator[dict[str, list]]:
+    """Row by row: score, bias, what a processor adds, attention, [H][i + 1] each, by the papers' formulas."""
+    attention = attentions(model)[layer]
+    r1, r2 = (r().double().tolist() for r in (attention.encoding.r1, attention.encoding.r2))
+    heads, length, dim = q.shape
+    for i in range(length):
+        first = 0 if window is None else max(0, i - window + 1)
+        score = [[float(q[h, i] @ k[h, j]) / math.sqrt(dim) for j in range(i + 1)] for h in range(heads)]
+        bias = [[-r1[h] * math.log1p(r2[h] * (i - j)) for j in range(i + 1)] for h in range(heads)]
+        added = [[0.0] * (i + 1) for _ in range(heads)]
+        if attention.processor is not None:
+            seen = [[x if j >= first else 0.0 for j, x in enumerate(line)] for line in (*score, *bias)]
+            added = convolved(attention.processor, seen, i + 1)
+        rows = []
+        for h in range(heads):
+            exps = [math.exp(score[h][j] + bias[h][j] + added[h][j]) if j >= first else 0.0 for j in range(i + 1)]
+            rows.append([e / math.fsum(exps) for e in exps])
+        yield {"score": score, "bias": bias, "processor": added, "attention": rows}
+
+
+def convolved(processor: Processor, channels: list[list[float]], columns: int) -> list[list[float]]:
+    """Conv2(LeakyReLU(Conv1(channels))) along the keys, zeros outside, entry by entry."""
+    weights = [p.detach().double() for p in processor.parameters()]
+    (w1, b1, w2, b2), p = weights, processor.reach
+
+    def at(line: list[float], j: int) -> float:
+        return line[j] if 0 <= j < len(line) else 0.0
+
+    hidden = []
+    for c in range(len(w1)):
+        line = []
+        for j in range(columns + p):
+            x = float(b1[c]) + math.fsum(
+                float(w1[c, g, 0, t]) * at(channel, j + t - p)
+                for g, channel in enumerate(channels)
+                for t in range(2 * p + 1)
+            )
+            line.append(x if x > 0 else 0.01 * x)
+        hidden.append(line)
+    return [
+        [
+            float(b2[h])
+            + math.fsum(
+                float(w2[h, c, 0, t]) * at(line, j + t - p) for c, line in enumerate(hidden) for t in range(2 * p + 1)
+            )
+            for j in range(columns)
+        ]
+        for h in range(len(w2))
+    ]
+
+
+CASES = [
+    ("none", {}, None),
+    ("cdape", {"score_processor_options": {"width": 4}}, None),
+    ("none", {}, 7),
+    ("cdape", {"score_processor_options": {"width": 4}}, 7),
+]
+
+
+def model_of(processor: str, place: dict, window: int | None) -> GPT:
+    return small_gpt(LENGTH, "kerple_log", processor, attention_window=window, **place)
+
+
+@pytest.mark.parametrize(("processor", "place", "window"), CASES)
+def test_mean_attention_by_distance(processor: str, place: dict, window: int | None) -> None:
+    model = model_of(processor, place, window)
+    near = LENGTH // 2
+    found = attention_mass(model, windows())
+    expected = np.zeros((2, HEADS, near))
+    for tokens in windows():
+        for layer, (q, k) in enumerate(captured(model, tokens)):
+            for i, row in enumerate(pieces(model, layer, q, k, window)):
+                if i + 1 >= near:
+                    for h in range(HEADS):
+                        for t in range(near):
+                            expected[layer, h, t] += row["attention"][h][i - t]
+    queries = 2 * (LENGTH - near + 1)
+    assert found.queries == queries
+    # Scores and softmax are float32 there, and of order one.
+    np.testing.assert_allclose(found.shares.numpy(), expected / queries, atol=2e-6)
+    np.testing.assert_allclose(found.beyond.numpy(), 1 - expected.sum(-1) / queries, atol=2e-6)
+
+
+@pytest.mark.parametrize(("processor", "place", "window"), CASES)
+def test_maps_are_means_over_what_is_seen(
+    processor: str, place: dict, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, heads = 6, [2, 0]
+    monkeypatch.setattr(maps, "SIDE", side)
+    model, tokens = model_of(processor, place, window), windows()[0]
+    (found,) = layer_maps(model, tokens, [1], heads)
+    q, k = captured(model, tokens)[1]
+    rows = list(pieces(model, 1, q, k, window))
+    assert found.layer == 1
+    assert set(found.cells) == {"score", "bias", "attention"} | ({"processor"} if processor != "none" else set())
+    for kind, cells in found.cells.items():
+        for place_, head in enumerate(heads):
+            for a in range(side):
+                for b in range(side):
+                    inside = [
+                        rows[i][kind][head][j]
+                        for i in range(LENGTH)
+                        for j in range(max(0, i - (window or LENGTH) + 1), i + 1)
+                        if i * side // LENGTH == a and j * side // LENGTH == b
+                    ]
+                    value = cells[place_, a, b].item()
+                    if inside:
+                        assert value == pytest.approx(math.fsum(inside) / len(inside), abs=5e-6)
+                    else:
+                        assert math.isnan(value)
+
+
+def test_looking_on_changes_nothing() -> None:
+    model, tokens = model_of("cdape", {}, None), torch.from_numpy(windows()[0])[None]
+    with torch.no_grad():
+        before = model(tokens)
+        seen: list[tuple[int, int]] = []
+        with observed(model, lambda layer, rows: seen.append((layer, rows.query.length))):
+            watched = model(tokens)
+        assert torch.equal(before, watched)
+    assert seen == [(0, LENGTH), (1, LENGTH)]
+    kept = [attention.backend for attention in attentions(model)]
+    with pytest.raises(ZeroDivisionError):
+        read(model, windows()[0], lambda layer, rows: 1 // 0)
+    assert [attention.backend for attention in attentions(model)] == kept
+
+
+@pytest.mark.parametrize("encoding", ["rotary", "cope", "fire", "learned", "kerple_bias_weight", "transformer_xl"])
+@pytest.mark.parametrize("processor", ["none", "dape"])
+def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> None:
+    """All attention is somewhere: within m, or beyond; and maps of attention have rows that sum to 1."""
+    model = small_gpt(LENGTH, encoding, processor)
+    mass = attention_mass(model, windows())
+    assert ((mass.shares.sum(-1) <= 1 + 1e-5) & (mass.shares >= 0).all(-1)).all()
+    (found,) = layer_maps(model, windows()[0], [0], [0])
+    side = found.cells["attention"].shape[-1]
+    assert side == LENGTH  # no pooling
+    rows = found.cells["attention"][0].nan_to_num(0).sum(-1)
+    torch.testing.assert_close(rows, torch.ones(side, dtype=torch.float64), atol=1e-5, rtol=0)
+    has_bias = encoding in ("fire", "kerple_bias_weight")
+    kinds = {"bias": has_bias, "processor": processor != "none"}
+    assert set(found.cells) == {"score", "attention", *(kind for kind, there in kinds.items() if there)}
+
+
+def test_fields_of_a_known_distribution() -> None:
+    mass = Mass(torch.tensor([[[0.5, 0.25, 0.125, 0.0625]]], dtype=torch.float64), queries=1)
+    assert mass.beyond.item() == 0.0625
+    assert [mass.field(0, 0, share) for share in (0.6, 0.5, 0.2, 0.07, 0.0625, 0.01)] == [1, 2, 3, 4, None, None]
+    # Within the four keys: 8, 12, 14, 15 fifteenths.
+    assert mass.finite(0, 0, [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
+
+
+class Mixing(Processor):
+    """2·S of the head, half of the next head's score one key to the left, and three times the bias."""
+
+    reach = 1
+
+    def forward(self, scores, bias, visible, heads=ALL_HEADS, share=None):
+        seen = scores.masked_fill(~visible, 0)
+        left = torch.nn.functional.pad(seen, (1, 0))[..., :-1].roll(-1, 1)
+        return 2 * seen + 0.5 * left + 3 * bias
+
+
+def test_taps_of_a_linear_processor_are_its_weights() -> None:
+    model = small_gpt(80, "kerple_log", "dape")
+    for attention in attentions(model):
+        shape = attention.processor.shape
+        attention.processor = Mixing(shape, has_bias=True)
+    found = processor_taps(model, windows(2, 80))
+    assert [(each.layer, each.reads) for each in found] == [(0, "score"), (0, "bias"), (1, "score"), (1, "bias")]
+    of_score, of_bias = found[:2]
+    assert (of_score.reach, of_bias.reach) == (1, 0)
+    expected = torch.zeros(HEADS, HEADS, 3, dtype=torch.float64)
+    for h in range(HEADS):
+        expected[h, h, 1] = 2 - 1
+        expected[h, (h + 1) % HEADS, 0] = 0.5
+    torch.testing.assert_close(of_score.mean, expected)
+    torch.testing.assert_close(of_score.rms, expected.abs())
+    torch.testing.assert_close(of_bias.mean[..., 0], 2 * torch.eye(HEADS, dtype=torch.float64))
+    assert of_score.elsewhere == of_bias.elsewhere == 0
+
+
+def test_taps_of_cdape_where_it_is_linear() -> None:
+    """With all hidden values above zero the two convolutions are one, of the kernels' product."""
+    model = small_gpt(80, "kerple_log", "cdape", score_processor_options={"width": 4, "kernel_size": 3})
+    processor = attentions(model)[0].processor
+    with torch.no_grad():
+        processor.hidden.bias.fill_(100.0)
+    w1, w2 = (w.detach().double()[:, :, 0] for w in (processor.hidden.weight, processor.output.weight))
+    expected = torch.zeros(HEADS, 2 * HEADS, 5, dtype=torch.float64)
+    for h in range(HEADS):
+        for g in range(2 * HEADS):
+            for a in range(3):
+                for b in range(3):
+                    expected[h, g, a + b] += sum(w2[h, c, a] * w1[c, g, b] for c in range(4))
+    of_score, of_bias = processor_taps(model, windows(1, 80))[:2]
+    torch.testing.assert_close(of_score.mean, expected[:, :HEADS], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(of_bias.mean, expected[:, HEADS:], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(of_score.rms, expected[:, :HEADS].abs(), atol=1e-6, rtol=1e-5)
+
+
+def test_taps_differ_where_cdape_bends() -> None:
+    model = small_gpt(80, "kerple_log", "cdape")
+    found = processor_taps(model, windows(2, 80))
+    assert any((each.rms > each.mean.abs() + 1e-6).any() for each in found)
+    again = processor_taps(model, windows(2, 80))
+    assert all(torch.equal(a.mean, b.mean) for a, b in zip(found, again, strict=True))
+
+
+def test_no_processor_has_no_taps() -> None:
+    assert processor_taps(small_gpt(80, "rotary", "none"), windows(1, 80)) == []

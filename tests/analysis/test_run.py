@@ -1,0 +1,241 @@
+"""`analyze` from its arguments to a page: what is on it, what lies beside it, what is refused before any work."""
+
+import csv
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build_model
+from rich.console import Console
+from safetensors.torch import save_file
+from tiny_runs import VOCABULARY, tiny_config, write_corpora
+
+from megatron.analysis import page
+from megatron.analysis.analysis import Analysis, Picture, analyses, names, reads
+from megatron.analysis.attention_mass import attention_mass
+from megatron.analysis.options import AnalysisOptions
+from megatron.analysis.run import PAGE, analyze
+from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.trained import open_run
+from megatron.errors import UserError
+from megatron.evaluation.texts import text_of
+
+ROOT = Path(__file__).resolve().parents[2]
+KERPLE = {"pos_emb": "kerple_log", "pos_emb_per_layer": True}
+CDAPE = {**KERPLE, "score_processor": "cdape", "score_processor_options": {"width": 4}}
+LENGTHS = [16, 96]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Picture]:
+    """What was to be drawn, which takes longer than all else."""
+    asked: list[Picture] = []
+    monkeypatch.setattr(page, "_picture", lambda picture: (asked.append(picture), f"<img alt='{picture.alt}'>")[1])
+    return asked
+
+
+def make_run(name: str, corpus: Path, **keys: Any) -> str:
+    """A run folder with random weights, made without training."""
+    config = tiny_config(corpus, Path(name), test_data_paths=[str(corpus / "test_text_document")], **keys)
+    model = build_model(config.model, config.position, VOCABULARY, seed=config.training.seed)
+    checkpoint = Path(name) / "checkpoints" / "step_0000004"
+    checkpoint.mkdir(parents=True)
+    config.save(checkpoint / "config.yml")
+    tokenizer = text_of(name, config, None).vocabulary.name
+    Progress(step=4, vocabulary={"size": VOCABULARY, "name": tokenizer}).write(checkpoint)
+    weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    save_file(weights, checkpoint / "model.safetensors")
+    return name
+
+
+def analyzed(runs: Sequence[str], output: str | None = None, configs: Sequence[str] = (), **options: Any) -> str:
+    """The page of an analysis."""
+    asked = AnalysisOptions(**{"lengths": LENGTHS, "windows": 2, **options})
+    return analyze(runs, asked, configs=configs, output=output).read_text(encoding="utf-8")
+
+
+def rows_of(name: str, folder: str = "out") -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO((Path(folder) / f"{name}.csv").read_text(encoding="utf-8"))))
+
+
+def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    runs = [make_run("runs/rotary", corpus, pos_emb="rotary"), make_run("runs/cdape", corpus, **CDAPE)]
+    out = io.StringIO()
+    options = AnalysisOptions(lengths=LENGTHS, windows=2)
+    configs = ["162M alibi num_attention_heads=2"]
+    found = analyze(runs, options, configs=configs, output="out", console=Console(file=out, width=150))
+    text = found.read_text(encoding="utf-8")
+    assert found == Path("out") / PAGE
+    assert re.findall('<h2 id="(.*?)">', text) == list(analyses())
+    methods = ["rotary", "cdape(width=4)+kerple_log(per_layer)", "alibi (untrained)"]
+    for method in methods:
+        assert f'<th scope="row">{method}</th>' in text
+    # What does not apply is said.
+    assert "Does not apply to rotary. It adds no bias." in text
+    assert "Does not apply to rotary and alibi (untrained). Of each: it has no score processor" in text
+    assert "Does not apply to alibi (untrained). It is a configuration that was not trained." in text
+    assert "rotary adds no bias and has no score processor, so there are no maps of that." in text
+    # The page needs nothing beside it; links go to its own parts and to the data.
+    assert not re.search(r"(?:src|href)=\"(?!#|data:)(?!\w+\.(?:csv|json)\")", text)
+    for name, analysis in analyses().items():
+        assert (Path("out") / f"{name}.{analysis.data}").stat().st_size > 100
+        assert f"{name}.{analysis.data}" in text
+    assert len(pictures) >= 8
+    said = out.getvalue()
+    assert "out/analysis.html" in said
+    assert "rotary: loading" in said
+
+    verdicts = {(row["method"], row["verdict"]) for row in rows_of("convergence")}
+    assert {("rotary", "diverges"), ("alibi (untrained)", "converges")} <= verdicts
+    assert {row["layer"] for row in rows_of("convergence")} == {"all layers", "layer 0", "layer 1"}
+
+
+def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    run = make_run("runs/a", corpus, **CDAPE)
+    analyzed([run])
+    folder = "runs/a/analysis"
+    loaded, opened = load_model(run, backend="eager"), open_run(run)
+    tokens = text_of(run, opened.config, None).tokens
+    # Two windows, at the beginning and the end of the text, which all lengths share the ends of.
+    ends = [LENGTHS[-1], len(tokens) - 1]
+    for length in LENGTHS:
+        mass = attention_mass(loaded.model, [tokens[end - length : end] for end in ends])
+        rows = [row for row in rows_of("empirical_receptive_field", folder) if row["length"] == str(length)]
+        sums = mass.shares.cumsum(-1)
+        for row in rows:
+            if row["quantity"] == "held by the last":
+                expected = sums[int(row["layer"]), int(row["head"]), int(row["at"]) - 1].item()
+                assert float(row["value"]) == pytest.approx(expected, rel=1e-4)
+        assert {row["m"] for row in rows} == {str(length // 2)}
+    effective = rows_of("effective_length", folder)
+    r1 = loaded.model.decoder.layers[1].self_attention.core_attention.encoding.r1()
+    r2 = loaded.model.decoder.layers[1].self_attention.core_attention.encoding.r2()
+    for head, row in enumerate(effective[2:]):
+        assert row["layer"] == "layer 1"
+        exact = (math.exp(2 / r1[head].item()) - 1) / r2[head].item()
+        assert row["effective_length"] == "inf" if exact > 2**53 else float(row["effective_length"]) == math.ceil(exact)
+    maps = json.loads((Path(folder) / "score_maps.json").read_text(encoding="utf-8"))
+    assert {(each["length"], each["map"]) for each in maps} == {
+        (length, kind) for length in LENGTHS for kind in ("score", "bias", "processor", "attention")
+    }
+    attention = next(each for each in maps if each["map"] == "attention" and each["length"] == 16)
+    assert [len(line) for line in attention["cells"]] == list(range(1, 17))
+    assert all(sum(line) == pytest.approx(1, abs=0.02) for line in attention["cells"])  # three digits each
+
+
+def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Picture]) -> None:
+    text = analyzed([], "out", ["162M type1", "162M type2"], lengths=[64], only=["theoretical_receptive_field"])
+    assert "No text was read" in text
+    fields = {
+        (row["method"], row["epsilon"]): row["keys"]
+        for row in rows_of("theoretical_receptive_field")
+        if row["definition"] == "equation 22"
+    }
+    assert [fields["type1 (untrained)", share] for share in ("0.5", "0.1", "0.01", "0.001")] == ["1", "6", "61", "608"]
+    assert [fields["type2 (untrained)", share] for share in ("0.5", "0.1", "0.01", "0.001")] == ["2", "4", "9", "15"]
+
+
+def test_positions_that_end(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    run = make_run("runs/learned", corpus, pos_emb="learned")
+    text = analyzed([run], "out", only=["empirical_receptive_field"])
+    assert {row["length"] for row in rows_of("empirical_receptive_field")} == {"16"}
+    text = analyzed([run], "other", only=["empirical_receptive_field"], lengths=[32])
+    assert "Does not apply to learned. Its positions end at 16, before the shortest length." in text
+    assert not (place / "other" / "empirical_receptive_field.csv").exists()
+
+
+def test_seeds_are_told_apart(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    runs = [make_run("runs/one", corpus, seed=1), make_run("runs/two", corpus, seed=2)]
+    analyzed(runs, "out", only=["kernels"])
+    assert {row["method"] for row in rows_of("kernels")} == {"kerple_log", "kerple_log [runs/two]"}
+
+
+def test_windows_are_seen(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    run = make_run("runs/a", corpus, pos_emb="none")
+    analyzed([run], "out", window=5, only=["convergence", "effective_length", "empirical_receptive_field"])
+    assert {row["verdict"] for row in rows_of("convergence")} == {"converges"}
+    assert {row["effective_length"] for row in rows_of("effective_length")} == {"5"}
+    rows = rows_of("empirical_receptive_field")
+    assert {row["value"] for row in rows if row["quantity"] == "held by the last" and row["at"] == "5"} == {"1"}
+
+
+@pytest.mark.slow
+def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(
+        page, "_picture", lambda picture: (drawn.append((picture.draw(False), picture.draw(True))), "")[1]
+    )
+    analyzed([make_run("runs/a", corpus, **CDAPE)], layers=[0], heads=[1])
+    assert len(drawn) >= 7
+    for wide, narrow in drawn:
+        assert wide[:8] == narrow[:8] == b"\x89PNG\r\n\x1a\n"
+        assert int.from_bytes(narrow[16:20], "big") <= 820  # 4 inches at 200 dots
+        assert wide != narrow
+
+
+WRONG = [
+    ({"runs": []}, "no run given; name a run's folder, or a configuration with --config"),
+    ({"runs": ["runs/none"]}, "runs/none"),
+    ({"only": ["kernel"]}, "there is no analysis 'kernel'; did you mean kernels\\? choose from bias_maps"),
+    ({"layers": [2]}, "--layers: there is no 2; layers are counted from 0 to 1"),
+    ({"heads": [-1]}, "--heads: there is no -1; heads are counted from 0 to 1"),
+    ({"configs": ["162M alibi"]}, "several models are looked at: name a folder for the page with --output"),
+    ({"only": ["kernels"], "data": "x.txt"}, "--data names a text, and nothing that was asked for reads one"),
+    ({"lengths": [10**6]}, "too few for the largest length"),
+    ({"runs": ["runs/a", "runs/a"]}, "the same checkpoint is given twice"),
+    ({"configs": ["162M alibis"], "output": "out"}, "alibi"),
+    ({"output": "text.txt"}, "--output is text.txt, which is a file"),
+    ({"device": "tpu"}, "choose one of auto, cpu, cuda"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_mistakes_are_told_before_any_work(given: dict, message: str, place: Path, corpus: Path) -> None:
+    make_run("runs/a", corpus)
+    (place / "text.txt").write_text("1 2 3")
+    with pytest.raises(UserError, match=message):
+        analyzed(**{"runs": ["runs/a"], **given})
+    assert not (place / "runs/a/analysis").exists()
+    assert not (place / "out").exists()
+
+
+def test_torch_waits_until_all_was_read() -> None:
+    code = "import sys, megatron.analysis.run, megatron.analysis.request; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_analyses_are_found_by_their_files() -> None:
+    assert sorted(analyses()) == names()
+    assert len({each.order for each in analyses().values()}) == len(names())
+    assert {name for name in names() if reads(name)} == set(names("from_text"))
+    for each in analyses().values():
+        assert isinstance(each, Analysis)
+        assert each.title
+        assert each.text.endswith(".")
+
+
+def test_a_page_escapes_what_it_is_given() -> None:
+    part = page.Part("x", "<t>", "a & b", ["<p>", page.Table(["<c>"], [["<v>"]])], {"<m>": "<r>."})
+    text = page.render("<title>", ["<s>"], [part], page.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
+    for each in ("<t>", "<v>", "<m>", "<r>", "<s>", "<n>", "<g>", "<c>"):
+        assert each not in text.replace("<title>", "", 1)
