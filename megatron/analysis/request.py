@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.analysis.analysis import check_names, reads
+from megatron.analysis.analysis import check_names, names, reads
 from megatron.analysis.options import AnalysisOptions
 from megatron.checkpoint.trained import Run, open_run
 from megatron.config.load import load
@@ -77,11 +77,22 @@ def read_request(
     text = None
     windows: dict[int, list[np.ndarray]] = {}
     if opened and (options.only is None or any(map(reads, options.only))):
+        _check_tasks(opened)
         text = common_text(opened, options.data)
         windows = _windows(text, lengths, options.windows)
     elif options.data is not None:
         raise UserError("--data names a text, and nothing that was asked for reads one")
     return Request(opened, untrained, options, folder, lengths, text, windows)
+
+
+def _check_tasks(runs: Sequence[Run]) -> None:
+    """Raises UserError for a run that learned a task: its tokens are no text's."""
+    for run in runs:
+        if run.config.data.task is not None:
+            raise UserError(
+                f"{run.name} learned the task {run.config.data.task} and reads no text; look at its bias alone: "
+                f"--only {','.join(names('from_bias'))}"
+            )
 
 
 def _config(text: str) -> Config:
@@ -115,7 +126,7 @@ def _folder(runs: Sequence[Run], untrained: Sequence[tuple[str, Config]], output
 
 
 def _windows(text: Text, lengths: Sequence[int], count: int) -> dict[int, list[np.ndarray]]:
-    plan = make_plan(len(text.tokens), lengths, "last", targets=1, windows=count)
+    plan = make_plan(len(text.tokens), lengths, "last", targets=[1], windows=count)
     return {
         length: [np.asarray(text.tokens[start : start + length]) for start in plan.starts[length].tolist()]
         for length in plan.lengths

@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import build_model
 from rich.console import Console
+from ruamel.yaml import YAML
 from safetensors.torch import save_file
 from tiny_runs import VOCABULARY, tiny_config, write_corpora
 
@@ -26,6 +27,7 @@ from megatron.analysis.run import PAGE, analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.trained import open_run
+from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.evaluation.texts import text_of
 
@@ -239,3 +241,17 @@ def test_a_page_escapes_what_it_is_given() -> None:
     text = page.render("<title>", ["<s>"], [part], page.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
     for each in ("<t>", "<v>", "<m>", "<r>", "<s>", "<n>", "<g>", "<c>"):
         assert each not in text.replace("<title>", "", 1)
+
+
+def test_a_run_that_learned_a_task_reads_no_text(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    run = make_run("runs/a", corpus)
+    checkpoint = Path(run) / "checkpoints" / "step_0000004"
+    kept = {
+        name: value
+        for name, value in YAML(typ="safe").load(checkpoint / "config.yml").items()
+        if not name.endswith("_data_paths")
+    }
+    Config.of({**kept, "task": "even_pairs", "task_length": 8}).save(checkpoint / "config.yml")
+    with pytest.raises(UserError, match="runs/a learned the task even_pairs and reads no text"):
+        analyzed([run], lengths=[8])
+    assert "kerple_log" in analyzed([run], lengths=[8], only=["convergence"])
