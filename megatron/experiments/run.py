@@ -124,6 +124,7 @@ def _run(
                 _write(sweep, found)
             if worked and number < len(todo) and (left := seconds_left(meter.jobs)) is not None:
                 meter.say(f"{number} of {len(todo)} runs done, about {duration(left)} left")
+    found = floors_last(found)
     tables.show(console, found)
     files = ", ".join(str(sweep.output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
     say(f"{files} ({duration(time.monotonic() - begun)})")
@@ -218,14 +219,20 @@ def _evaluate(member: Member, job: Job, meter: Meter) -> list[Record]:
     return found
 
 
+def floors_last(found: Sequence[Record]) -> list[Record]:
+    """Records of runs, then those of no run, each once: every run of a task brings the same floors with it."""
+    floors = [each for each in found if each.run is None]
+    runs = [each for each in found if each.run is not None]
+    return [*runs, *(each for index, each in enumerate(floors) if each not in floors[:index])]
+
+
 def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     """Rewrite the results and the report of what is measured so far."""
     from megatron.reports import report
     from megatron.reports.folder import write_results
 
     output = sweep.output
-    # Each run of a task has its floors beside it, the same ones.
-    found = [each for index, each in enumerate(found) if each.run is not None or each not in found[:index]]
+    found = floors_last(found)
     write_results(output, found)
     measured = {(record.method, record.seed) for record in found}
     texts = dict(sweep.texts)

@@ -19,7 +19,7 @@ from megatron.errors import RunError, UserError
 from megatron.evaluation.exercise import Questions, answers, floors, learned_task, questions, score
 from megatron.evaluation.options import EvaluationOptions
 from megatron.model.options import PositionOptions
-from megatron.reports import tables
+from megatron.reports import report, tables
 from megatron.reports.layout import layouts
 from megatron.tasks.chosen import exercise
 from megatron.tasks.floors import CONSTANT, PLACE
@@ -137,6 +137,9 @@ def test_floors_stand_beside_the_models() -> None:
     assert text.count("floor: ") == 2
     assert "causal decoder" in text
     assert "encoder" in text
+    page = report.render([*model, *found])
+    assert "the same 200 fresh sequences" in page
+    assert "window" not in page.split("What was measured")[1].split("Models")[0]
 
 
 def test_positions_that_end() -> None:

@@ -6,9 +6,11 @@ import pytest
 
 from megatron.experiments import receipts
 from megatron.experiments.estimate import work
+from megatron.experiments.run import floors_last
 from megatron.experiments.spec import read
 from megatron.model.build import build_model
 from megatron.parallel.processes import alone
+from megatron.reports.records import of_row
 from megatron.tasks.chosen import exercise
 
 SWEEP = """\
@@ -64,3 +66,11 @@ def test_shipped_sweeps_are_read() -> None:
         assert {member.config.data.task for member in found.members} == {"mqar" if name == "mqar" else "even_pairs"}
     for task in ("reverse_string", "missing_duplicate", "bucket_sort"):
         assert read(["chomsky"], [f"task={task}"]).members[0].config.data.task == task
+
+
+def test_floors_follow_the_runs_once() -> None:
+    shared = {"train_length": 8, "length": 8, "protocol": "task", "accuracy": 0.5, "tokens": 9, "seed": 0}
+    floor, other = (of_row({**shared, "method": f"floor: {name}"}) for name in ("one", "other"))
+    runs = [of_row({**shared, "method": "alibi", "run": name}) for name in ("a", "b")]
+    again = floor.replace()
+    assert floors_last([runs[0], floor, other, runs[1], again]) == [*runs, floor, other]
