@@ -89,6 +89,8 @@ class Layout:
         notes = [f"{counted} tokens scored {self.axis.each}; {self.metric.better} is better."]
         if self.repeats > 1:
             notes.append(f"Cells are mean ± standard deviation of {self.repeats} seeds.")
+            if self.metric.tells_best:
+                notes.append(f"The best of them at {self.places[-1]:,}: {', '.join(self._best_seeds())}.")
         if any(cell.best for cell in self.cells.values()):
             notes.append("* best of its column.")
         metric = self.metric
@@ -107,6 +109,15 @@ class Layout:
             else:
                 notes.append(f"{line}; how sure it is, is not known.")
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
+
+    def _best_seeds(self) -> list[str]:
+        """Of each method with several seeds, the best value at the last place."""
+        found: dict[str, list[float]] = {}
+        for record in self.records:
+            if record.at == self.places[-1]:
+                found.setdefault(record.method, []).append(record.value)
+        shown, best = self.metric.shown, self.metric.best
+        return [f"{method} {shown(best(values))}" for method, values in found.items() if len(values) > 1]
 
     def heads(self) -> list[tuple[str, str]]:
         """The two heads of every column: multiple of the training length, tokens."""

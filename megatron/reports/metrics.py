@@ -37,6 +37,8 @@ class Metric:
     """Is `lowest` itself no possible value?"""
     factor: float = 1.0
     """What is shown is the value times this: 100 for shares that are shown in percent."""
+    tells_best: bool = False
+    """Is the best of several seeds told beside their mean, because that is what is published?"""
     scale: Literal["linear", "logarithmic"] = "linear"
     """Of a plot's axis. A logarithmic one is used only where values differ by more than a factor of 4."""
 
@@ -189,6 +191,7 @@ METRICS = {
                 lowest=0.0,
                 highest=1.0,
                 factor=100.0,
+                tells_best=name == "mean_accuracy",
             )
             for name, title, share in (
                 ("accuracy", "Accuracy", "the share of scored tokens that the model predicts rightly"),

@@ -196,3 +196,18 @@ def test_html(story: list[Record]) -> None:
     assert body[0] == [("", "rotary"), ("", "5.25"), ("", "12.50"), ("", "29.75")]
     assert body[2] == [("", "cdape"), ("best", "4.96*"), ("best", "4.90*"), ("best", "4.87*")]
     assert body[3] == [("", "<i>&"), ("", "7.00"), ("", "–"), ("", "–")]
+
+
+def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
+    shared = {"train_length": 40, "length": 500, "protocol": "task", "metric": "mean_accuracy", "tokens": 512}
+    values = {"rotary": (0.9998, 0.5, 0.6), "floor: a constant": (0.5,)}
+    found = [
+        Record(**shared, method=method, value=value, seed=seed)
+        for method, of_seeds in values.items()
+        for seed, value in enumerate(of_seeds)
+    ]
+    text = shown(found)
+    assert "mean ± standard deviation of 3 seeds. The best" in " ".join(text.split())
+    assert "The best of them at 500: rotary 99.98.\n" in text
+    accuracy = [each.replace(metric="accuracy") for each in found]
+    assert "The best of them" not in shown(accuracy)
