@@ -139,7 +139,7 @@ ADVICE: dict[str, dict[Any, str]] = {
         **dict.fromkeys(("xpos", "ntk", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"),
         "yarn": "use rotary with pos_emb_options.scaling: yarn",
     },
-    "lr_decay_style": {"exponential": "use cosine, linear or constant"},
+    "lr_decay_style": {"exponential": "use cosine, linear, constant or inverse_sqrt"},
     "zero_optimization.offload_optimizer.device": {"nvme": "use cpu"},
     "zero_optimization.offload_param.device": {"nvme": "use cpu"},
 }

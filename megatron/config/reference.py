@@ -12,7 +12,7 @@ from megatron.config import names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
-from megatron.experiments.options import CorpusOptions, SweepOptions
+from megatron.experiments.options import CorpusOptions, PublishedOptions, SweepOptions
 from megatron.generation.options import GenerationOptions
 from megatron.options import Section
 
@@ -64,6 +64,7 @@ SWEEP: dict[str, type[Section]] = {
     "sweep": SweepOptions,
     "sweep.corpus": CorpusOptions,
     "sweep.evaluate": EvaluationOptions,
+    "sweep.published": PublishedOptions,
 }
 """The mappings of a sweep file."""
 

@@ -12,7 +12,8 @@ from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments.options import CorpusOptions, SweepOptions
 from megatron.options import Section
-from megatron.suggest import did_you_mean
+from megatron.reports.metrics import METRICS
+from megatron.suggest import choose_from, did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Names of variants: they are folder names too."""
@@ -82,6 +83,23 @@ def _inconsistent(options: SweepOptions, where: Callable[[Path_], str]) -> Itera
             if (instead := MINE.get(key_name.replace("-", "_"))) is not None:
                 inside = where(("sweep", "variants", name, key_name))
                 yield f"{inside}: {key_name} is set by the sweep: use sweep.{instead}"
+    if options.against is not None and options.against not in options.variants:
+        near = choose_from(options.against, options.variants)
+        yield f"{where(('sweep', 'against'))}: sweep.against is {options.against!r}, which is no variant; {near}"
+    place = where(("sweep", "published"))
+    for published in options.published:
+        if published.metric not in METRICS:
+            near = choose_from(published.metric, METRICS)
+            yield f"{place}: {published.source}: {published.metric!r} is no metric; {near}"
+        for name, values in published.rows.items():
+            if name not in options.variants:
+                near = choose_from(name, options.variants)
+                yield f"{place}: {published.source}: {name!r} is no variant of this sweep; {near}"
+            if len(values) != len(published.lengths):
+                yield (
+                    f"{place}: {published.source}: {name} has {len(values)} values for {len(published.lengths)} "
+                    "lengths; write null where there is none"
+                )
     if len(set(options.seeds)) < len(options.seeds):
         yield f"{where(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"
 

@@ -62,7 +62,7 @@ def lacks_test(member: Member) -> bool:
 
 def evaluated(member: Member) -> list[Record] | None:
     """The records of a member if it was scored in its way before and all of them are still in its results."""
-    results, known = member.folder / RESULTS, _receipt(member.folder / RECEIPT)
+    results, known = member.results / RESULTS, _receipt(member.results / RECEIPT)
     if known.get("how") != _how(member) or not results.is_file():
         return None
     there = {_sha256(record): record for record in read(results)}
@@ -73,7 +73,7 @@ def evaluated(member: Member) -> list[Record] | None:
 def write_receipt(member: Member, found: Sequence[Record]) -> None:
     """Remember that these are the member's records, and how they came about."""
     receipt = {"how": _how(member), "records": [_sha256(record) for record in found]}
-    write_text(member.folder / RECEIPT, json.dumps(receipt, indent=1) + "\n")
+    write_text(member.results / RECEIPT, json.dumps(receipt, indent=1) + "\n")
 
 
 def _how(member: Member) -> dict[str, Any]:

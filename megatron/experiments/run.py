@@ -38,6 +38,7 @@ from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
 from megatron.quantities import duration, flop
 from megatron.reports import tables
+from megatron.reports.grids import Grid
 from megatron.reports.records import Record
 from megatron.training.records import METRICS
 from megatron.training.signals import acknowledged
@@ -126,6 +127,8 @@ def _run(
                 meter.say(f"{number} of {len(todo)} runs done, about {duration(left)} left")
     found = floors_last(found)
     tables.show(console, found)
+    for grid in _judged(sweep, found) if sweep.options.published or sweep.options.against else ():
+        console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
     files = ", ".join(str(sweep.output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
     say(f"{files} ({duration(time.monotonic() - begun)})")
     return found
@@ -210,7 +213,7 @@ def _evaluate(member: Member, job: Job, meter: Meter) -> list[Record]:
     found = evaluate_runs(
         [member.folder],
         member.evaluation,
-        output=member.folder,
+        output=member.results,
         names=[member.variant],
         progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
     )
@@ -239,7 +242,36 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     done = [member for member in sweep.members if (member.variant, member.seed) in measured]
     texts |= {str(member.beside(".yml")): member.text for member in done}
     missing = len(sweep.members) - len(done)
-    report.write(output / "report.html", found, missing=missing, configurations=texts)
+    report.write(
+        output / "report.html",
+        found,
+        title=sweep.options.title,
+        missing=missing,
+        configurations=texts,
+        grids=_judged(sweep, found),
+    )
+
+
+def _judged(sweep: Sweep, found: Sequence[Record]) -> list[Grid]:
+    """What the results say, and papers' tables beside them."""
+    from megatron.reports import published
+    from megatron.reports.layout import layouts
+    from megatron.reports.together import judged
+
+    options, groups = sweep.options, layouts(found)
+    there = any(options.against in layout.methods and len(layout.methods) > 1 for layout in groups)
+    grids = judged(groups, options.against if there else None)
+    for each in options.published:
+        table = published.Published(
+            source=each.source,
+            train_length=each.train_length,
+            metric=each.metric,
+            lengths=tuple(each.lengths),
+            rows=dict(each.rows),
+            differences=tuple(options.differences),
+        )
+        grids += published.grids(table, groups)
+    return grids
 
 
 def _lines(console: Console) -> Callable[[str], None]:

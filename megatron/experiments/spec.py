@@ -14,6 +14,7 @@
 torch is not imported: a mistake in the file is told at once.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +43,10 @@ class Member:
     seed: int
     config: Config
     folder: Path
+    """Of the run."""
     evaluation: EvaluationOptions
+    results: Path
+    """For what this sweep measures of it: the run's own folder, unless sweeps share the run."""
 
     @property
     def name(self) -> str:
@@ -78,7 +82,7 @@ class Sweep:
 
     @property
     def output(self) -> Path:
-        return Path(self.options.output)
+        return output_of(self.options)
 
 
 def read(
@@ -114,8 +118,17 @@ def read(
         members += found
         notes += replaced
     lengths = {member.config.model.seq_length for member in members}
-    if len(lengths) > 1:
-        raise UserError(f"seq_length: all variants of a sweep need the same training length, not {sorted(lengths)}")
+    asked = options.evaluate
+    if len(lengths) > 1 and (asked.lengths is None or asked.multiples is not None):
+        raise UserError(
+            f"seq_length: variants are trained at {', '.join(map(str, sorted(lengths)))} tokens, so "
+            "sweep.evaluate.lengths has to say at which lengths all of them are scored"
+        )
+    if len(lengths) > 1 and asked.protocol == "last" and asked.targets is None:
+        raise UserError(
+            "seq_length: variants are trained at several lengths, so sweep.evaluate.targets has to say how many tokens "
+            "of a window are scored: else each would have its own"
+        )
     texts = {each.source: Path(each.source).read_text(encoding="utf-8") for each in documents}
     return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
 
@@ -133,10 +146,25 @@ def _members(
         evaluation = evaluation.replace(device=loaded.config.launch.device)
     members = []
     for seed in options.seeds:
-        folder = Path(options.output) / variant / f"seed_{seed}"
+        results = output_of(options) / variant / f"seed_{seed}"
+        folder = results if options.runs is None else Path(options.runs) / identity(loaded.config) / f"seed_{seed}"
         config = loaded.config.replace(seed=seed, save=str(folder))
-        members.append(Member(variant, seed, config, folder, evaluation))
+        members.append(Member(variant, seed, config, folder, evaluation, results))
     return members, [note for note in loaded.notes if not note.endswith(meant)]
+
+
+def output_of(options: SweepOptions) -> Path:
+    """Where a sweep writes."""
+    return Path(options.output, *([] if options.name is None else [options.name]))
+
+
+def identity(config: Config) -> str:
+    """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides."""
+    training = config.replace(seed=0).training_as_such()
+    digest = hashlib.sha256(json.dumps(training, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    position = config.position
+    processor = "" if position.score_processor == "none" else f"{position.score_processor}+"
+    return f"{processor}{position.pos_emb}-{digest}"
 
 
 def _sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, Document], list[str]]:

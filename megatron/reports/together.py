@@ -50,7 +50,7 @@ def together(
     return found
 
 
-def judged(groups: Sequence[Layout], against: str | None, delta: float) -> list[Grid]:
+def judged(groups: Sequence[Layout], against: str | None = None, delta: float = extrapolation.DELTA) -> list[Grid]:
     """What tables say: who extrapolates, and who differs from a method. Raises UserError if no table has the method."""
     grids = [grid for layout in groups if (grid := extrapolation.grid(layout, delta)) is not None]
     if against is None:

@@ -40,7 +40,7 @@ class OptimizerOptions(Section):
     )
     gradient_clipping: float = key(1.0, "largest global gradient norm; 0 turns clipping off", ge=0, role="numerics")
     min_lr: float = key(0.0, "learning rate at the end of the decay", ge=0, role="schedule")
-    lr_decay_style: Literal["cosine", "linear", "constant"] = key(
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse_sqrt"] = key(
         "linear", "shape of the decay after warm-up", role="schedule"
     )
     lr_decay_iters: int | None = key(

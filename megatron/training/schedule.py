@@ -7,6 +7,9 @@ With peak rate `lr`, n = lr_decay_iters and w = warmup · n warm-up steps, step 
     s ≥ n              min_lr (constant: lr)
 
     cosine f(x) = (1 + cos πx) / 2      linear f(x) = 1 − x      constant f(x) = 1
+
+The fourth, inverse_sqrt (Vaswani et al. 2017, 1706.03762, section 5.3), knows no end: from w on it is
+lr · √((w + 1) / (s + 1)), and min_lr at least.
 """
 
 import math
@@ -24,7 +27,7 @@ class Schedule:
     min_lr: float
     warmup_steps: int
     decay_steps: int
-    style: Literal["cosine", "linear", "constant"]
+    style: Literal["cosine", "linear", "constant", "inverse_sqrt"]
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -32,6 +35,8 @@ class Schedule:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if self.style == "constant":
             return self.lr
+        if self.style == "inverse_sqrt":
+            return max(self.min_lr, self.lr * math.sqrt((self.warmup_steps + 1) / (step + 1)))
         if step >= self.decay_steps:
             return self.min_lr
         x = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)

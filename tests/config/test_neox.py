@@ -183,7 +183,7 @@ def test_other_names(read, theirs, key, value):
         ({"include": "node1"}, "give a hostfile"),
         ({"wandb_host": "https://example.org"}, "WANDB_BASE_URL"),
         ({"tokenizer_type": "HFGPT2Tokenizer"}, "GPT2BPETokenizer"),
-        ({"lr_decay_style": "exponential"}, "cosine, linear or constant"),
+        ({"lr_decay_style": "exponential"}, "cosine, linear, constant or inverse_sqrt"),
         ({"expansion_factor": 2, "intermediate_size": 50}, "contradicts intermediate_size"),
         ({"expansion_factor": -2}, "positive number"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from megatron.errors import RunError, UserError
 from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
+from megatron.experiments.spec import read
 
 from .conftest import BASE, Initialiser, Trainer, run, write
 
@@ -187,3 +188,67 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
     assert any(line.startswith("3/3 train mine, seed 5: step 0 of 6") for line in lines)
     _, said = run("sweep.seeds=[3, 4, 5, 6]")
     assert "1 of 4 runs to do: " in said
+
+
+def test_sweeps_share_the_runs_that_they_both_need(trainer: Trainer) -> None:
+    write(BASE.replace("output: out", "output: out\n      runs: pool\n      name: first"))
+    first, _ = run()
+    trained = trainer.calls()
+    assert [line.split()[0] for line in trained] == ["rotary", "evaluate", "alibi", "evaluate"]
+    write(
+        BASE.replace("output: out", "output: out\n      runs: pool\n      name: second")
+        .replace("rotary: {pos_emb: rotary}", "again: {pos_emb: rotary}")
+        .replace("multiples: [1, 4]", "multiples: [1, 2]")
+    )
+    second, said = run()
+    assert [line.split()[0] for line in trainer.calls()] == ["evaluate", "evaluate"], "both runs are there"
+    assert "again, seed 1234: trained already" in said
+    assert {record.method for record in second} == {"again", "mine"}
+    # What the first measured is its own, and nothing of it is done again.
+    write(BASE.replace("output: out", "output: out\n      runs: pool\n      name: first"))
+    assert run()[0] == first
+    assert trainer.calls() == []
+    assert len(list(Path("pool").glob("*/seed_1234"))) == 2
+
+
+def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
+    table = (
+        "output: out\n      title: Ours and theirs\n      against: rotary\n      differences: [They had more text.]\n"
+        "      published: [{source: 'A paper, table 2', train_length: 512, lengths: [512, 2048], "
+        "rows: {rotary: [9.1, 99.5], mine: [9.0, null]}}]"
+    )
+    write(BASE.replace("output: out", table))
+    _, said = run()
+    page = Path("out/report.html").read_text()
+    for text in ("Ours and theirs", "A paper, table 2", "They had more text.", "compared with rotary", "99.50 |"):
+        assert text in page
+    assert "order agreement τ" in said
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            "{source: x, train_length: 8, lengths: [8], rows: {rotery: [1.0]}}",
+            "'rotery' is no variant of this sweep",
+        ),
+        ("{source: x, train_length: 8, lengths: [8], rows: {rotary: [1.0, 2.0]}}", "2 values for 1 lengths"),
+        ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is no metric"),
+    ],
+)
+def test_a_table_that_fits_no_sweep(trainer: Trainer, table: str, message: str) -> None:
+    write(BASE.replace("output: out", f"output: out\n      published: [{table}]"))
+    with pytest.raises(UserError, match=message):
+        run()
+
+
+def test_training_lengths_side_by_side(trainer: Trainer) -> None:
+    several = BASE.replace("rotary: {pos_emb: rotary}", "short: {pos_emb: rotary, seq_length: 8}")
+    write(several.replace("multiples: [1, 4]", "lengths: [16, 32]"))
+    with pytest.raises(UserError, match=r"sweep.evaluate.targets has to say"):
+        run()
+    write(several.replace("multiples: [1, 4]", "lengths: [16, 32], targets: 8"))
+    found, _ = run()
+    assert {record.method for record in found} == {"short", "mine"}
+    lengths = {member.variant: member.config.model.seq_length for member in read(["sweep.yml"]).members}
+    assert lengths == {"short": 8, "mine": 16}

@@ -28,7 +28,7 @@ from .conftest import BASE, ROOT, Trainer, run, write
         (("rotary: {pos_emb: rotary}", "rotary: {pos_em: rotary}"), "sweep.yml:19: unknown key 'pos_em'"),
         (("rotary: {pos_emb: rotary}", "a/b: {pos_emb: rotary}"), "sweep.yml:19: variant 'a/b' names a folder"),
         (("rotary: {pos_emb: rotary}", "rotary: {seed: 1}"), "sweep.yml:19: seed is set by the sweep: use sweep.seeds"),
-        (("rotary: {pos_emb: rotary}", "rotary: {seq_length: 32}"), "all variants of a sweep need the same"),
+        (("rotary: {pos_emb: rotary}", "rotary: {seq_length: 32}"), "so sweep.evaluate.lengths has to say"),
         (("train_iters: 6", "train_iters: 6\n    save: runs/x"), "sweep.yml:9: save is set by the sweep: use"),
         (("output: out", "output: out\n      seeds: [1, 1]"), "sweep.yml:17: sweep.seeds repeats a seed"),
         (("output: out", "output: text/1.txt/x"), "sweep.output is text/1.txt/x, but text/1.txt is a file; name"),

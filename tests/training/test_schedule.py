@@ -30,9 +30,15 @@ def test_known_values() -> None:
     constant = build_schedule(options(warmup=0.5, lr_decay_style="constant", min_lr=1e-4), train_iters=10)
     assert [constant(step) for step in (4, 5, 9, 1000)] == pytest.approx([1e-3 * 5 / 6, 1e-3, 1e-3, 1e-3])
 
+    # 1706.03762, equation 3, without the model's width: the rate falls as 1/√s, s counted from 1.
+    inverse = build_schedule(options(warmup=0.03, lr_decay_style="inverse_sqrt", min_lr=1e-4), train_iters=100)
+    assert inverse(2) == pytest.approx(1e-3 * 3 / 4)
+    assert [inverse(step) for step in (3, 15, 63)] == pytest.approx([1e-3, 1e-3 / 2, 1e-3 / 4])
+    assert inverse(10**6) == 1e-4
+
 
 @given(
-    style=st.sampled_from(["cosine", "linear", "constant"]),
+    style=st.sampled_from(["cosine", "linear", "constant", "inverse_sqrt"]),
     steps=st.integers(1, 400),
     warmup=st.floats(0, 1),
     floor=st.floats(0, 1e-3),
@@ -47,5 +53,5 @@ def test_it_rises_then_never_rises_again_and_ends_at_min_lr(
     assert all(a >= b for a, b in itertools.pairwise(rates[peak:]))
     assert all(0 < rate <= 1e-3 + 1e-12 for rate in rates[:peak])
     assert min(rates[peak:]) >= floor - 1e-12
-    if style != "constant":
+    if style not in ("constant", "inverse_sqrt"):
         assert rates[steps:] == [floor] * 50
