@@ -69,25 +69,33 @@ class Config(BaseModel):
             sections[owners()[name]][name] = value
         return Config.model_validate(sections)
 
-    def of_role(self, *roles: Role) -> dict[str, Any]:
-        """The keys of some roles with their values, nested keys by their dotted names."""
-        sections = self.model_dump()
+    def of_role(self, *roles: Role, defaults: bool = True) -> dict[str, Any]:
+        """The keys of some roles with their values, nested keys by their dotted names.
+
+        defaults: with those that have their default.
+        """
+        sections = self.model_dump(exclude_defaults=not defaults)
         found = {}
         for path, key in keys().items():
             if key.role in roles:
-                value = sections[key.section]
+                value: Any = sections.get(key.section, {})
                 for name in path:
-                    value = value[name]
-                found[key.name] = value
+                    value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
+                if value is not _ABSENT:
+                    found[key.name] = value
         return found
 
     def architecture(self) -> dict[str, Any]:
         """The keys that decide which function the trained weights compute; a resumed run must agree in all of them."""
         return self.of_role("architecture", "context")
 
-    def training_as_such(self) -> dict[str, Any]:
-        """The keys that decide what is trained, on what and how: runs that agree in them differ by rounding alone."""
-        return self.of_role("architecture", "context", "initialization", "data", "numerics", "schedule")
+    def training_as_such(self, *, defaults: bool = True) -> dict[str, Any]:
+        """The keys that decide what is trained, on what and how: runs that agree in them differ by rounding alone.
+
+        defaults: with those that have their default.
+        """
+        roles: tuple[Role, ...] = ("architecture", "context", "initialization", "data", "numerics", "schedule")
+        return self.of_role(*roles, defaults=defaults)
 
     def text(self, *, given: bool = False) -> str:
         """The configuration as YAML with a heading for each section.

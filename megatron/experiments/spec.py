@@ -159,9 +159,12 @@ def output_of(options: SweepOptions) -> Path:
 
 
 def identity(config: Config) -> str:
-    """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides."""
-    training = config.replace(seed=0).training_as_such()
-    digest = hashlib.sha256(json.dumps(training, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides.
+
+    Defaults are left out, so that a key that is new tomorrow gives the runs of today no other name.
+    """
+    chosen = {key: value for key, value in config.training_as_such(defaults=False).items() if key != "seed"}
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()[:8]
     position = config.position
     processor = "" if position.score_processor == "none" else f"{position.score_processor}+"
     return f"{processor}{position.pos_emb}-{digest}"
