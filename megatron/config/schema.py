@@ -28,6 +28,9 @@ from megatron.training.options import BATCH_SIZES, LoggingOptions, OptimizerOpti
 Path_ = tuple[str, ...]
 
 
+_ABSENT = object()
+
+
 class Config(BaseModel):
     """Everything a run needs to know. Sections are attributes; `flat()` is the YAML file's view."""
 
