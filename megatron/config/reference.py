@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from megatron.analysis.options import AnalysisOptions
 from megatron.config import names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
@@ -75,7 +76,11 @@ What no configuration file holds: `evaluate.limit` is `--limit` of `./deepy.py e
 `evaluate` are those of a sweep.
 """
 
-COMMANDS: dict[str, type[Section]] = {"evaluate": TaskOptions, "generate": GenerationOptions}
+COMMANDS: dict[str, type[Section]] = {
+    "analyze": AnalysisOptions,
+    "evaluate": TaskOptions,
+    "generate": GenerationOptions,
+}
 """Commands and their options."""
 
 NEOX_INTRODUCTION = """\
