@@ -107,7 +107,8 @@ ADDING = """\
 
 1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `Encoding`: the hooks it needs (most need
    only `table`), and `formula`, `parameters_text`, `source` and `advice`. Options are keyword arguments of the
-   constructor, with defaults; learned scalars are `Bounded`. A processor is the same in `processors/`.
+   constructor, with defaults; learned scalars are `Bounded`; `tails` says how a bias ends. A processor is the same in
+   `processors/`.
 2. One overlay, `configs/position/NAME.yml`, with `pos_emb: NAME` (or `score_processor: NAME`).
 3. One test in `tests/position/test_formulas.py` against the paper's equation in float64; then `make docs`.
 

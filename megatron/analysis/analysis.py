@@ -61,6 +61,8 @@ class Looked:
     """In evaluation mode; None for a configuration that was not trained."""
     texts: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
     """Length → windows of tokens; windows of all lengths end at the same places."""
+    progress: Callable[[float], None] = lambda share: None
+    """To be told which share of a long analysis is done."""
 
     @property
     def trained(self) -> GPT:

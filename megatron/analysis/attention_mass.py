@@ -10,7 +10,7 @@ distances from m on is the share `beyond`.
 It asks the softmax itself, so it is defined for every method, score processors and windows included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,24 +49,31 @@ class Mass:
 
 
 @torch.no_grad()
-def attention_mass(model: GPT, windows: Sequence[np.ndarray]) -> Mass:
+def attention_mass(
+    model: GPT, windows: Sequence[np.ndarray], progress: Callable[[float], None] = lambda share: None
+) -> Mass:
     """Mean attention by distance while a model reads windows of one length.
 
     Args:
         model: in evaluation mode.
         windows: tokens [L] of each.
+        progress: told which share is done, after each layer of each window.
     """
     length = len(windows[0])
     near = max(length // 2, 1)
     heads = model.config.num_attention_heads
     sums = torch.zeros(model.config.num_layers, heads, near, dtype=torch.float64)
     queries = length - near + 1
+    seen, all_ = 0, len(windows) * len(sums)
 
     def see(layer: int, rows: Rows) -> None:
+        nonlocal seen
         late = from_row(rows, near - 1)
         for block, table, share in prepared_blocks(late, block_size(late)):
             attention = torch.softmax(logits_of(block, table, share), dim=-1)
             sums[layer] += by_distance(attention, block, near).sum(dim=(0, 2), dtype=torch.float64).cpu()
+        seen += 1
+        progress(seen / all_)
 
     for window in windows:
         read(model, window, see)

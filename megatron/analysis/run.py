@@ -10,7 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,11 @@ def analyze(
             done = 0.0
             for name, analysis in chosen.items():
                 meter.update(done, analysis.title)
+
+                def told(share: float, done: float = done, name: str = name, title: str = analysis.title) -> None:
+                    meter.update(done + share * _work(name, asked), title)
+
+                looked = replace(looked, progress=told)
                 try:
                     found[name][candidate.name] = analysis.measure(looked)
                 except NotApplicable as reason:

@@ -115,7 +115,9 @@ def model_of(processor: str, place: dict, window: int | None) -> GPT:
 def test_mean_attention_by_distance(processor: str, place: dict, window: int | None) -> None:
     model = model_of(processor, place, window)
     near = LENGTH // 2
-    found = attention_mass(model, windows())
+    told: list[float] = []
+    found = attention_mass(model, windows(), told.append)
+    assert told == [0.25, 0.5, 0.75, 1.0]  # two layers of two windows
     expected = np.zeros((2, HEADS, near))
     for tokens in windows():
         for layer, (q, k) in enumerate(captured(model, tokens)):

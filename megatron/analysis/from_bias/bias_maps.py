@@ -80,6 +80,6 @@ def _draw(drawn: list[tuple[str, Found, int]], narrow: bool) -> bytes:
     most = max(1.0, *(found.maps[head].nan_to_num(0).max().item() for _, found, head in drawn))
     for each, (name, found, head) in zip(axes, drawn, strict=True):
         image = heat(each, found.maps[head].numpy(), LogNorm(LOWEST, most))
-        titled(each, f"head {head}\n{name}", "key j", "query i", wrap=28)
+        titled(each, f"head {head}\n{name}", "key j", "query i", wrap=22 if narrow else 28)
     colour_bar(figure, image, axes)
     return png(figure)

@@ -33,7 +33,7 @@ class Convergence(Analysis):
         blocks: list[Block] = [_sentence(name, each) for name, each in found.items()]
         rows = [row for name, each in found.items() for row in _table(name, each)]
         columns = ["method", "layer", "heads", "verdict", *(f"sum of {count:,} terms" for count in SUMS), "whole sum"]
-        caption = "Heads are counted from 0; neighbours with the same series share a row."
+        caption = "Each head's series, heads counted from 0; neighbours with the same series share a row."
         blocks.append(Table([*columns, "why"], rows, caption, folded=len(rows) > FOLDED))
         return blocks
 

@@ -32,9 +32,17 @@ class EmpiricalReceptiveField(Analysis):
 
     def measure(self, looked: Looked) -> Found:
         model = looked.trained
-        return Found(
-            {length: attention_mass(model, windows) for length, windows in looked.readable.items() if length > 1}
-        )
+        texts = {length: windows for length, windows in looked.readable.items() if length > 1}
+        works = {length: len(windows) * length**2 for length, windows in texts.items()}
+        found: dict[int, Mass] = {}
+        for length, windows in texts.items():
+            before = sum(works[each] for each in found)
+
+            def told(share: float, before: int = before, work: int = works[length]) -> None:
+                looked.progress((before + share * work) / sum(works.values()))
+
+            found[length] = attention_mass(model, windows, told)
+        return Found(found)
 
     def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
         rows = []
