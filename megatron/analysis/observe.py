@@ -22,7 +22,7 @@ from megatron.position.rows import Rows
 See = Callable[[int, Rows], None]
 """Is told a layer's number, from 0, and what its attention is computed from."""
 
-ELEMENTS = 1 << 22
+ELEMENTS = 1 << 20
 """Numbers of a block's score maps, over all heads."""
 
 
