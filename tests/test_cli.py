@@ -20,7 +20,7 @@ from megatron.config.reference import lookup
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPY = ROOT / "deepy.py"
-COMMANDS = ("train", "plan", "prepare", "evaluate", "generate", "positions", "sweep", "keys", "status")
+COMMANDS = ("train", "plan", "prepare", "evaluate", "analyze", "generate", "positions", "sweep", "keys", "status")
 TINY = """\
 num_layers: 1
 hidden_size: 16
@@ -134,6 +134,12 @@ MISTAKES = {
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot is for tasks, and there is no --tasks",
     ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows says which text is scored, and tasks bring",
+    ("analyze",): "no run given; name a run's folder, or a configuration with --config",
+    ("analyze", "run", "--only", "kernel"): "--only: there is no analysis 'kernel'; did you mean kernels? choose from",
+    ("analyze", "run", "--layers", "a"): "--layers is 'a'; write numbers such as 0,5",
+    ("analyze", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
+    ("analyze", "run", "--windows", "0"): "Invalid value '0' for '--windows'",
+    ("analyze", "--config", "tiny.yml pos_emb=alibis", "-o", "out"): "alibi",
     ("evaluate", "run", "--tasks", ","): "tasks is []; it must be a list of at least 1",
     ("generate", "nowhere", "-p", "a"): "nowhere: no such folder",
     ("generate", "run", "-p", "a", "--top-p", "0"): "line: top_p is 0.0; it must be greater than 0",

@@ -53,6 +53,8 @@ def _remark(looked: Looked) -> str:
         return f"The theorem speaks of the bias alone, not of what {position.score_processor} makes of it."
     if any(type(each.encoding).overrides("contextual") for each in looked.encodings):
         return "The theorem speaks of the bias alone, not of terms that depend on queries and keys."
+    if position.randomized_positions is not None:
+        return f"Distances are those of positions, drawn from {position.randomized_positions:,}."
     return ""
 
 
