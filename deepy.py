@@ -481,6 +481,8 @@ def evaluate(
 
       ./deepy.py evaluate runs/kerple --tasks lambada_openai,piqa --lengths 1x,4x
 
+    A run that learned a task (docs/tasks.md) is asked that task: its accuracy at lengths of the input.
+
     With --tasks a length is the most tokens that the model sees at once; it is the training's if none is given.
 
     A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.

@@ -70,7 +70,7 @@ SLOW = (
     *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),
     "parallel/test_processes.py",
     *("training/test_kills.py", "training/test_loop.py", "training/test_methods.py", "training/test_processes.py"),
-    *("training/test_watch.py", "training/test_bad_loss.py"),
+    *("training/test_watch.py", "training/test_bad_loss.py", "training/test_tasks.py"),
 )
 """Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
 

@@ -27,6 +27,7 @@ STARTED_BY = (
     "training/test_kills.py",
     "training/test_layouts.py",
     "training/test_processes.py",
+    "training/test_tasks.py",
     "training/test_watch.py",
 )
 """Files whose tests start ranks."""
