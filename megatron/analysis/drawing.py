@@ -147,8 +147,10 @@ def map_grid(
             axes.tick_params(labelsize=6, length=2)
             axes.locator_params(nbins=3)
             axes.spines[["top", "right"]].set_visible(False)
-            named = f"{kind}, " if column == 0 and not (narrow and len(lengths) > 2 and len(kind) > 12) else ""
-            axes.set_title(f"{named}{length:,}", loc="left", fontsize=7.5, pad=2.5)
+            if narrow and column:  # the same numbers as below
+                axes.set_yticklabels([])
+            named = f"{kind}, " if column == 0 else ""
+            axes.set_title(f"{named}{length:,}", loc="left", fontsize=6.6 if narrow else 7.5, pad=2.5)
         bar = figure.colorbar(image, cax=figure.add_subplot(grid[row, -1]))
         bar.ax.tick_params(labelsize=6, length=2)
         bar.outline.set_visible(False)

@@ -78,7 +78,7 @@ def _picture(name: str, drawn: list[Taps]) -> Picture:
         from megatron.analysis.drawing import colour_bar, heat, panels, png, scale, titled
 
         figure, axes = panels(len(drawn), narrow, columns=2, width=5.0, height=1.9)
-        figure.suptitle(f"{name}: what the processor adds to S + B", x=0.01, ha="left", fontsize=9)
+        figure.suptitle(f"{name}\nwhat the processor adds to S + B", x=0.01, ha="left", fontsize=9)
         for panel, taps in zip(axes, drawn, strict=True):
             outputs, inputs, width = taps.mean.shape
             values = taps.mean.reshape(outputs, inputs * width).numpy()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture
 from megatron.analysis.maps import KINDS, SIDE, Maps, layer_maps
 
-NAMED = {"score": "score", "bias": "bias", "processor": "added by the processor", "attention": "attention"}
+NAMED = {"score": "score", "bias": "bias", "processor": "processor adds", "attention": "attention"}
 MOST_PANELS = 5
 """Lengths that a picture puts side by side."""
 
