@@ -232,35 +232,30 @@ def answers(
     """
     import torch
 
-    from megatron.evaluation.perplexity import BATCH_TOKENS, out_of_memory
+    from megatron.evaluation.batching import in_batches
 
     device = next(model.parameters()).device
     sequences, places = drawn.tokens.shape
     last = places - int(drawn.asked.any(axis=0).argmax())  # nothing is asked before
-    size = max(1, (batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])) // places)
     losses, correct = np.zeros(drawn.labels.shape), np.zeros(drawn.labels.shape, dtype=bool)
     done = 0
-    while done < sequences:
-        rows = slice(done, min(done + size, sequences))
+
+    @torch.inference_mode()
+    def take(rows: slice) -> None:
         tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (drawn.tokens, drawn.labels))
-        try:
-            with torch.inference_mode():
-                logits = model(tokens, last=last)[:, :, choices.start : choices.stop].float()
-                wanted = labels[:, -last:] - choices.start
-                chances = logits.log_softmax(dim=2).gather(2, wanted[:, :, None])[:, :, 0]
-                losses[rows, -last:] = -chances.double().cpu().numpy()
-                correct[rows, -last:] = (logits.argmax(dim=2) == wanted).cpu().numpy()
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            if size == 1:
-                raise RunError(
-                    f"one sequence of {places:,} tokens does not fit the memory of {device}; use shorter lengths"
-                ) from None
-            size = (size + 1) // 2
-            continue
-        done = rows.stop
+        logits = model(tokens, last=last)[:, :, choices.start : choices.stop].float()
+        wanted = labels[:, -last:] - choices.start
+        chances = logits.log_softmax(dim=2).gather(2, wanted[:, :, None])[:, :, 0]
+        losses[rows, -last:] = -chances.double().cpu().numpy()
+        correct[rows, -last:] = (logits.argmax(dim=2) == wanted).cpu().numpy()
+
+    def after(count: int) -> None:
+        nonlocal done
+        done += count
         after_batch(done / sequences)
+
+    too_large = f"one sequence of {places:,} tokens does not fit the memory of {device}; use shorter lengths"
+    in_batches(sequences, places, device, take, too_large=too_large, batch_tokens=batch_tokens, after=after)
     return np.where(drawn.asked, losses, 0.0), correct & drawn.counted
 
 

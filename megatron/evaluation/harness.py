@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import RunError
-from megatron.evaluation.perplexity import BATCH_TOKENS, out_of_memory
+from megatron.evaluation.batching import batch_tokens_on, out_of_memory
 from megatron.generation.decode import padded
 from megatron.generation.options import GenerationOptions
 from megatron.generation.writer import Writer
@@ -83,7 +83,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.model, self.tokens_of, self.max_length = model, tokenizer, max_length
         self._device = next(model.parameters()).device
-        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self._device.type, BATCH_TOKENS["cuda"])
+        self.batch_tokens = batch_tokens_on(self._device, batch_tokens)
         self._after = after or (lambda done, total: None)
         self.asked: dict[str, Asked] = {}
         """By the names of tasks."""

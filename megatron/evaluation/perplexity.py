@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from megatron.errors import RunError, UserError
+from megatron.evaluation.batching import in_batches
 from megatron.evaluation.measures import LARGEST_NLL, Scored, Sheet, Targets
 from megatron.evaluation.names import method_name
 from megatron.evaluation.protocols import Cut, Plan
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, float, float], None]
 """Called after every batch with the window length, the work done and the whole work (both in FLOPs)."""
-
-BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
-"""Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
 
 
 def known_lengths(model: "GPT", lengths: Sequence[int]) -> list[int]:
@@ -83,31 +81,24 @@ def window_losses(
         RunError: the device's memory is too small for a single window.
     """
     device = next(model.parameters()).device
-    size = max(1, (batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])) // length)
     losses = np.empty((len(starts), scored), dtype=np.float64)
-    done = 0
-    while done < len(starts):
-        chosen = starts[done : done + size]
+
+    def take(rows: slice) -> None:
         # Input and labels are the same T + 1 tokens, shifted by one.
-        window = torch.from_numpy(stream[chosen[:, None] + np.arange(length + 1)].astype(np.int64)).to(device)
-        try:
-            batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), last=scored)
-            losses[done : done + len(chosen)] = batch.double().cpu().numpy()
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            if size == 1:
-                raise RunError(
-                    f"length {length:,}: one window does not fit the memory of {device}; use shorter lengths or "
-                    "attention_backend=chunked with fewer attention_chunk_rows"
-                ) from None
-            size = (len(chosen) + 1) // 2
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            continue
-        done += len(chosen)
-        if after_batch is not None:
-            after_batch(len(chosen))
+        window = torch.from_numpy(stream[starts[rows, None] + np.arange(length + 1)].astype(np.int64)).to(device)
+        batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), last=scored)
+        losses[rows] = batch.double().cpu().numpy()
+
+    in_batches(
+        len(starts),
+        length,
+        device,
+        take,
+        too_large=f"length {length:,}: one window does not fit the memory of {device}; use shorter lengths or "
+        "attention_backend=chunked with fewer attention_chunk_rows",
+        batch_tokens=batch_tokens,
+        after=after_batch,
+    )
     return losses
 
 
@@ -231,12 +222,6 @@ def about_model(loaded: "LoadedModel") -> dict[str, Any]:
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": _device_name(parameter.device),
     }
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Is this what torch raises where memory does not suffice?"""
-    # On CPU the allocator raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _device_name(device: torch.device) -> str:

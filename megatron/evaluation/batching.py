@@ -1,0 +1,65 @@
+"""Forward passes over more rows than the memory holds at once: as many together as fit, fewer where they do not."""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.errors import RunError
+
+BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+"""Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
+
+
+def batch_tokens_on(device: torch.device, wanted: int | None) -> int:
+    """Input tokens of a forward pass on a device; what is usual there if nothing is wanted."""
+    return wanted or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])
+
+
+def in_batches(
+    rows: int,
+    length: int,
+    device: torch.device,
+    take: Callable[[slice], None],
+    *,
+    too_large: str,
+    batch_tokens: int | None = None,
+    after: Callable[[int], None] | None = None,
+) -> None:
+    """Have all rows taken, consecutive ones together; a batch that the memory refuses is halved, as are those after it.
+
+    Args:
+        rows: how many there are.
+        length: tokens of each.
+        device: where they are computed.
+        take: computes some of them, and keeps what it finds.
+        too_large: what is said when a single row does not fit.
+        batch_tokens: of a batch; at least one row is always taken.
+        after: called with the number of rows of each finished batch.
+
+    Raises:
+        RunError: the device's memory is too small for a single row.
+    """
+    size = max(1, batch_tokens_on(device, batch_tokens) // length)
+    done = 0
+    while done < rows:
+        chosen = slice(done, min(done + size, rows))
+        try:
+            take(chosen)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            if size == 1:
+                raise RunError(too_large) from None
+            size = (chosen.stop - chosen.start + 1) // 2
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            continue
+        done = chosen.stop
+        if after is not None:
+            after(chosen.stop - chosen.start)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Is this what torch raises where memory does not suffice?"""
+    # On CPU the allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
