@@ -6,7 +6,10 @@ from pydantic import BeforeValidator, Field
 
 from megatron.options import Section, key
 
-Protocol = Literal["last", "nonoverlapping", "strided"]
+Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
+PROBES = ("repeated", "passkey")
+"""Protocols that make up what they score."""
+
 Measure = Literal["perplexity", "delta_perplexity", "position"]
 
 
@@ -41,12 +44,14 @@ class EvaluationOptions(Section):
     )
     protocol: Protocol = key(
         "last",
-        "which tokens are scored: last (of windows that end at the same places), nonoverlapping (all, KERPLE's way) or "
-        "strided (the last of windows that follow each other)",
+        "which tokens are scored: last (of windows that end at the same places), nonoverlapping (all, KERPLE's way), "
+        "strided (the last of windows that follow each other); or a probe: repeated (random tokens, copied) or passkey",
     )
     windows: int | None = key(None, "windows per length; 64 (last) or all (the others) if absent", ge=1)
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, Listed] = key(
-        None, "tokens scored per window of last, one number or several; the training length if absent", min_length=1
+        None,
+        "tokens scored per window of last, one number or several; the training length if absent (repeated: 16 copied)",
+        min_length=1,
     )
     stride: int | None = key(None, "tokens from one window of strided to the next, all of them scored", ge=1)
     measures: Annotated[list[Measure] | None, Listed] = key(

@@ -40,9 +40,9 @@ import numpy as np
 
 from megatron.errors import UserError
 from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.options import EvaluationOptions, Protocol
+from megatron.evaluation.options import PROBES, EvaluationOptions, Protocol
 
-PROTOCOLS: tuple[str, ...] = get_args(Protocol)
+PROTOCOLS: tuple[str, ...] = tuple(each for each in get_args(Protocol) if each not in PROBES)
 
 DEFAULT_WINDOWS = 64
 """Windows of `last` when none are asked for: a standard error of about 2% in perplexity on text of code or prose."""

@@ -6,10 +6,7 @@ from pathlib import Path
 
 from megatron.checkpoint.trained import Run, open_run
 from megatron.errors import UserError
-from megatron.evaluation.measures import check_measures
 from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.protocols import Plan, plan_of
-from megatron.evaluation.texts import Text, common_text
 from megatron.files import check_folder
 from megatron.model.placement import check_backend, check_device, check_precision
 from megatron.reports import records as record_files
@@ -25,22 +22,6 @@ class Asked:
     folder: Path | None  # for the results
     kept: tuple[Record, ...]  # which are there already
     alone: bool  # the folder is that of the only run
-
-
-@dataclass(frozen=True)
-class Request(Asked):
-    """Runs that can be put side by side, and the text that they are scored on."""
-
-    text: Text
-    plan: Plan  # the same for all runs
-
-
-def read_request(asked: Asked) -> Request:
-    """The text and the plan of runs that learned a text. Raises UserError if they cannot be put side by side."""
-    text = common_text(asked.runs, asked.options.data)
-    plan = plan_of(asked.options, [run.config.model.seq_length for run in asked.runs], len(text.tokens))
-    check_measures(asked.options, plan)
-    return Request(**vars(asked), text=text, plan=plan)
 
 
 def read_runs(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> Asked:

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from megatron.checkpoint.trained import Run
-from megatron.evaluation.exercise import floors, learned_task, questions
-from megatron.evaluation.exercise import score as score_task
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.provenance import machine, software
-from megatron.evaluation.request import Asked, Request, read_request, read_runs
-from megatron.evaluation.sketch import sketch, sketch_task
+from megatron.evaluation.request import Asked, read_runs
+from megatron.evaluation.sketch import sketch
+from megatron.evaluation.subjects import subject_of
 from megatron.meter import Job, Meter
 from megatron.model.placement import compute_type, find_device
 from megatron.reports import records as record_files
@@ -83,32 +82,15 @@ def evaluate_runs(
         UserError: anything that would keep the runs from being compared, before any work.
         RunError: what fails while scoring; the files of finished runs stay.
     """
-    named = read_runs(runs, options or EvaluationOptions(), output)
-    if learned_task(named.runs):
-        return _evaluate_task(named, names, console, progress)
-    asked = read_request(named)
-    sketches = [sketch(run.name, run.config, asked.plan, asked.options) for run in asked.runs]
+    asked = read_runs(runs, options or EvaluationOptions(), output)
+    subject = subject_of(asked.runs, asked.options)
+    sketches = [sketch(run.name, run.config, subject, asked.options) for run in asked.runs]
     candidates = candidates_of(asked, [(sketched.flops, sketched.note) for sketched in sketches], names)
 
     def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
-        return _score(candidate, loaded, asked, report)
-
-    return measured(asked, candidates, score, console, progress)
-
-
-def _evaluate_task(
-    asked: Asked, names: Sequence[str] | None, console: Console | None, progress: Progress | None
-) -> list[Record]:
-    """As `evaluate_runs`, of runs that learned a task."""
-    options = asked.options
-    wanted = questions(options, [run.config for run in asked.runs])
-    sketches = [sketch_task(run.name, run.config, wanted, options) for run in asked.runs]
-    candidates = candidates_of(asked, [(sketched.flops, sketched.note) for sketched in sketches], names)
-
-    def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
-        about = about_run(candidate, options)
-        found = score_task(loaded, wanted, batch_tokens=options.batch_tokens, progress=report, about=about)
-        return [*found, *(floors(wanted) if candidate is candidates[-1] else ())]
+        about = about_run(candidate, asked.options)
+        found = subject.score(loaded, about=about, batch_tokens=asked.options.batch_tokens, progress=report)
+        return [*found, *(subject.beside() if candidate is candidates[-1] else ())]
 
     return measured(asked, candidates, score, console, progress)
 
@@ -205,29 +187,6 @@ def _trust(candidate: Candidate, loaded: LoadedModel) -> str:
     if loaded.verified:
         return f"{step}, whole by its checksums"
     return f"{step}, which has no manifest: whether its files are as they were written is not known"
-
-
-def _score(candidate: Candidate, loaded: LoadedModel, asked: Request, report: Progress) -> list[Record]:
-    """Score a run's model, and say of the records where it and the text come from."""
-    from megatron.evaluation.perplexity import evaluate
-
-    options, text = asked.options, asked.text
-    about = {
-        **about_run(candidate, options),
-        "dataset": text.name,
-        "text_digest": text.digest,
-        "tokenizer": text.vocabulary.name,
-    }
-    return evaluate(
-        loaded,
-        text.tokens,
-        asked.plan,
-        vocabulary=text.vocabulary,
-        batch_tokens=options.batch_tokens,
-        progress=report,
-        about=about,
-        measures=options.measures or ("perplexity",),
-    )
 
 
 def about_run(candidate: Candidate, options: EvaluationOptions) -> dict[str, Any]:

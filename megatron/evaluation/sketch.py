@@ -1,4 +1,4 @@
-"""What scoring a model will be, known from its configuration: its plan, its cost, and where its positions end."""
+"""What scoring a model will be, known from its configuration: its cost, and where its positions end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.evaluation.exercise import Questions, questions
-from megatron.evaluation.measures import check_measures
 from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.protocols import Plan, plan_of
-from megatron.evaluation.texts import text_of
+from megatron.evaluation.subjects import Subject, subject_of_config
 from megatron.model.placement import check_backend
 
 if TYPE_CHECKING:
@@ -24,26 +21,16 @@ class Sketch:
     """A configuration's model without weights, and what it will be asked."""
 
     model: GPT  # on the meta device: shapes alone
-    plan: Plan | None  # None of a task
-    flops: float  # of scoring the whole plan
+    flops: float  # of scoring it
     note: str | None
     """One line if the model's positions end before the largest length."""
 
 
-def sketch(name: str, config: Config, plan: Plan, options: EvaluationOptions) -> Sketch:
-    """Build the model without weights. Raises UserError if it cannot be scored at any of the plan's lengths."""
-    from megatron.evaluation.perplexity import forward_flops
-
+def sketch(name: str, config: Config, subject: Subject, options: EvaluationOptions) -> Sketch:
+    """Build the model without weights. Raises UserError if it cannot be scored at any of the lengths."""
     model = outline(config, options)
-    note = ending(name, config, model, plan.lengths)  # refuses what has no length to score
-    return Sketch(model, plan, sum(forward_flops(model, plan).values()), note)
-
-
-def sketch_task(name: str, config: Config, asked: Questions, options: EvaluationOptions) -> Sketch:
-    """The same of a model of a task. Raises UserError if it cannot be scored at any of the lengths."""
-    model = outline(config, options)
-    note = ending(name, config, model, [asked.exercise.task.places(length) for length in asked.lengths])
-    return Sketch(model, None, sum(asked.work(model).values()), note)
+    note = ending(name, config, model, subject.places)  # refuses what has no length to score
+    return Sketch(model, sum(subject.work(model).values()), note)
 
 
 def outline(config: Config, options: EvaluationOptions) -> GPT:
@@ -60,12 +47,7 @@ def outline(config: Config, options: EvaluationOptions) -> GPT:
 
 def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:
     """The sketch of a model that is still to be trained. Raises what scoring it would."""
-    if config.data.task is not None:
-        return sketch_task(name, config, questions(options, [config]), options)
-    text = text_of(name, config, options.data)
-    plan = plan_of(options, [config.model.seq_length], len(text.tokens))
-    check_measures(options, plan)
-    return sketch(name, config, plan, options)
+    return sketch(name, config, subject_of_config(name, config, options), options)
 
 
 def ending(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:

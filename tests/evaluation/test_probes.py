@@ -1,0 +1,134 @@
+"""Probes: what stands where, by plain loops; losses against a model that is known; refusals in a line."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron.data.tokenizers import ByteTokenizer
+from megatron.data.vocabulary import Vocabulary
+from megatron.errors import UserError
+from megatron.evaluation.options import EvaluationOptions as Options
+from megatron.evaluation.probes import DEPTHS, Passkey, Probe, Repeated, probe_of
+from megatron.reports.layout import layouts
+
+from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
+from .test_perplexity import ROUNDING, one_loss
+
+SMALL = Vocabulary(VOCABULARY, "small", 3)
+BYTES = ByteTokenizer()
+OF_BYTES = Vocabulary(BYTES.vocab_size, BYTES.name, BYTES.eod)
+
+
+class Copier(nn.Module):
+    """Predicts what followed the last occurrence of the same token within `reach` tokens; else all tokens alike."""
+
+    def __init__(self, vocabulary: int, reach: int) -> None:
+        super().__init__()
+        self.vocabulary, self.reach = vocabulary, reach
+        self.none = nn.Parameter(torch.zeros(1))
+        self.max_length: int | None = None
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, last: int) -> torch.Tensor:
+        losses = torch.full((len(tokens), last), math.log(self.vocabulary))
+        for row, line in enumerate(tokens.tolist()):
+            for number in range(last):
+                at = len(line) - last + number
+                before = [i for i in range(max(0, at - self.reach), at) if line[i] == line[at]]
+                if before and line[before[-1] + 1] == int(labels[row, at]):
+                    losses[row, number] = 0.01
+        return losses
+
+    def flops_per_token(self, length: int) -> float:
+        return 3.0
+
+    def num_parameters(self) -> int:
+        return 0
+
+
+@given(st.integers(1, 6), st.integers(14, 60), st.integers(2, 5))
+def test_the_copy_stands_where_it_should(copied: int, length: int, count: int) -> None:
+    probe = Repeated([length], count, Vocabulary(50, "x", 7), copied)
+    distances = probe.marks(length)
+    assert distances[0] == copied + 1
+    assert distances[-1] == length - copied
+    targets = []
+    for distance in map(int, distances):
+        made = probe.sequences(length, distance)
+        assert made.shape == (count, length + 1)
+        assert made.min() >= 0
+        assert made.max() < 50
+        assert not (made == 7).any(), "the end of documents is no token of a text"
+        for row in made.tolist():
+            assert row[length - copied :] == row[length - copied - distance : length + 1 - distance]
+        targets.append(made[:, -copied:].tolist())
+    assert all(each == targets[0] for each in targets), "every distance asks for the same tokens"
+
+
+def test_a_model_that_copies_so_far_is_seen_to() -> None:
+    probe = Repeated([40, 80], 6, Vocabulary(4000, "x", None), 4)
+    found = probe.score(loaded(Copier(4000, reach=20)), about={})  # type: ignore[arg-type]
+    assert {record.metric for record in found} == {"loss"}
+    for record in found:
+        near = record.place <= 20
+        assert record.value == pytest.approx(0.01 if near else math.log(4000), rel=1e-6)
+        assert (record.axis, record.tokens, record.windows) == ("distance", 24, 6)
+    tables = layouts(found)
+    assert [(table.axis.name, table.records[0].length) for table in tables] == [("distance", 40), ("distance", 80)]
+    assert "below 8.29" in tables[0].notes[-1]
+
+
+@pytest.mark.parametrize("model", [RunningMean(), tiny_gpt(pos_emb="kerple_log")], ids=["running mean", "kerple_log"])
+def test_losses_equal_a_plain_loop(model: nn.Module) -> None:
+    probe = Repeated([16], 3, SMALL, 4)
+    for record in probe.score(loaded(model.eval()), about={}):  # type: ignore[arg-type]
+        rows = probe.sequences(16, record.place)
+        losses = [one_loss(model, row[:at], int(row[at])) for row in rows for at in range(13, 17)]
+        assert record.value == pytest.approx(sum(losses) / 12, abs=ROUNDING)
+        assert record.low <= record.value <= record.high
+
+
+def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
+    probe = Passkey([300], 5, OF_BYTES, BYTES)
+    keys = list(probe.answers)
+    assert probe.marks(300) == DEPTHS
+    assert probe.marks(100) == ()
+    places = []
+    for depth in DEPTHS:
+        texts = [BYTES.decode(row.tolist()) for row in probe.sequences(300, depth)]
+        for key, text in zip(keys, texts, strict=True):
+            assert len(text) == 301
+            assert text.endswith(f"What is the pass key? The pass key is {key}")
+            assert text.count(f"The pass key is {key}. Remember it. {key} is the pass key. ") == 1
+        places.append(texts[0].index("The pass key is"))
+    room = (
+        301
+        - len(f"The pass key is {keys[0]}. Remember it. {keys[0]} is the pass key. ")
+        - len(f"What is the pass key? The pass key is {keys[0]}")
+    )
+    assert places == [round(depth * room) for depth in DEPTHS]
+    assert probe.scored == 6  # a space and five digits
+    assert len(set(keys)) == 5
+
+
+def test_options_of_probes() -> None:
+    def probe(**choices: object) -> Probe:
+        return probe_of(Options(**choices), [64, 128], OF_BYTES, BYTES)
+
+    assert (probe(protocol="repeated").scored, probe(protocol="repeated", targets=8).scored) == (16, 8)
+    assert probe(protocol="repeated", windows=7).count == 7
+    for choices, message in (
+        ({"protocol": "passkey"}, "windows of 64 tokens are too short for it"),
+        ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short for it"),
+        ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
+        ({"protocol": "repeated", "data": "x.txt"}, "data says which text is scored"),
+        ({"protocol": "repeated", "measures": ["position"]}, "measures says which text is scored"),
+        ({"protocol": "passkey", "targets": 4}, "scores the key's digits"),
+    ):
+        with pytest.raises(UserError, match=message):
+            probe(**choices)
+    assert np.array_equal(*(probe(protocol="repeated", windows=2).sequences(128, 40) for _ in range(2)))
