@@ -69,7 +69,7 @@ def attention_mass(
     def see(layer: int, rows: Rows) -> None:
         nonlocal seen
         late = from_row(rows, near - 1)
-        for block, table, share in prepared_blocks(late, block_size(late)):
+        for block, table, share in reversed(prepared_blocks(late, block_size(late))):  # the largest first: see rows.py
             attention = torch.softmax(logits_of(block, table, share), dim=-1)
             sums[layer] += by_distance(attention, block, near).sum(dim=(0, 2), dtype=torch.float64).cpu()
         seen += 1

@@ -52,7 +52,7 @@ def layer_maps(model: GPT, window: np.ndarray, layers: Collection[int], heads: S
         if layer not in layers:
             return
         counts[layer] = torch.zeros(side, side, dtype=torch.float64)
-        for block, table, share in prepared_blocks(rows, block_size(rows)):
+        for block, table, share in reversed(prepared_blocks(rows, block_size(rows))):  # the largest first: see rows.py
             visible = visible_keys(block.query, block.key, rows.q.device, block.window, block.key_mask)
             down = _pooling(block.query.places(rows.q.device), length, side)
             across = _pooling(block.key.places(rows.q.device), length, side)

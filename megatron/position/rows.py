@@ -75,16 +75,20 @@ def attention_in_blocks(
     rows: Rows, size: int, run: Callable[[Rows, Terms | None, Share | None], Tensor] = attention
 ) -> Tensor:
     """The rows in blocks of `size`, each against its causal columns by `run`; what all blocks need is computed once."""
-    outputs = [run(*block) for block in prepared_blocks(rows, size)]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    blocks = prepared_blocks(rows, size)
+    # The last block has the most columns. Where nothing is kept for a backward pass it comes first, so that what an
+    # allocator took for its maps serves all others: in rising order each is a little too large for what the one before
+    # left, and memory grows with T². A backward pass goes from the last to the first by itself.
+    falling = not torch.is_grad_enabled()
+    outputs = [run(*block) for block in (reversed(blocks) if falling else blocks)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1] if falling else outputs, dim=2)
 
 
-def prepared_blocks(rows: Rows, size: int) -> Iterator[tuple[Rows, Terms | None, Share | None]]:
+def prepared_blocks(rows: Rows, size: int) -> list[tuple[Rows, Terms | None, Share | None]]:
     """The rows in blocks of `size`, each with what is computed once for all of them: its arguments of `attention`."""
     table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
     share = share_for(rows.processor, table, rows.query, rows.key, rows.key_mask, rows.window)
-    for block in row_blocks(rows, size):
-        yield block, table, share
+    return [(block, table, share) for block in row_blocks(rows, size)]
 
 
 def row_blocks(rows: Rows, size: int) -> Iterator[Rows]:
