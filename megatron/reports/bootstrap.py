@@ -42,7 +42,7 @@ def resampled(
         float64 [K, resamples]; None if fewer than two blocks have a token that counts in every row: one sample says
         nothing of its own scatter.
     """
-    counts = np.broadcast_to(counts, sums.shape)
+    counts = np.atleast_2d(counts)
     with_tokens = (counts > 0).all(axis=0)  # the others would change nothing but the number of draws
     sums, counts = sums[:, with_tokens], counts[:, with_tokens]
     blocks = counts.shape[1]
@@ -53,8 +53,10 @@ def resampled(
     step = max(1, CHUNK // blocks)
     for begin in range(0, resamples, step):
         drawn = generator.integers(blocks, size=(min(step, resamples - begin), blocks))
-        for row, of_row, tokens in zip(means, sums, counts, strict=True):
-            row[begin : begin + len(drawn)] = of_row[drawn].sum(axis=1) / tokens[drawn].sum(axis=1)
+        taken = slice(begin, begin + len(drawn))
+        for row, of_row in zip(means, sums, strict=True):
+            row[taken] = of_row[drawn].sum(axis=1)
+        means[:, taken] /= np.stack([tokens[drawn].sum(axis=1) for tokens in counts])
     return means
 
 

@@ -7,7 +7,6 @@ The paper gives no δ, and "every n" cannot be tried: what is told is
     its largest size over n > m      with the δ and the largest n
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.reports.grids import Grid
@@ -23,13 +22,10 @@ class Extrapolation:
     method: str
     ratios: dict[int, float]
     """n → r_n of the mean over seeds, for n above the training length."""
+    worst: int
+    """The n at which r_n is largest in size."""
     interval: tuple[float, float] | None
-    """95% of the r_n that is largest in size, by bootstrap; for one seed."""
-
-    @property
-    def worst(self) -> int:
-        """The n at which r_n is largest in size."""
-        return max(self.ratios, key=lambda n: abs(self.ratios[n]))
+    """95% of that r_n, by bootstrap; for one seed."""
 
     def holds(self, delta: float) -> bool:
         """Is every r_n below δ in size?"""
@@ -47,21 +43,27 @@ def extrapolation(layout: Layout) -> list[Extrapolation]:
     found = []
     for method in layout.methods:
         base = layout.cells.get((method, trained))
+        if base is None:
+            continue
         ratios = {
             round(place): layout.cells[method, place].mean / base.mean - 1
             for place in layout.places
-            if base is not None and place > trained and (method, place) in layout.cells
+            if place > trained and (method, place) in layout.cells
         }
         if not ratios:
             continue
-        one = Extrapolation(method, ratios, None)
-        records = [each for each in layout.records if (each.method, each.length) == (method, one.worst)]
-        interval = None
-        if len(records) == 1 and records[0].change_from == trained:
-            low, high = records[0].change_low, records[0].change_high
-            interval = None if low is None or high is None else (low - 1, high - 1)
-        found.append(Extrapolation(method, ratios, interval))
+        worst = max(ratios, key=lambda n: abs(ratios[n]))
+        found.append(Extrapolation(method, ratios, worst, _interval(layout, method, worst)))
     return found
+
+
+def _interval(layout: Layout, method: str, length: int) -> tuple[float, float] | None:
+    """That of the change from the training length, minus 1, if there is one run and one is known."""
+    records = [each for each in layout.records if (each.method, each.length) == (method, length)]
+    if len(records) > 1 or records[0].change_from != layout.train_length:
+        return None
+    low, high = records[0].change_low, records[0].change_high
+    return None if low is None or high is None else (low - 1, high - 1)
 
 
 def grid(layout: Layout, delta: float = DELTA) -> Grid | None:
@@ -69,7 +71,7 @@ def grid(layout: Layout, delta: float = DELTA) -> Grid | None:
     found = sorted(extrapolation(layout), key=lambda each: -abs(each.ratios[each.worst]))
     if not found:
         return None
-    rows: list[tuple[str, Sequence[str]]] = []
+    rows = []
     for each in found:
         value = f"{each.ratios[each.worst]:+.1%}"
         if each.interval is not None:
@@ -80,7 +82,7 @@ def grid(layout: Layout, delta: float = DELTA) -> Grid | None:
         title=f"Extrapolation beyond {layout.train_length:,} tokens, protocol {layout.protocol}",
         corner="method",
         heads=("r of the largest size", "at", f"extrapolates (|r| < {delta:g})"),
-        rows=tuple((name, tuple(cells)) for name, cells in rows),
+        rows=tuple(rows),
         notes=(
             f"r is perplexity over that at {layout.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; the "
             "paper gives no bound).",

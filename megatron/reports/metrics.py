@@ -11,6 +11,9 @@ from typing import Literal
 
 from megatron.suggest import choose_from
 
+LARGEST_NLL = 700.0
+"""Nats per token that still have a perplexity: exp overflows at 709."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -216,6 +219,11 @@ def find(name: str) -> Metric:
     if name not in METRICS:
         raise ValueError(f"{name!r} is no metric; {choose_from(name, METRICS)}")
     return METRICS[name]
+
+
+def bounded_exp(nats: float) -> float:
+    """e to that power, or to the largest that has a perplexity: the end of an interval may lie beyond."""
+    return math.exp(min(nats, LARGEST_NLL))
 
 
 def number(value: float) -> str:

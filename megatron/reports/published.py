@@ -16,7 +16,6 @@ import numpy as np
 from megatron.reports.bootstrap import RESAMPLES, SEED, quantiles, resampled
 from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout, multiple
-from megatron.reports.metrics import Metric
 from megatron.reports.records import Record
 
 FEW = RESAMPLES // 10
@@ -54,7 +53,7 @@ def grids(published: Published, layouts: Sequence[Layout]) -> list[Grid]:
         for layout in layouts
         if layout.metric.name == published.metric
         and layout.axis.name == "length"
-        and len(set(layout.methods) & set(published.rows)) > 0
+        and not published.rows.keys().isdisjoint(layout.methods)
     ]
     return [_grid(published, layout) for layout in fitting]
 
@@ -103,16 +102,14 @@ def _draws(layout: Layout, methods: Sequence[str], place: float) -> np.ndarray |
         drawn = np.random.Generator(np.random.PCG64(SEED)).integers(len(seeds), size=(FEW, len(seeds)))
         return values[:, drawn].mean(axis=2)
     alone = [next(iter(each.values())) for each in runs]
-    sums = [record.block_sums for record in alone]
-    if None in sums or len({(len(each or ()), record.tokens) for each, record in zip(sums, alone, strict=True)}) > 1:
+    counts = alone[0].block_counts
+    if counts is None or any(record.block_counts != counts for record in alone):
         return None
-    blocks = len(sums[0] or ())
-    counts = np.array(alone[0].block_tokens or [alone[0].tokens // blocks] * blocks)
-    return resampled(np.array(sums), counts, resamples=FEW)
+    return resampled(np.array([record.block_sums for record in alone]), np.array(counts), resamples=FEW)
 
 
 def _grid(published: Published, layout: Layout) -> Grid:
-    metric: Metric = layout.metric
+    metric = layout.metric
     agreed = {each.multiple: each for each in agreement(published, layout)}
     multiples = [length / published.train_length for length in published.lengths]
     rows = []

@@ -36,6 +36,9 @@ RESULTS = "results.json"
 LENGTH = ("axis", "length")
 """What files leave out."""
 
+APART = ("block_sums", "block_tokens", "remark")
+"""Fields that are lists or sentences, which tables of fields leave out."""
+
 
 class Record(BaseModel):
     """What one model scored at one length. Frozen; unknown fields, NaN and infinities are refused."""
@@ -45,7 +48,9 @@ class Record(BaseModel):
     method: str = Field(min_length=1, description="name of the row: position encoding or sweep variant")
     train_length: int = Field(ge=1, description="tokens per training sequence")
     length: int = Field(ge=1, description="tokens the model is given at once, the scored ones included")
-    protocol: str = Field(min_length=1, description="how tokens were chosen and scored: last or nonoverlapping")
+    protocol: str = Field(
+        min_length=1, description="how tokens were chosen and scored: last, nonoverlapping, strided, a probe, a task"
+    )
     metric: str = Field(description="what was measured; in files this is the name that the value stands under")
     value: float = Field(description="the measured value")
     tokens: int = Field(ge=1, description="tokens scored, each counted once")
@@ -112,6 +117,8 @@ class Record(BaseModel):
             change = getattr(self, name)
             if change is not None and metric.compared == "ratio" and change <= 0:
                 raise ValueError(f"{name} is a ratio and must be greater than 0, not {change:g}")
+        if self.block_tokens is not None and len(self.block_tokens) != len(self.block_sums or ()):
+            raise ValueError("block_tokens must be as many as block_sums")
         return self
 
     def replace(self, **fields: Any) -> "Record":
@@ -127,6 +134,14 @@ class Record(BaseModel):
     def at(self) -> float:
         """Where the value stands on its axis."""
         return self.length if self.place is None else self.place
+
+    @property
+    def block_counts(self) -> list[int] | None:
+        """Tokens of each block whose sum is kept, or None if none is."""
+        if not self.block_sums:
+            return None
+        blocks = len(self.block_sums)
+        return self.block_tokens or [self.tokens // blocks] * blocks
 
     @property
     def bootstrapped(self) -> tuple[float, float] | None:
@@ -198,10 +213,6 @@ def _columns(given: Iterable[str]) -> list[str]:
         if field != "metric":
             columns += dict.fromkeys(_names(metric).get(field, field) for metric in given)
     return columns
-
-
-APART = ("block_sums", "block_tokens", "remark")
-"""Fields that are lists or sentences, which tables of fields leave out."""
 
 
 def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> list[Record]:

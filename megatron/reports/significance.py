@@ -22,7 +22,7 @@ from megatron.errors import UserError
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout
-from megatron.reports.metrics import Metric
+from megatron.reports.metrics import Metric, bounded_exp
 from megatron.reports.records import Record
 from megatron.suggest import choose_from
 
@@ -31,7 +31,7 @@ DAGGER = "†"
 
 
 @dataclass(frozen=True)
-class Test:
+class TTest:
     """A paired two-sided t-test over seeds."""
 
     t: float
@@ -52,8 +52,8 @@ class Comparison:
     """How the method differs from the other: the ratio of the (geometric) means, or the difference of the means."""
     interval: tuple[float, float] | None = None
     """Of the change, 95%, by bootstrap; for one seed."""
-    values: Test | None = None
-    logarithms: Test | None = None
+    values: TTest | None = None
+    logarithms: TTest | None = None
 
     @property
     def significant(self) -> bool:
@@ -108,12 +108,12 @@ def compare(layout: Layout, against: str) -> list[Comparison]:
             ours, theirs = runs.get((method, place), {}), runs.get((against, place), {})
             seeds = sorted(ours.keys() & theirs.keys())
             if method != against and seeds:
-                found.append(_one(layout, [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]))
+                found.append(_compared(layout.metric, [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]))
     return _corrected(found)
 
 
-def _one(layout: Layout, ours: Sequence[Record], theirs: Sequence[Record]) -> Comparison:
-    metric = layout.metric
+def _compared(metric: Metric, ours: Sequence[Record], theirs: Sequence[Record]) -> Comparison:
+    """One method against another at one place, by records of the same seeds in the same order."""
     a, b = (np.array([record.value for record in records]) for records in (ours, theirs))
     ratio = metric.compared == "ratio"
     change = float(np.exp(np.mean(np.log(a) - np.log(b)))) if ratio else float(np.mean(a - b))
@@ -128,29 +128,26 @@ def over_blocks(ours: Record, theirs: Record) -> tuple[float, float] | None:
 
     None if the records do not keep the sums of their blocks, or there are fewer than two.
     """
-    if ours.block_sums is None or theirs.block_sums is None or ours.target_digest != theirs.target_digest:
+    counts = ours.block_counts
+    if counts is None or counts != theirs.block_counts or ours.target_digest != theirs.target_digest:
         return None
-    blocks = len(ours.block_sums)
-    if len(theirs.block_sums) != blocks or ours.tokens != theirs.tokens or ours.block_tokens != theirs.block_tokens:
-        return None
-    counts = np.array(ours.block_tokens or [ours.tokens // blocks] * blocks)
-    draws = resampled(np.array([ours.block_sums, theirs.block_sums]), counts)
+    draws = resampled(np.array([ours.block_sums, theirs.block_sums]), np.array(counts))
     if draws is None:
         return None
     low, high = quantiles(draws[0] - draws[1])
-    return math.exp(min(low, 700.0)), math.exp(min(high, 700.0))
+    return bounded_exp(low), bounded_exp(high)
 
 
-def _t_test(a: np.ndarray, b: np.ndarray) -> Test:
+def _t_test(a: np.ndarray, b: np.ndarray) -> TTest:
     """Of pairs [seeds]. Equal differences are no chance at all (or none to speak of): p is 0, or 1 where all are 0."""
     differences = a - b
     if np.ptp(differences) <= 1e-12 * max(1.0, float(np.abs(a).max())):
         none = abs(float(differences.mean())) <= 1e-12 * max(1.0, float(np.abs(a).max()))
-        return Test(0.0 if none else math.copysign(math.inf, float(differences.mean())), 1.0 if none else 0.0)
+        return TTest(0.0 if none else math.copysign(math.inf, float(differences.mean())), 1.0 if none else 0.0)
     from scipy import stats  # takes a second to import
 
     result = stats.ttest_rel(a, b)
-    return Test(float(result.statistic), float(result.pvalue))
+    return TTest(float(result.statistic), float(result.pvalue))
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -85,6 +85,13 @@ def test_interval_is_symmetric_in_nats() -> None:
     assert made().interval is None
 
 
+def test_tokens_of_blocks() -> None:
+    assert made().block_counts is None
+    assert made(block_sums=[]).block_counts is None
+    assert made(block_sums=[5.0, 6.0], tokens=8).block_counts == [4, 4]
+    assert made(block_sums=[5.0, 6.0], block_tokens=[3, 5], tokens=8).block_counts == [3, 5]
+
+
 def test_the_bootstrap_interval_comes_first() -> None:
     both = made(stderr=0.5, perplexity_low=5.0, perplexity_high=6.5)
     assert both.interval == both.bootstrapped == (5.0, 6.5)
@@ -120,6 +127,7 @@ def test_a_change_is_judged_by_its_interval(change: float, ends: tuple[float, fl
         (json.dumps([{**MINIMAL, "perplexity": "5"}]), "record 1: perplexity = '5'"),
         (json.dumps([{**MINIMAL, "length": 0}]), "record 1: length = 0"),
         (json.dumps([MINIMAL]).replace("5.5", "NaN"), "record 1: perplexity = nan"),
+        (json.dumps([{**MINIMAL, "block_sums": [1.0, 2.0], "block_tokens": [9]}]), "block_tokens must be as many as"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, content: str, message: str) -> None:
