@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.errors import UserError
+from megatron.errors import RunError, UserError
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.protocols import Cut, Plan
 from megatron.reports.bootstrap import quantiles, resampled
+from megatron.reports.metrics import LARGEST_NLL, bounded_exp
 from megatron.reports.records import Record
-
-LARGEST_NLL = 700.0
-"""Nats per token that still have a perplexity: exp overflows at 709."""
 
 MOST_BLOCKS = 4096
 """Records keep the sums of their blocks up to so many."""
@@ -57,19 +55,25 @@ class Scored(NamedTuple):
     about: Mapping[str, Any]  # fields of records: what the scoring took
 
 
-def summarize(losses: np.ndarray, counted: np.ndarray | None = None) -> Summary:
-    """Mean and standard error of losses [blocks, targets].
+class Row(NamedTuple):
+    """What is kept of one length."""
+
+    summary: Summary
+    sums: np.ndarray  # of the losses that count, float64 [blocks]
+    about: Mapping[str, Any]  # fields of its records
+
+
+def summary_of(sums: np.ndarray, counts: np.ndarray) -> Summary:
+    """Mean and standard error of losses that are summed over blocks.
 
     The standard error treats blocks as the independent samples: neighbouring tokens share their context and their
     subject, blocks far apart do not. With unequal counts per block it is that of a ratio estimate.
 
     Args:
-        losses: float64 [blocks, targets].
-        counted: bool [blocks, targets], False for targets to leave out; all count if None.
+        sums: of the losses that count, float64 [blocks].
+        counts: how many those are, int [blocks].
     """
-    counted = np.ones(losses.shape, dtype=bool) if counted is None else counted
-    sums, counts = np.where(counted, losses, 0.0).sum(axis=1), counted.sum(axis=1)
-    tokens, blocks = int(counts.sum()), len(losses)
+    tokens, blocks = int(counts.sum()), len(sums)
     nll = float(sums.sum() / tokens)
     if blocks < 2:
         return Summary(nll, None, tokens)
@@ -117,30 +121,32 @@ class Sheet:
         self.plan, self.cut, self.targets, self.train_length, self.measures = plan, cut, targets, train_length, measures
         self.about = {"protocol": plan.protocol, "blocks": cut.blocks, "target_digest": targets.digest, **about}
         self.counts = targets.counted.sum(axis=1)
-        self.summaries: list[Summary] = []
-        self.sums: list[np.ndarray] = []
-        self.scored: list[tuple[int, Mapping[str, Any]]] = []
+        self.rows: list[Row] = []
         self.by_position: list[Record] = []
 
-    def add(self, scored: Scored) -> Summary:
-        """Take the losses of the next length, which are not kept."""
-        summary = summarize(scored.losses, self.targets.counted)
-        self.summaries.append(summary)
-        self.sums.append(np.where(self.targets.counted, scored.losses, 0.0).sum(axis=1))
+    def add(self, scored: Scored) -> None:
+        """Take the losses of the next length, which are not kept. Raises RunError if they have no perplexity."""
+        sums = np.where(self.targets.counted, scored.losses, 0.0).sum(axis=1)
+        summary = summary_of(sums, self.counts)
+        # Such a model predicts nothing, and a table could not hold it.
+        if not math.isfinite(summary.nll) or summary.nll > LARGEST_NLL:
+            where = f"{self.about['method']}: the loss at length {scored.length:,}"
+            raise RunError(f"{where} is {summary.nll}, no perplexity to report")
         about = {
             **scored.about,
             "length": scored.length,
             "targets": self.cut.scored[scored.length],
             "windows": self.plan.windows(scored.length),
         }
-        self.scored.append((scored.length, about))
+        self.rows.append(Row(summary, sums, about))
         if "position" in self.measures:
             self.by_position += self._by_position(scored, about)
-        return summary
 
     def records(self) -> list[Record]:
-        """What is told, in the order of the measures that were asked for."""
-        draws = resampled(np.stack(self.sums), self.counts)
+        """What is told, in the order of the measures that were asked for; nothing if no length was scored."""
+        if not self.rows:
+            return []
+        draws = resampled(np.stack([row.sums for row in self.rows]), self.counts)
         told: dict[str, Callable[[], list[Record]]] = {
             "perplexity": lambda: list(self._perplexity(draws)),
             "delta_perplexity": lambda: list(self._gains(draws)),
@@ -149,20 +155,16 @@ class Sheet:
         return [record for measure in self.measures for record in told[measure]()]
 
     def _perplexity(self, draws: np.ndarray | None) -> Iterator[Record]:
-        first = self.summaries[0]
-        kept: dict[str, Any] = {}
-        if 2 <= self.cut.blocks <= MOST_BLOCKS and len(set(self.counts.tolist())) > 1:
-            kept["block_tokens"] = self.counts.tolist()
-        for row, (summary, sums, (_, about)) in enumerate(zip(self.summaries, self.sums, self.scored, strict=True)):
-            uncertain: dict[str, Any] = dict(kept)
-            if 2 <= self.cut.blocks <= MOST_BLOCKS:
-                uncertain["block_sums"] = [round(float(each), 6) for each in sums]
+        first = self.rows[0]
+        for number, (summary, sums, about) in enumerate(self.rows):
+            uncertain = self._blocks(sums)
             if draws is not None:
-                uncertain |= _interval("", map(exp, quantiles(draws[row])))
-            if row > 0:
-                uncertain |= {"change": exp(summary.nll - first.nll), "change_from": self.scored[0][0]}
+                uncertain |= _interval("", map(bounded_exp, quantiles(draws[number])))
+            if number > 0:
+                change = bounded_exp(summary.nll - first.summary.nll)
+                uncertain |= {"change": change, "change_from": first.about["length"]}
                 if draws is not None:
-                    uncertain |= _interval("change_", map(exp, quantiles(draws[row] - draws[0])))
+                    uncertain |= _interval("change_", map(bounded_exp, quantiles(draws[number] - draws[0])))
             yield Record(
                 **self.about,
                 **about,
@@ -175,21 +177,29 @@ class Sheet:
                 **uncertain,
             )
 
+    def _blocks(self, sums: np.ndarray) -> dict[str, Any]:
+        """What records keep of blocks, to be compared with those of other methods."""
+        if not 2 <= self.cut.blocks <= MOST_BLOCKS:
+            return {}
+        kept: dict[str, Any] = {"block_sums": [round(float(each), 6) for each in sums]}
+        if np.ptp(self.counts) > 0:
+            kept["block_tokens"] = self.counts.tolist()
+        return kept
+
     def _gains(self, draws: np.ndarray | None) -> Iterator[Record]:
         """ΔP and the log-ratio, at every length but the first."""
-        first = self.summaries[0]
-        for row, (summary, (_, about)) in enumerate(zip(self.summaries, self.scored, strict=True)):
-            if row == 0:
-                continue
+        first = self.rows[0].summary
+        for number, (summary, _, about) in enumerate(self.rows[1:], start=1):
             shared = {**self.about, **about, "tokens": summary.tokens}
             found = {
-                "delta_perplexity": exp(first.nll) - exp(summary.nll),
+                "delta_perplexity": math.exp(first.nll) - math.exp(summary.nll),
                 "log_ratio": first.nll - summary.nll,
             }
             for metric, value in found.items():
                 uncertain: dict[str, Any] = {}
                 if draws is not None:
-                    gains = draws[0] - draws[row] if metric == "log_ratio" else np.exp(draws[0]) - np.exp(draws[row])
+                    ours, local = draws[number], draws[0]
+                    gains = local - ours if metric == "log_ratio" else np.exp(local) - np.exp(ours)
                     uncertain = _interval("", quantiles(gains))
                 yield Record(**shared, metric=metric, value=value, **uncertain)
 
@@ -198,23 +208,23 @@ class Sheet:
         counted = self.targets.counted.reshape(losses.shape)
         ends = position_bins(self.train_length, scored.length)
         parts = [np.s_[:, :, start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        draws = resampled(
-            np.stack([np.where(counted[part], losses[part], 0.0).sum(axis=(1, 2)) for part in parts]),
-            np.stack([counted[part].sum(axis=(1, 2)) for part in parts]),
-        )
-        for number, (end, part) in enumerate(zip(ends, parts, strict=True)):
-            if not counted[part].any():
+        sums = np.stack([np.where(counted[part], losses[part], 0.0).sum(axis=(1, 2)) for part in parts])
+        counts = np.stack([counted[part].sum(axis=(1, 2)) for part in parts])
+        draws = resampled(sums, counts)
+        for number, end in enumerate(ends):
+            if not counts[number].any():
                 continue
-            blocks = self.cut.blocks
-            summary = summarize(losses[part].reshape(blocks, -1), counted[part].reshape(blocks, -1))
-            uncertain: dict[str, Any] = {} if draws is None else _interval("", map(exp, quantiles(draws[number])))
+            summary = summary_of(sums[number], counts[number])
+            uncertain: dict[str, Any] = (
+                {} if draws is None else _interval("", map(bounded_exp, quantiles(draws[number])))
+            )
             yield Record(
                 **self.about,
                 **about,
                 axis="position",
                 place=float(end),
                 metric="perplexity",
-                value=exp(summary.nll),
+                value=bounded_exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
@@ -241,11 +251,6 @@ def position_bins(train_length: int, length: int) -> list[int]:
         ends.add(end)
         end *= 2
     return sorted(each for each in ends if each <= length)
-
-
-def exp(nats: float) -> float:
-    """e to that power, or to the largest that floats hold."""
-    return math.exp(min(nats, LARGEST_NLL))  # the upper end of an interval may lie beyond
 
 
 def _interval(prefix: str, ends: Iterable[float]) -> dict[str, float]:

@@ -27,6 +27,7 @@ import numpy as np
 from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import RunError, UserError
+from megatron.evaluation.measures import summary_of
 from megatron.evaluation.options import EvaluationOptions
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.records import Record
@@ -307,11 +308,9 @@ def probe_of(options: EvaluationOptions, lengths: Sequence[int], vocabulary: Voc
 
 def _measured(losses: np.ndarray) -> dict[str, Any]:
     """Value and interval of losses [N, targets]; sequences are the independent samples."""
-    from megatron.evaluation.measures import summarize
-
-    summary = summarize(losses)
+    sums, counts = losses.sum(axis=1), np.full(len(losses), losses.shape[1])
+    summary, draws = summary_of(sums, counts), resampled(sums[None], counts)
     found: dict[str, Any] = {"value": summary.nll, "nll": summary.nll, "tokens": summary.tokens}
-    draws = resampled(losses.sum(axis=1)[None], np.full(len(losses), losses.shape[1]))
     if draws is not None:
         low, high = quantiles(draws[0])
         found |= {"stderr": summary.stderr, "low": low, "high": high}

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import RunError, UserError
-from megatron.evaluation.measures import summarize
+from megatron.evaluation.measures import summary_of
 from megatron.evaluation.options import EvaluationOptions as Options
 from megatron.evaluation.perplexity import window_losses
 from megatron.evaluation.protocols import default_targets
@@ -201,10 +201,11 @@ def test_what_a_record_says() -> None:
     assert (record.dtype, record.device) == ("float32", "cpu")
 
 
-def test_a_loss_that_is_not_finite_is_an_error(running_mean: RunningMean) -> None:
+@pytest.mark.parametrize("choices", [{}, {"protocol": "nonoverlapping", "measures": ["position"]}])
+def test_a_loss_that_is_not_finite_is_an_error(running_mean: RunningMean, choices: dict[str, Any]) -> None:
     running_mean.output.bias.data[0] = math.nan
     with pytest.raises(RunError, match="rotary: the loss at length 8 is nan"):
-        scored(loaded(running_mean), STREAM, Options(lengths=[8]))
+        scored(loaded(running_mean), STREAM, Options(lengths=[8], **choices))
 
 
 def test_a_model_whose_positions_end_is_scored_up_to_there_on_the_targets_of_the_others() -> None:
@@ -225,13 +226,13 @@ def test_one_block_has_no_interval(running_mean: RunningMean) -> None:
     assert long.change == pytest.approx(long.value / short.value)
 
 
-def test_summarize_against_the_formula_for_equal_blocks() -> None:
+def test_a_summary_against_the_formula_for_equal_blocks() -> None:
     losses = np.random.default_rng(1).normal(2, 1, (11, 6))
-    summary = summarize(losses)
+    summary = summary_of(losses.sum(axis=1), np.full(11, 6))
     means = losses.mean(1)
     assert summary.nll == pytest.approx(losses.mean())
     assert summary.stderr == pytest.approx(means.std(ddof=1) / math.sqrt(11))
-    assert summarize(losses[:1]).stderr is None
+    assert summary_of(losses[:1].sum(axis=1), np.array([6])).stderr is None
 
 
 def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
@@ -240,7 +241,7 @@ def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
     for _ in range(400):
         blocks = generator.normal(0, 1, (32, 1)) + generator.normal(0, 0.5, (32, 8))  # tokens of a block are alike
         counted = generator.random((32, 8)) < 0.8
-        summary = summarize(blocks, counted)
+        summary = summary_of(np.where(counted, blocks, 0.0).sum(axis=1), counted.sum(axis=1))
         means.append(summary.nll)
         errors.append(summary.stderr)
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.12)
