@@ -34,6 +34,7 @@ class Transduction(Task):
         0, "compute tokens between input and placeholders, for each token of the input", ge=0, le=1000
     )
 
+    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     note = (
         "The model is a causal decoder, in which a token of the input sees only those before it; the papers' network "
         "is an encoder, in which each sees all. Compare the order of methods with theirs, never single numbers."

@@ -14,7 +14,6 @@ class BinaryAddition(Transduction):
     """
 
     title = "the sum of two numbers in binary, least significant bit first"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "C"
     inputs = 3
     outputs = 3

@@ -10,7 +10,6 @@ class BucketSort(Transduction):
     """n symbols of 0 to 4; the same, sorted."""
 
     title = "n symbols of five, sorted"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "C"
     order_free = True
     inputs = 5

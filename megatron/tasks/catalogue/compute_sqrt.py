@@ -12,7 +12,6 @@ class ComputeSqrt(Transduction):
     """n bits of a number that is uniform on 1 … 2^n − 1, most significant first; ⌊√x⌋ in exactly ⌈n/2⌉ bits."""
 
     title = "the integer part of a square root in binary, most significant bit first"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "C"
     inputs = 2
     outputs = 2

@@ -10,7 +10,6 @@ class CycleNavigation(Transduction):
     """n moves on a circle of five places, 0 backwards, 1 none and 2 forwards; the place where they end."""
 
     title = "where n steps back, none or forward on a circle of five places end"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "R"
     order_free = True
     inputs = 3

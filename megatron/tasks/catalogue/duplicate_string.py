@@ -10,7 +10,6 @@ class DuplicateString(Transduction):
     """n bits; the same twice, so 2n outputs."""
 
     title = "n bits twice"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "C"
     inputs = 2
     outputs = 2

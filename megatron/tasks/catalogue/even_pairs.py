@@ -1,4 +1,4 @@
-"""Even pairs: do as many neighbours differ as is even?"""
+"""Even pairs: is the number of neighbours that differ even or odd?"""
 
 import numpy as np
 
@@ -10,7 +10,6 @@ class EvenPairs(Transduction):
     """n bits; the parity of the number of unequal neighbours, which is whether the first and the last differ."""
 
     title = "is the number of unequal neighbours among n bits odd"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "R"
     inputs = 2
     outputs = 2

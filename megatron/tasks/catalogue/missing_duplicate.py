@@ -15,7 +15,6 @@ class MissingDuplicate(Transduction):
     """
 
     title = "the bit that is hidden in a string of n/2 bits which is there twice"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "C"
     inputs = 4
     outputs = 2

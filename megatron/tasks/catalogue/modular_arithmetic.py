@@ -16,7 +16,6 @@ class ModularArithmetic(Transduction):
     """
 
     title = "the value modulo 5 of digits joined by +, − and ×"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "R"
     inputs = 9
     outputs = 5

@@ -14,7 +14,6 @@ class ModularArithmeticBrackets(Transduction):
     """
 
     title = "the value modulo 5 of an expression in brackets"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "D"
     inputs = 11
     outputs = 5

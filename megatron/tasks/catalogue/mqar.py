@@ -14,10 +14,10 @@ class MQAR(Task):
 
         k₁ v₁ k₂ v₂ … k_D v_D   · k₂ · · · k₁ · …        asked at k₂ for v₂, at k₁ for v₁
 
-    The place of a query is two times a gap after the pairs, gaps drawn without repetition with the probability of gap g
-    in proportion to g^(a − 1), a being `power`. What stands between the queries is uniform over the whole vocabulary.
-    Keys are the first half of the vocabulary but for 0, values the second half; a value stands nowhere twice among the
-    pairs. The length of the input is that of the sequence.
+    A query with the gap g = 1, 2, … stands 2·(g − 1) places after the end of the pairs. Gaps are drawn without
+    repetition, g with a probability in proportion to g^(a − 1), a being `power`. What stands between the queries is
+    uniform over the whole vocabulary. Keys are the first half of the vocabulary but for 0, values the second half; a
+    value stands nowhere twice among the pairs. The length of the input is that of the sequence.
     """
 
     title = "the values of keys that come again after all pairs of a key and a value"

@@ -8,8 +8,9 @@ from megatron.options import key
 from megatron.tasks.letters import Letters
 from megatron.tasks.task import Array, Drawn
 
-MOST_REPEATED = 4
-"""Most letters of a string for each n-gram that there is: of e^4 strings one has the given n-gram only once."""
+MOST_PER_NGRAM = 4
+"""Letters of the longest string, over the n-grams that there are: of e^4 such strings one has a given n-gram only once.
+"""
 
 
 class NgramLookup(Letters):
@@ -32,7 +33,7 @@ class NgramLookup(Letters):
         least = self.ngram + self.answer
         if length < least:
             return f"{self.ngram} letters and an answer of {self.answer} need a string of at least {least}"
-        if length > MOST_REPEATED * self.letters**self.ngram:
+        if length > MOST_PER_NGRAM * self.letters**self.ngram:
             return f"{self.ngram} of {self.letters} letters would hardly ever stand in it only once"
         return None
 

@@ -13,7 +13,6 @@ class OddsFirst(Transduction):
     """
 
     title = "the 2nd, 4th, … of n bits, then the 1st, 3rd, …"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "C"
     inputs = 2
     outputs = 2

@@ -10,7 +10,6 @@ class ParityCheck(Transduction):
     """n bits; the number of ones modulo 2."""
 
     title = "is the number of ones among n bits odd"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "R"
     order_free = True
     inputs = 2

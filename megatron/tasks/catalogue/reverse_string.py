@@ -10,7 +10,6 @@ class ReverseString(Transduction):
     """n bits; the same from the last to the first."""
 
     title = "n bits backwards"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "D"
     inputs = 2
     outputs = 2

@@ -18,7 +18,6 @@ class SolveEquation(Transduction):
     """
 
     title = "the digit that x stands for in an equation modulo 5"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "D"
     inputs = 11
     outputs = 5

@@ -16,7 +16,6 @@ class StackManipulation(Transduction):
     """
 
     title = "what is on a stack, from the top, after n − k actions on k bits"
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     level = "D"
     inputs = 5
     outputs = 3
