@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.observe import block_size, from_row, read
-from megatron.analysis.receptive_field import TIE, held
+from megatron.analysis.receptive_field import TIE
 from megatron.model.gpt import GPT
 from megatron.position.rows import Rows, logits_of, prepared_blocks
 
@@ -42,10 +42,6 @@ class Mass:
         sums = self.shares[layer, head].cumsum(0)
         enough = sums > (1 - share) * (1 + TIE)
         return int(enough.int().argmax()) + 1 if bool(enough.any()) else None
-
-    def finite(self, layer: int, head: int, shares: Sequence[float]) -> list[int]:
-        """The receptive field within m, by the algorithm of the paper's plots."""
-        return [held(self.shares[layer, head], share) for share in shares]
 
 
 @torch.no_grad()

@@ -38,7 +38,6 @@ $models
 </html>
 """)
 
-
 PROSE = 40
 """Characters from which on the cells of a column are text and not numbers."""
 
@@ -57,9 +56,7 @@ class Part:
     """Where its data lie, beside the page."""
 
 
-def render(
-    title: str, summary: Sequence[str], parts: Sequence[Part], models: Table, facts: Mapping[str, str]
-) -> str:  # fmt: skip
+def render(title: str, summary: Sequence[str], parts: Sequence[Part], models: Table, facts: Mapping[str, str]) -> str:
     """The page as a string of HTML.
 
     Args:

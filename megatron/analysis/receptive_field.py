@@ -24,8 +24,8 @@ LARGEST = 2**53
 """Above this whole numbers are not exact in float64; no receptive field is looked for beyond."""
 TIE = 1e-12
 """Relative difference below which sums are equal: 2^16 terms in float64 are added to better than that."""
-SHARES = 50
-"""Values of ε of the finite algorithm."""
+PLOTTED: tuple[float, ...] = tuple(torch.linspace(1, 0, 50, dtype=torch.float64).tolist())
+"""The values of ε in the paper's plots."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +111,17 @@ def _bisected(holds: Callable[[int], bool], fails: int) -> int | None:
     return high
 
 
-def finite(terms: Tensor, count: int = SHARES) -> tuple[Tensor, Tensor]:
-    """The receptive field of m terms, as the paper's plots have it.
+def finite(terms: Tensor, shares: Sequence[float] = PLOTTED) -> list[int]:
+    """The receptive field of m terms at each ε, as the paper's plots have it.
+
+    It is the least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t, and m at ε = 0, where terms may be too small to be seen.
 
     Args:
         terms: a_t ≥ 0, float64 [m].
-        count: values of ε.
-
-    Returns:
-        ε, float64 [count] evenly from 1 down to 0, and the least number j of terms for each, int64 [count].
+        shares: ε.
     """
-    shares = torch.linspace(1, 0, count, dtype=torch.float64)
-    return shares, torch.tensor([held(terms, share) for share in shares.tolist()])
-
-
-def held(terms: Tensor, share: float) -> int:
-    """The least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t; m at ε = 0, where terms may be too small to be seen."""
-    if share == 0:
-        return len(terms)
     total = terms.sum()
     sums = torch.cat([total.new_zeros(1), terms.cumsum(0)])
-    return int((sums >= (1 - share) * total * (1 - TIE)).int().argmax())
+    return [
+        len(terms) if share == 0 else int((sums >= (1 - share) * total * (1 - TIE)).int().argmax()) for share in shares
+    ]

@@ -13,6 +13,7 @@ from megatron.analysis import maps, observe
 from megatron.analysis.attention_mass import Mass, attention_mass
 from megatron.analysis.maps import layer_maps
 from megatron.analysis.observe import attentions, observed, read
+from megatron.analysis.receptive_field import finite
 from megatron.analysis.taps import processor_taps
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
@@ -199,7 +200,7 @@ def test_fields_of_a_known_distribution() -> None:
     assert mass.beyond.item() == 0.0625
     assert [mass.field(0, 0, share) for share in (0.6, 0.5, 0.2, 0.07, 0.0625, 0.01)] == [1, 2, 3, 4, None, None]
     # Within the four keys: 8, 12, 14, 15 fifteenths.
-    assert mass.finite(0, 0, [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
+    assert finite(mass.shares[0, 0], [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
 
 
 class Mixing(Processor):

@@ -157,6 +157,13 @@ def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Pictur
     assert [fields["type2 (untrained)", share] for share in ("0.5", "0.1", "0.01", "0.001")] == ["2", "4", "9", "15"]
 
 
+def test_parameters_per_head_are_none_of_a_network(place: Path, pictures: list[Picture]) -> None:
+    """FIRE's network is as wide as there are heads here, so that its parameters look like theirs."""
+    text = analyzed([], "out", ["162M fire num_attention_heads=32", "162M kerple_log"], lengths=[64], only=["kernels"])
+    assert "Parameters of kerple_log" in text
+    assert "Parameters of fire" not in text
+
+
 def test_positions_that_end(place: Path, corpus: Path, pictures: list[Picture]) -> None:
     run = make_run("runs/learned", corpus, pos_emb="learned")
     text = analyzed([run], "out", only=["empirical_receptive_field"])

@@ -7,6 +7,7 @@ import torch
 
 from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture
 from megatron.analysis.bias import in_double
+from megatron.analysis.heads import triangle
 from megatron.position.scores import dense_terms, distances
 from megatron.position.shape import Span, causal
 
@@ -18,9 +19,8 @@ LOWEST = 1e-4
 @dataclass(frozen=True)
 class Found:
     layer: str
-    side: int
     maps: dict[int, torch.Tensor]
-    """Head → exp(bias), float64 [side, side], NaN where the query may not see the key."""
+    """Head → exp(bias), float64 [SIDE, SIDE], NaN where the query may not see the key."""
 
 
 class BiasMaps(Analysis):
@@ -45,23 +45,16 @@ class BiasMaps(Analysis):
         bias = dense_terms(encoding, table, span, span, torch.zeros((), dtype=torch.float64)).bias
         factors = torch.ones(encoding.shape.num_heads, SIDE, SIDE, dtype=torch.float64) if bias is None else bias.exp()
         factors = factors.masked_fill(~causal(span, span, window=looked.window), float("nan"))
-        return Found(each.name, SIDE, {head: factors[head] for head in looked.heads})
+        return Found(each.name, {head: factors[head] for head in looked.heads})
 
     def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
         panels = [(name, each, head) for name, each in found.items() for head in _ends(each)]
         note = [f"The maps of {name} are those of layer 0." for name, each in found.items() if each.layer == "layer 0"]
-        return [
-            Picture("exp(bias) of query i and key j", lambda narrow: _draw(panels, narrow)),
-            *note,
-        ]
+        return [Picture("exp(bias) of query i and key j", lambda narrow: _draw(panels, narrow)), *note]
 
     def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
         for head, factors in found.maps.items():
-            rows = [
-                [float(f"{x:.4g}") if x == x else None for x in line[: i + 1]]
-                for i, line in enumerate(factors.tolist())
-            ]
-            yield {"layer": found.layer, "head": head, "exp_bias": rows}
+            yield {"layer": found.layer, "head": head, "exp_bias": triangle(factors, 4)}
 
 
 def _ends(found: Found) -> list[int]:

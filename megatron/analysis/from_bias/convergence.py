@@ -1,15 +1,12 @@
 """Verdicts of convergence, head by head."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any
 
-from megatron.analysis.analysis import Analysis, Block, Looked, Table
+from megatron.analysis.analysis import Analysis, Block, Looked
 from megatron.analysis.convergence import TERMS, Series, series_of
+from megatron.analysis.heads import HeadCells, table_of_heads
 
 SUMS = (1_000, TERMS)
-FOLDED = 12
-"""Tables with more rows are folded."""
 
 Found = list[tuple[str, list[Series], str]]
 """Whose encoding it is, its heads' series, and what else must be known of the model."""
@@ -30,12 +27,10 @@ class Convergence(Analysis):
         return [(each.name, series_of(each.encoding, looked.window), _remark(looked)) for each in looked.encodings]
 
     def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
-        blocks: list[Block] = [_sentence(name, each) for name, each in found.items()]
-        rows = [row for name, each in found.items() for row in _table(name, each)]
-        columns = ["method", "layer", "heads", "verdict", *(f"sum of {count:,} terms" for count in SUMS), "whole sum"]
+        columns = ["verdict", *(f"sum of {count:,} terms" for count in SUMS), "whole sum", "why"]
         caption = "Each head's series, heads counted from 0; neighbours with the same series share a row."
-        blocks.append(Table([*columns, "why"], rows, caption, folded=len(rows) > FOLDED))
-        return blocks
+        heads = [head for name, each in found.items() for head in _cells(name, each)]
+        return [*(_sentence(name, each) for name, each in found.items()), table_of_heads(columns, heads, caption)]
 
     def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
         for layer, heads, _ in found:
@@ -70,18 +65,14 @@ def _sentence(name: str, found: Found) -> str:
     return f"{text} {remark}".strip()
 
 
-def _table(name: str, found: Found) -> Iterator[list[str]]:
-    def shown(series: Series) -> tuple[Any, ...]:
-        low, high = series.total
-        whole = "∞" if series.tail.converges is False else "not known" if high == float("inf") > low else _number(low)
-        sums = [_number(series.sum_to(count)) for count in SUMS]
-        return series.verdict, *sums, whole, series.tail.reason
-
+def _cells(name: str, found: Found) -> Iterator[HeadCells]:
     for layer, heads, _ in found:
-        for cells, alike in groupby(heads, key=shown):
-            same = [each.head for each in alike]
-            which = str(same[0]) if len(same) == 1 else f"{same[0]} to {same[-1]}"
-            yield [name, layer, which, *cells]
+        for series in heads:
+            low, high = series.total
+            unknown = high == float("inf") > low
+            whole = "∞" if series.tail.converges is False else "not known" if unknown else _number(low)
+            sums = [_number(series.sum_to(count)) for count in SUMS]
+            yield name, layer, series.head, [series.verdict, *sums, whole, series.tail.reason]
 
 
 def _number(value: float) -> str:

@@ -20,12 +20,12 @@ class EffectiveLength(Analysis):
     )
 
     def measure(self, looked: Looked) -> Found:
-        found = [(each.name, effective_lengths(each.encoding, looked.window)) for each in looked.encodings]
         encoding = looked.encodings[0].encoding
         if not encoding.has_bias() and looked.window is None:
             raise NotApplicable("It adds no bias.")
         if type(encoding).overrides("dense"):
             raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
+        found = [(each.name, effective_lengths(each.encoding, looked.window)) for each in looked.encodings]
         if all(length is None for _, heads in found for length in heads):
             raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")
         return found

@@ -26,7 +26,7 @@ class Kernel:
     terms: dict[str, torch.Tensor]
     """`bias`, `weight`: float64 [H, N]."""
     parameters: dict[str, list[float]]
-    """What has one value per head, by name."""
+    """What has one value per head, by name; of a bias that is a formula over the distance, not of a network's."""
     train_length: int
 
 
@@ -85,7 +85,7 @@ def _kernel(each: LayerEncoding, longest: int, train_length: int) -> Kernel:
     parameters = {
         name.removesuffix(".value"): value.double().tolist()
         for name, value in encoding.named_parameters()
-        if value.shape == (heads,)
+        if value.shape == (heads,) and type(encoding).overrides("table")
     }
     return Kernel(each.name, distances, found, parameters, train_length)
 

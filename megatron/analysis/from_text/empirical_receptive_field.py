@@ -1,21 +1,15 @@
 """Empirical receptive fields: where trained models look."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
 
 from megatron.analysis.analysis import Analysis, Block, Looked, Picture, Table
 from megatron.analysis.attention_mass import Mass, attention_mass
-from megatron.analysis.receptive_field import SHARES as POINTS
+from megatron.analysis.receptive_field import PLOTTED, finite
 
 SHARES = (0.5, 0.1, 0.01)
 
-
-@dataclass(frozen=True)
-class Found:
-    masses: dict[int, Mass]
-    """By length."""
+Found = dict[int, Mass]
+"""By length."""
 
 
 class EmpiricalReceptiveField(Analysis):
@@ -34,7 +28,7 @@ class EmpiricalReceptiveField(Analysis):
         model = looked.trained
         texts = {length: windows for length, windows in looked.readable.items() if length > 1}
         works = {length: len(windows) * length**2 for length, windows in texts.items()}
-        found: dict[int, Mass] = {}
+        found: Found = {}
         for length, windows in texts.items():
             before = sum(works[each] for each in found)
 
@@ -42,12 +36,12 @@ class EmpiricalReceptiveField(Analysis):
                 looked.progress((before + share * work) / sum(works.values()))
 
             found[length] = attention_mass(model, windows, told)
-        return Found(found)
+        return found
 
     def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
         rows = []
         for name, each in found.items():
-            for length, mass in each.masses.items():
+            for length, mass in each.items():
                 beyond = mass.beyond.mean().item()
                 near = mass.shares.shape[-1]
                 cells = [_spread(mass, share) for share in SHARES]
@@ -66,7 +60,7 @@ class EmpiricalReceptiveField(Analysis):
         ]
 
     def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
-        for length, mass in found.masses.items():
+        for length, mass in found.items():
             layers, heads, near = mass.shares.shape
             for layer in range(layers):
                 for head in range(heads):
@@ -104,20 +98,19 @@ def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> byt
     from megatron.analysis.drawing import band, legend, panels, png, titled
     from megatron.reports.plots import style
 
-    lengths = sorted({length for each in found.values() for length in each.masses})
-    shares = torch.linspace(1, 0, POINTS, dtype=torch.float64).tolist()
+    lengths = sorted({length for each in found.values() for length in each})
     figure, axes = panels(len(lengths), narrow, width=4.0, height=3.2, below=0.18 * len(found))
     for panel, length in zip(axes, lengths, strict=True):
         near = 0
         for name, each in found.items():
-            if length not in each.masses:
+            if length not in each:
                 continue
-            mass, look = each.masses[length], style(names.index(name))
-            layers, heads, near = mass.shares.shape
-            curves = [mass.finite(layer, head, shares) for layer in range(layers) for head in range(heads)]
+            shares, look = each[length].shares, style(names.index(name))
+            near = shares.shape[-1]
+            curves = [finite(terms) for terms in shares.flatten(0, 1)]
             middle, low, high = band([[keys / near for keys in curve] for curve in curves])
-            panel.plot(shares, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6)
-            panel.fill_between(shares, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            panel.plot(PLOTTED, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6)
+            panel.fill_between(PLOTTED, low, high, color=look["color"], alpha=0.15, linewidth=0)
         panel.set_xlim(1, 0)
         panel.set_ylim(0, 1.02)
         titled(panel, f"windows of {length:,} tokens", "ε, the share that is left out", f"share of {near:,} keys")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture
+from megatron.analysis.heads import triangle
 from megatron.analysis.maps import KINDS, SIDE, Maps, layer_maps
 
 NAMED = {"score": "score", "bias": "bias", "processor": "processor adds", "attention": "attention"}
@@ -61,13 +62,8 @@ class ScoreMaps(Analysis):
                     for row, head in enumerate(found.heads):
                         yield {
                             "length": length, "layer": maps.layer, "head": head, "map": kind,
-                            "cells": lower(cells[row].tolist()),
+                            "cells": triangle(cells[row], 3),
                         }  # fmt: skip
-
-
-def lower(cells: list[list[float]]) -> list[list[float | None]]:
-    """Rows of a map up to the diagonal, three digits of each number; null where no key is seen."""
-    return [[float(f"{x:.3g}") if x == x else None for x in line[: i + 1]] for i, line in enumerate(cells)]
 
 
 def _picture(name: str, layer: int, head: int, row: int, of_layer: Mapping[int, Maps], kinds: list[str]) -> Picture:
