@@ -2,7 +2,7 @@
 
 An analysis measures each model by itself, and shows all of them side by side. Measures are numbers that know nothing of
 drawing; pictures are drawn from them when the page is made. What needs the bias alone is in `from_bias/`, and what lets
-a trained model read a text in `from_text/`.
+a trained model read a text, or the task that it learned, in `from_text/`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Looked:
     """Of windows, in tokens, ascending."""
     model: GPT | None = None
     """In evaluation mode; None for a configuration that was not trained."""
-    texts: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
-    """Length → windows of tokens; windows of all lengths end at the same places."""
+    windows: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
+    """Length in tokens → what it reads; the windows of a text end at the same places at all lengths."""
     progress: Callable[[float], None] = lambda share: None
     """To be told which share of a long analysis is done."""
 
@@ -73,9 +73,9 @@ class Looked:
 
     @property
     def readable(self) -> Mapping[int, Sequence[np.ndarray]]:
-        """The texts that it has positions for. Raises NotApplicable if there are none."""
+        """The windows that it has positions for. Raises NotApplicable if there are none."""
         most = self.trained.max_length
-        found = {length: windows for length, windows in self.texts.items() if most is None or length <= most}
+        found = {length: windows for length, windows in self.windows.items() if most is None or length <= most}
         if not found:
             raise NotApplicable(f"Its positions end at {most:,}, before the shortest length.")
         return found
@@ -160,7 +160,7 @@ def names(*folders: str) -> list[str]:
 
 
 def reads(name: str) -> bool:
-    """Does this analysis let a trained model read a text?"""
+    """Does this analysis let trained models read something?"""
     return name in names("from_text")
 
 

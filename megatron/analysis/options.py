@@ -20,9 +20,11 @@ class AnalysisOptions(Section):
         None, "heads whose maps are drawn, counted from 0; the first and the last if absent", min_length=1
     )
     data: str | None = key(
-        None, "text to read: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"
+        None,
+        "text to read: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent, and of runs "
+        "that learned a task, sequences of that task",
     )
-    windows: int = key(4, "windows of text that attention is averaged over, at each length", ge=1)
+    windows: int = key(4, "windows that attention is averaged over, at each length", ge=1)
     window: int | None = key(None, "attend to the last this many keys only, the own included", ge=1)
     device: str = key("auto", "where models read, auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key(

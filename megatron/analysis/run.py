@@ -127,9 +127,9 @@ def _candidates(asked: Request) -> list[Candidate]:
 
 def _work(name: str, asked: Request) -> float:
     """Roughly how long an analysis takes, in units of one that reads nothing."""
-    if not reads(name):
+    if asked.reading is None or not reads(name):
         return 1.0
-    return 1.0 + sum(len(windows) * (length / 512) ** 2 for length, windows in asked.windows.items())
+    return 1.0 + sum(len(windows) * (length / 512) ** 2 for length, windows in asked.reading.windows.items())
 
 
 def _looked(candidate: Candidate, asked: Request) -> Looked:
@@ -154,7 +154,8 @@ def _looked(candidate: Candidate, asked: Request) -> Looked:
         if model.position is None
         else [LayerEncoding(model.position, None)]
     )
-    return Looked(candidate.name, config, window, encodings, options, asked.lengths, model, asked.windows)
+    windows = {} if asked.reading is None else asked.reading.windows
+    return Looked(candidate.name, config, window, encodings, options, asked.lengths, model, windows)
 
 
 def _fresh(config: Config) -> list[LayerEncoding]:
@@ -215,14 +216,9 @@ def _page(
 
 
 def _summary(asked: Request) -> list[str]:
-    lengths = ", ".join(f"{length:,}" for length in asked.lengths)
-    if asked.text is None:
+    if asked.reading is None:
         return ["No text was read: what stands here follows from the biases alone."]
-    count = len(next(iter(asked.windows.values())))
-    return [
-        f"Windows of {lengths} tokens of {asked.text.name} (tokenizer {asked.text.vocabulary.name}), {count} of each "
-        "length; those of all lengths end at the same tokens. Layers and heads are counted from 0."
-    ]
+    return [f"{asked.reading.told} Layers and heads are counted from 0."]
 
 
 def _models(asked: Request, candidates: Sequence[Candidate]) -> Table:

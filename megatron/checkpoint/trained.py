@@ -4,6 +4,7 @@ Whoever asks something of a model begins here: what it is, how far it was traine
 before torch is imported.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.checkpoint.located import located
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.stored import config_of
 from megatron.config.schema import Config
+from megatron.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,11 @@ def open_run(path: str | Path) -> Run:
     checkpoint = resolve(path)
     config, progress = config_of(checkpoint), Progress.read(checkpoint)
     return Run(str(path), checkpoint, located(config, checkpoint, progress.directory), progress)
+
+
+def open_runs(paths: Sequence[str | Path]) -> tuple[Run, ...]:
+    """Runs that are to stand side by side. Raises as `open_run`, and UserError if a checkpoint is named twice."""
+    opened = tuple(open_run(path) for path in paths)
+    if len({run.checkpoint.resolve() for run in opened}) < len(opened):
+        raise UserError(f"the same checkpoint is given twice: {', '.join(run.name for run in opened)}")
+    return opened

@@ -112,7 +112,7 @@ def learned_task(runs: Sequence[Run]) -> bool:
     for run, other in zip(runs, learned, strict=True):
         if other != learned[0]:
             named = [f"the task {name}" if name else "a text" for name in (other, learned[0])]
-            raise UserError(f"{run.name} learned {named[0]}, {runs[0].name} {named[1]}: evaluate them apart")
+            raise UserError(f"{run.name} learned {named[0]}, {runs[0].name} {named[1]}: ask them apart")
     return learned[0] is not None
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.trained import Run, open_run
+from megatron.checkpoint.trained import Run, open_runs
 from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
 from megatron.files import check_folder
-from megatron.model.placement import check_backend, check_device, check_precision
+from megatron.model.placement import check_backend, check_precision
 from megatron.reports import records as record_files
 from megatron.reports.records import RESULTS, Record
 
@@ -31,11 +31,9 @@ def read_runs(runs: Sequence[str | Path], options: EvaluationOptions, output: st
     """
     if not runs:
         raise UserError("no run given")
-    check_precision(options.precision, check_device(options.device)[0])
+    check_precision(options.precision, options.device)
     check_backend(options.backend)
-    opened = tuple(open_run(path) for path in runs)
-    if len({run.checkpoint.resolve() for run in opened}) < len(opened):
-        raise UserError(f"the same checkpoint is given twice: {', '.join(run.name for run in opened)}")
+    opened = open_runs(runs)
     own = _own_folder(opened)
     folder = own if output is None else Path(output)
     alone = own is not None and folder is not None and folder.resolve() == own.resolve()

@@ -16,7 +16,7 @@ from megatron.data.sources import decode, raw_documents, source_file
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import FarfieldError, UserError
 from megatron.generation.options import GenerationOptions
-from megatron.model.placement import check_backend, check_device, check_precision, compute_type, find_device
+from megatron.model.placement import check_backend, check_precision, compute_type, find_device
 
 if TYPE_CHECKING:
     from megatron.generation.writer import Text, Writer
@@ -74,7 +74,7 @@ def _check_characters(text: str) -> None:
 
 def read_request(run: str, options: GenerationOptions, prompts: tuple[str, ...]) -> Request:
     """Open a run to write with it. Raises UserError or RunError for what is wrong with the run or the options."""
-    check_precision(options.precision, check_device(options.device)[0])
+    check_precision(options.precision, options.device)
     check_backend(options.backend)
     if "" in options.stop:
         raise UserError("--stop is empty; every text contains that")

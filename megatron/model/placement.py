@@ -36,8 +36,8 @@ def find_device(name: str) -> torch.device:
 
 
 def check_precision(precision: str, device: str) -> None:
-    """Raises UserError if the kind of device cannot compute in that precision; auto may be anything."""
-    if precision == "fp16" and device == "cpu":
+    """Raises UserError if there is no such device, or it cannot compute in that precision; auto may be anything."""
+    if check_device(device)[0] == "cpu" and precision == "fp16":
         raise UserError("precision = 'fp16': needs a GPU; on CPU choose fp32 or bf16")
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from models import build_model
 from rich.console import Console
-from ruamel.yaml import YAML
 from safetensors.torch import save_file
 from tiny_runs import VOCABULARY, tiny_config, write_corpora
 
@@ -23,11 +22,12 @@ from megatron.analysis import page
 from megatron.analysis.analysis import Analysis, Picture, analyses, names, reads
 from megatron.analysis.attention_mass import attention_mass
 from megatron.analysis.options import AnalysisOptions
+from megatron.analysis.request import read_request
 from megatron.analysis.run import PAGE, analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.trained import open_run
-from megatron.config.schema import Config
+from megatron.data.vocabulary import vocabulary
 from megatron.errors import UserError
 from megatron.evaluation.texts import text_of
 
@@ -58,13 +58,12 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Picture]:
 
 def make_run(name: str, corpus: Path, **keys: Any) -> str:
     """A run folder with random weights, made without training."""
-    config = tiny_config(corpus, Path(name), test_data_paths=[str(corpus / "test_text_document")], **keys)
+    config = tiny_config(corpus, Path(name), **{"test_data_paths": [str(corpus / "test_text_document")], **keys})
     model = build_model(config.model, config.position, VOCABULARY, seed=config.training.seed)
     checkpoint = Path(name) / "checkpoints" / "step_0000004"
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")
-    tokenizer = text_of(name, config, None).vocabulary.name
-    Progress(step=4, vocabulary={"size": VOCABULARY, "name": tokenizer}).write(checkpoint)
+    Progress(step=4, vocabulary={"size": VOCABULARY, "name": vocabulary(config.data).name}).write(checkpoint)
     weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
     save_file(weights, checkpoint / "model.safetensors")
     return name
@@ -250,15 +249,43 @@ def test_a_page_escapes_what_it_is_given() -> None:
         assert each not in text.replace("<title>", "", 1)
 
 
-def test_a_run_that_learned_a_task_reads_no_text(place: Path, corpus: Path, pictures: list[Picture]) -> None:
-    run = make_run("runs/a", corpus)
-    checkpoint = Path(run) / "checkpoints" / "step_0000004"
-    kept = {
-        name: value
-        for name, value in YAML(typ="safe").load(checkpoint / "config.yml").items()
-        if not name.endswith("_data_paths")
-    }
-    Config.of({**kept, "task": "even_pairs", "task_length": 8}).save(checkpoint / "config.yml")
-    with pytest.raises(UserError, match="runs/a learned the task even_pairs and reads no text"):
-        analyzed([run], lengths=[8])
-    assert "kerple_log" in analyzed([run], lengths=[8], only=["convergence"])
+TASK = {
+    **{f"{split}_data_paths": [] for split in ("train", "valid", "test")},
+    **{"task": "reverse_string", "task_length": 8, "seq_length": 16, "no_weight_tying": True},
+}
+
+
+def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    run = make_run("runs/task", corpus, **TASK)
+    read = read_request([run], [], AnalysisOptions(windows=3), "out").reading
+    assert read is not None
+    assert list(read.windows) == [16, 64]  # inputs of 8 and 4 × 8, with as many places for the answers
+    for length, windows in read.windows.items():
+        assert len(windows) == 3
+        for tokens in windows:
+            assert set(tokens[: length // 2]) == {0, 1}
+            assert set(tokens[length // 2 :]) == {2}
+    text = analyzed([run], "out", ["162M alibi"], lengths=[8, 20])
+    assert (
+        "Fresh sequences of the task reverse_string, 2 at each length of its input (8, 20); with the places of the "
+        "answers they have 16, 40 tokens." in text
+    )
+    assert {row["m"] for row in rows_of("empirical_receptive_field")} == {"8", "20"}
+    assert max(int(row["distance"]) for row in rows_of("kernels")) == 39
+
+
+def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+    runs = [make_run("runs/task", corpus, **TASK), make_run("runs/text", corpus)]
+    with pytest.raises(UserError, match="runs/text learned a text, runs/task the task reverse_string: ask them apart"):
+        analyzed(runs, "out")
+    with pytest.raises(UserError, match="--data says which text is scored, and a task is none"):
+        analyzed(runs[:1], "out", data="x.txt")
+    assert not (place / "out").exists()
+    assert "runs/text" in analyzed(runs, "out", lengths=[8], only=["convergence"])
+
+
+def test_lengths_that_a_task_does_not_have(place: Path, corpus: Path) -> None:
+    run = make_run("runs/task", corpus, **{**TASK, "task": "mqar", "task_length": 16, "task_options": {"pairs": 4}})
+    with pytest.raises(UserError, match=r"lengths: 33 is none of the task mqar\(pairs=4\)"):
+        analyzed([run], lengths=[33])
+    assert not (place / "runs/task/analysis").exists()

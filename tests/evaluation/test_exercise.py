@@ -172,7 +172,7 @@ def test_runs_of_different_tasks_are_apart() -> None:
     text = Config.of({"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8})
     assert not learned_task([run("a", text)])
     assert learned_task([run("a", config()), run("b", config(length=9))])
-    with pytest.raises(UserError, match=r"b learned the task mqar\(pairs=4\), a the task mqar: evaluate them apart"):
+    with pytest.raises(UserError, match=r"b learned the task mqar\(pairs=4\), a the task mqar: ask them apart"):
         learned_task([run("a", config("mqar", 64)), run("b", config("mqar", 64, pairs=4))])
     with pytest.raises(UserError, match="b learned a text, a the task binary_addition"):
         learned_task([run("a", config()), run("b", text)])

@@ -1,1 +1,1 @@
-"""Analyses of what trained models do with a text; one file each, named as they are."""
+"""Analyses of what trained models do with a text, or with the task that they learned; one file each."""

@@ -26,10 +26,10 @@ class EmpiricalReceptiveField(Analysis):
 
     def measure(self, looked: Looked) -> Found:
         model = looked.trained
-        texts = {length: windows for length, windows in looked.readable.items() if length > 1}
-        works = {length: len(windows) * length**2 for length, windows in texts.items()}
+        read = {length: windows for length, windows in looked.readable.items() if length > 1}
+        works = {length: len(windows) * length**2 for length, windows in read.items()}
         found: Found = {}
-        for length, windows in texts.items():
+        for length, windows in read.items():
             before = sum(works[each] for each in found)
 
             def told(share: float, before: int = before, work: int = works[length]) -> None:

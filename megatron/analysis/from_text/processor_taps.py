@@ -16,9 +16,9 @@ class ProcessorTaps(Analysis):
     text = (
         "The derivative of head h's logit of query i and key j by head g's score (or bias) of the same query and the "
         "key δ places to the right, less what S + B alone would give (1 for g = h and δ = 0): how the processor mixes "
-        "heads and neighbouring keys. A processor is not linear, so this is a mean over places of the text; the root "
-        "mean square beside it in the data says how much the derivatives differ from place to place. In the picture, "
-        "rows are output heads h, and columns are input heads g with their keys from left to right."
+        "heads and neighbouring keys. A processor is not linear, so this is a mean over places of what is read; the "
+        "root mean square beside it in the data says how much the derivatives differ from place to place. In the "
+        "picture, rows are output heads h, and columns are input heads g with their keys from left to right."
     )
 
     def measure(self, looked: Looked) -> Found:

@@ -1,4 +1,4 @@
-"""Maps of scores, bias, processor and attention while a model reads a text."""
+"""Maps of scores, bias, processor and attention while a model reads."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class ScoreMaps(Analysis):
     data = "json"
     title = "Scores, bias and processor of each head"
     text = (
-        "What query i makes of key j in the last window of the text: the score q·k/√d with whatever the encoding does "
-        "to it, the bias, what the score processor adds to both, and the attention that comes of them (Zheng et al. "
-        "2024, DAPE V2, figures 8 to 25). Windows of all lengths end at the same token. Maps are pooled to "
+        "What query i makes of key j in the last of the windows of each length: the score q·k/√d with whatever the "
+        "encoding does to it, the bias, what the score processor adds to both, and the attention that comes of them "
+        "(Zheng et al. 2024, DAPE V2, figures 8 to 25). Maps are pooled to "
         f"{SIDE} × {SIDE} cells of means; score, bias and processor have zero in the middle of their colours, and "
         "attention is logarithmic."
     )
