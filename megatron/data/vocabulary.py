@@ -32,7 +32,7 @@ def vocabulary(data: DataOptions) -> Vocabulary:
     for prefix in all_prefixes(data):
         if description_of(prefix) is not None:
             same = next((other for other in found if other.parent == prefix.parent), None)
-            found[prefix] = found[same] if same else _of(load_tokenizer(prefix.parent))
+            found[prefix] = found[same] if same else vocabulary_of(load_tokenizer(prefix.parent))
     if found:
         (first, expected), *others = found.items()
         for prefix, other in others:
@@ -48,8 +48,9 @@ def vocabulary(data: DataOptions) -> Vocabulary:
     tokenizer = open_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     if found and tokenizer.name != expected.name:
         raise UserError(f"tokenizer_type: {tokenizer.name} does not fit the data: {first} was made by {expected.name}")
-    return _of(tokenizer)
+    return vocabulary_of(tokenizer)
 
 
-def _of(tokenizer: Tokenizer) -> Vocabulary:
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """That of a tokenizer."""
     return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod)

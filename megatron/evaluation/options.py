@@ -1,9 +1,11 @@
 """How trained models are scored: the options of `./deepy.py evaluate`, most of them also of `evaluate:` in a sweep."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron.errors import UserError
 from megatron.options import Section, key
 
 Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
@@ -72,3 +74,19 @@ class EvaluationOptions(Section):
     batch_tokens: int | None = key(
         None, "input tokens per forward pass; 4,096 on a CPU and 65,536 on a GPU if absent", ge=1
     )
+
+
+def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why: str) -> None:
+    """Refuse options that say which tokens of which text are scored, where something else says it.
+
+    Args:
+        options: what was asked for.
+        names: of those that have no meaning.
+        why: what says it, as in "a task is none".
+
+    Raises:
+        UserError: one of them is not as it is when nobody names it.
+    """
+    for name in names:
+        if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
+            raise UserError(f"--{name} says which text is scored, and {why}: leave it out")

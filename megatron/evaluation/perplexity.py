@@ -10,9 +10,7 @@ B windows of a batch, T window length.
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +22,14 @@ from megatron.evaluation.batching import in_batches
 from megatron.evaluation.measures import Scored, Sheet, Targets
 from megatron.evaluation.names import method_name
 from megatron.evaluation.protocols import Cut, Plan
+from megatron.evaluation.provenance import stopwatch
+from megatron.evaluation.subject import Scoring
+from megatron.evaluation.texts import Text
 from megatron.reports.records import Record
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.data.vocabulary import Vocabulary
     from megatron.model.gpt import GPT
-
-Progress = Callable[[int, float, float], None]
-"""Called after every batch with the window length, the work done and the whole work (both in FLOPs)."""
 
 
 def known_lengths(model: "GPT", lengths: Sequence[int]) -> list[int]:
@@ -101,58 +98,49 @@ def window_losses(
     return losses
 
 
-def scored_targets(
-    stream: np.ndarray, plan: Plan, cut: Cut, vocabulary: "Vocabulary | None", *, eod_mask_loss: bool = False
-) -> Targets:
+def scored_targets(text: Text, plan: Plan, cut: Cut, *, eod_mask_loss: bool = False) -> Targets:
     """Look up what a plan scores.
 
     Args:
-        stream: token ids [N].
+        text: that is scored.
         plan, cut: whose targets are meant.
-        vocabulary: of the stream, if it is known.
         eod_mask_loss: the model was not trained to predict the token that follows an end of document.
 
     Raises:
         RunError: no token is left to score.
     """
     positions = plan.target_positions(cut, cut.lengths[0])
-    labels = np.asarray(stream[positions])
+    eod, labels = text.vocabulary.eod, np.asarray(text.tokens[positions])
     counted = np.ones(labels.shape, dtype=bool)
-    if eod_mask_loss and vocabulary is not None:
-        counted = np.asarray(stream[positions - 1]) != vocabulary.eod
+    if eod_mask_loss:
+        counted = np.asarray(text.tokens[positions - 1]) != eod
         if not counted.any():
             raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
-    of_bytes = vocabulary is not None and vocabulary.name == "bytes"
     digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + counted.tobytes()).hexdigest()
     return Targets(
         counted=counted,
-        bytes=int((counted & (labels != vocabulary.eod)).sum()) if of_bytes and vocabulary is not None else 0,
+        bytes=int((counted & (labels != eod)).sum()) if text.vocabulary.name == "bytes" else 0,
         digest=digest[:16],
     )
 
 
 def evaluate(
     loaded: "LoadedModel",
-    stream: np.ndarray,
+    text: Text,
     plan: Plan,
-    *,
-    vocabulary: "Vocabulary | None" = None,
-    batch_tokens: int | None = None,
-    progress: Progress | None = None,
-    about: Mapping[str, Any] | None = None,
+    scoring: Scoring,
     measures: Sequence[str] = ("perplexity",),
 ) -> list[Record]:
-    """Perplexity of a model at each length of a plan, every length scored on the same target tokens.
+    """What is told of a model's losses at each length of a plan, every length scored on the same target tokens.
+
+    The token that follows an end of document is left out if the run was trained so (eod_mask_loss). If tokens are
+    bytes, bits_per_byte is reported, over all targets but ends of documents.
 
     Args:
         loaded: a trained model and its configuration.
-        stream: token ids [N] of held-out text.
-        plan: what to score.
-        vocabulary: of the stream. The token that follows its end-of-document is left out if the run was trained so
-            (eod_mask_loss); if tokens are bytes, bits_per_byte is reported, over all targets but end-of-document.
-        batch_tokens: input tokens per forward pass.
-        progress: called after every batch.
-        about: fields of the records that say where model and text come from; they come before what is known here.
+        text: what is held out.
+        plan: which of its tokens are scored.
+        scoring: what goes with it.
         measures: what is told of the losses (`megatron.evaluation.measures`).
 
     Returns:
@@ -164,10 +152,11 @@ def evaluate(
         RunError: a loss is not finite, or the memory is too small.
     """
     config, model = loaded.config, loaded.model
-    shared = {**about_model(loaded), **(about or {})}
+    source = {"dataset": text.name, "text_digest": text.digest, "tokenizer": text.vocabulary.name}
+    shared = {**about_model(loaded), **scoring.about, **source}
     sheets = []
     for cut in plan.cuts:
-        targets = scored_targets(stream, plan, cut, vocabulary, eod_mask_loss=config.data.eod_mask_loss)
+        targets = scored_targets(text, plan, cut, eod_mask_loss=config.data.eod_mask_loss)
         sheets.append(Sheet(plan, cut, targets, config.model.seq_length, measures, shared))
     work = forward_flops(model, plan)
     total, done = sum(work.values()), 0.0
@@ -177,29 +166,24 @@ def evaluate(
         def after_batch(count: int, length: int = length, before: float = done) -> None:
             nonlocal finished
             finished += count
-            if progress is not None:
-                progress(length, before + work[length] * finished / plan.windows(length), total)
+            scoring.progress(length, before + work[length] * finished / plan.windows(length), total)
 
-        begun = time.perf_counter()
+        taken = stopwatch()
         losses = window_losses(
             model,
-            stream,
+            text.tokens,
             plan.starts[length],
             length,
             plan.scored(length),
-            batch_tokens=batch_tokens,
+            batch_tokens=scoring.batch_tokens,
             after_batch=after_batch,
         )
-        taken = {
-            "flops": work[length],
-            "seconds": round(time.perf_counter() - begun, 3),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        cost = {"flops": work[length], **taken()}
         done += work[length]
         for sheet in sheets:
             if length not in sheet.cut.scored:
                 continue
-            sheet.add(Scored(length, sheet.cut.of(losses, length), taken))
+            sheet.add(Scored(length, sheet.cut.of(losses, length), cost))
     return [record for sheet in sheets for record in sheet.records()]
 
 

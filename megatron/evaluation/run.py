@@ -21,6 +21,7 @@ from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.request import Asked, read_runs
 from megatron.evaluation.sketch import sketch
+from megatron.evaluation.subject import Progress, Scoring
 from megatron.evaluation.subjects import subject_of
 from megatron.meter import Job, Meter
 from megatron.model.placement import compute_type, find_device
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.evaluation.perplexity import Progress
 
 # What needs torch or matplotlib is imported where it is used: a mistake in what was asked for is told at once.
 
@@ -88,8 +88,8 @@ def evaluate_runs(
     candidates = candidates_of(asked, [(sketched.flops, sketched.note) for sketched in sketches], names)
 
     def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
-        about = about_run(candidate, asked.options)
-        found = subject.score(loaded, about=about, batch_tokens=asked.options.batch_tokens, progress=report)
+        scoring = Scoring(about_run(candidate, asked.options), asked.options.batch_tokens, report)
+        found = subject.score(loaded, scoring)
         return [*found, *(subject.beside() if candidate is candidates[-1] else ())]
 
     return measured(asked, candidates, score, console, progress)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.subjects import Subject, subject_of_config
+from megatron.evaluation.subject import Subject
+from megatron.evaluation.subjects import subject_of_config
 from megatron.model.placement import check_backend
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Sketch:
 def sketch(name: str, config: Config, subject: Subject, options: EvaluationOptions) -> Sketch:
     """Build the model without weights. Raises UserError if it cannot be scored at any of the lengths."""
     model = outline(config, options)
-    note = ending(name, config, model, subject.places)  # refuses what has no length to score
+    note = ending(name, config, model, subject.tokens_at_once)  # refuses what has no length to score
     return Sketch(model, sum(subject.work(model).values()), note)
 
 

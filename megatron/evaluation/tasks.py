@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 import os
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -24,12 +22,15 @@ from rich.console import Console
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import RunError, UserError, reason
+from megatron.evaluation.changes import with_changes
 from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.options import EvaluationOptions, TaskOptions
+from megatron.evaluation.options import EvaluationOptions, TaskOptions, refuse_choices_of_text
+from megatron.evaluation.provenance import stopwatch
 from megatron.evaluation.request import Asked as Runs
 from megatron.evaluation.request import read_runs
 from megatron.evaluation.run import Candidate, Say, about_run, candidates_of, measured, saying
 from megatron.evaluation.sketch import ending, outline
+from megatron.evaluation.subject import Progress
 from megatron.optional import need
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
@@ -38,10 +39,9 @@ from megatron.suggest import did_you_mean
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.evaluation.harness import Asked
-    from megatron.evaluation.perplexity import Progress
 
-OWN_TEXT = ("data", "protocol", "windows", "targets", "stride", "measures")
-"""Options that say which tokens of which text are scored: a task says so itself."""
+OF_TEXTS = ("data", "protocol", "windows", "targets", "stride", "measures")
+"""Options that have no meaning for tasks."""
 
 OURS = {"perplexity": "target_perplexity"}
 """The harness's names of metrics that mean something else here."""
@@ -75,9 +75,7 @@ def evaluate_tasks(
         RunError: a task's data cannot be had, or it asks for something that cannot be done; finished runs stay.
     """
     options = options or EvaluationOptions()
-    for name in OWN_TEXT:
-        if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
-            raise UserError(f"--{name} says which text is scored, and tasks bring their own; leave out one of them")
+    refuse_choices_of_text(options, OF_TEXTS, "tasks bring their own")
     need("lm_eval", "--tasks")
     asked = read_runs(runs, options, output)
     tokenizers = {run.checkpoint: run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in asked.runs}
@@ -165,23 +163,18 @@ def _score(
         model = HarnessModel(
             loaded.model, tokenizer, length, batch_tokens=asked.options.batch_tokens, after=after
         )  # fmt: skip
-        begun = time.perf_counter()
+        taken = stopwatch()
         with _as_the_harness_does():
             results = evaluator.evaluate(
                 model, tasks, limit=options.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
             )
         assert results is not None  # this process is alone
-        here = {
-            **about,
-            "length": length,
-            "seconds": round(time.perf_counter() - begun, 3),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        here = {**about, "length": length, **taken()}
         for name, each in model.asked.items():
             if each.cut:
                 say(f"{name}: {each.cut:,} of {each.requests:,} requests were cut on the left to {length:,} tokens")
         found += records_of(results, model.asked, here, say)
-    return [_with_change(record, found) for record in found]
+    return with_changes(found)
 
 
 def records_of(
@@ -238,15 +231,6 @@ def _values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | Non
 def _leaves(name: str, parts: Mapping[str, Sequence[str]]) -> list[str]:
     """The tasks that a group consists of; a task is its own."""
     return [leaf for part in parts[name] for leaf in _leaves(part, parts)] if parts.get(name) else [name]
-
-
-def _with_change(record: Record, found: Sequence[Record]) -> Record:
-    """A record with its change from the shortest length, if it is not that itself."""
-    alike = [each for each in found if (each.metric, each.protocol) == (record.metric, record.protocol)]
-    first = min(alike, key=lambda each: each.length)
-    if first is record:
-        return record
-    return record.replace(change=record.measure.change(record.value, first.value), change_from=first.length)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from megatron.data.paths import Split, basename, description_of, split_prefixes
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.sources import SUFFIXES, raw_documents, scan
 from megatron.data.tokenizers import Tokenizer
-from megatron.data.vocabulary import Vocabulary, vocabulary
+from megatron.data.vocabulary import Vocabulary, vocabulary, vocabulary_of
 from megatron.errors import UserError
 
 DIGESTED = 1 << 20
@@ -68,7 +68,7 @@ def text_of(
     """
     if data is not None and _is_text_file(Path(data)):
         tokenizer = _tokenizer(name, config, data, trained, run)
-        known = Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod)
+        known = vocabulary_of(tokenizer)
         source = str(data)
     else:
         options, split = _split(name, config, data, trained, run)
@@ -89,25 +89,29 @@ def common_text(runs: Sequence[Run], data: str | Path | None) -> Text:
     Raises:
         UserError: as `text_of`, or the runs do not share their text, or its tokenizer.
     """
-    first: Text | None = None
-    for run in runs:
-        name, text = run.name, text_of(run.name, run.config, data, run.tokenizer_name, run.folder)
-        if first is None:
-            first = text
-        elif text.vocabulary.name != first.vocabulary.name:
+
+    def own(run: Run) -> Text:
+        return text_of(run.name, run.config, data, run.tokenizer_name, run.folder)
+
+    first, *others = runs
+    text = own(first)
+    for run in others:
+        other = own(run)
+        check_tokenizer(run.name, other.vocabulary.name, first.name, text.vocabulary.name)
+        alike = (other.name, other.vocabulary) == (text.name, text.vocabulary)
+        if not alike and not np.array_equal(other.tokens, text.tokens):
             raise UserError(
-                f"{name} was trained with tokenizer {text.vocabulary.name}, {runs[0].name} with "
-                f"{first.vocabulary.name}: perplexities per token cannot be compared"
-            )
-        elif (text.name, text.vocabulary) != (first.name, first.vocabulary) and not np.array_equal(
-            text.tokens, first.tokens
-        ):
-            raise UserError(
-                f"{name} would be scored on {text.name}, {runs[0].name} on {first.name}: name one text for all with "
+                f"{run.name} would be scored on {other.name}, {first.name} on {text.name}: name one text for all with "
                 "--data"
             )
-    assert first is not None
-    return first
+    return text
+
+
+def check_tokenizer(run: str, tokenizer: str, first: str, of_first: str) -> None:
+    """Refuse to put a run beside the first one if their tokens are not the same thing. Raises UserError."""
+    if tokenizer != of_first:
+        trained = f"{run} was trained with tokenizer {tokenizer}, {first} with {of_first}"
+        raise UserError(f"{trained}: losses per token cannot be compared")
 
 
 def _split(

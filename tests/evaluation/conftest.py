@@ -9,14 +9,18 @@ import torch
 from models import build_model
 from torch import Tensor, nn
 
+from megatron.data.vocabulary import Vocabulary
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.perplexity import evaluate
 from megatron.evaluation.protocols import plan_of
+from megatron.evaluation.subject import Scoring
+from megatron.evaluation.texts import Text
 from megatron.model.options import ModelOptions, PositionOptions
 from megatron.reports.records import Record
 
 TRAIN_LENGTH = 8
 VOCABULARY = 19
+BYTES = Vocabulary(VOCABULARY, "bytes", eod=3)
 
 
 class RunningMean(nn.Module):
@@ -67,7 +71,14 @@ def running_mean() -> RunningMean:
     return RunningMean().eval()
 
 
-def scored(loaded: SimpleNamespace, stream: np.ndarray, options: EvaluationOptions, **more: Any) -> list[Record]:
+def scored(
+    loaded: SimpleNamespace,
+    stream: np.ndarray,
+    options: EvaluationOptions,
+    vocabulary: Vocabulary = BYTES,
+    **scoring: Any,
+) -> list[Record]:
     """Records of a model by the plan that options ask for."""
     plan = plan_of(options, [TRAIN_LENGTH], len(stream))
-    return evaluate(loaded, stream, plan, measures=options.measures or ("perplexity",), **more)  # type: ignore[arg-type]
+    text = Text(stream, "a text", vocabulary)
+    return evaluate(loaded, text, plan, Scoring(**scoring), options.measures or ("perplexity",))  # type: ignore[arg-type]

@@ -16,8 +16,10 @@ from megatron.checkpoint.trained import Run
 from megatron.config.schema import Config
 from megatron.data.options import DataOptions
 from megatron.errors import RunError, UserError
-from megatron.evaluation.exercise import Questions, answers, floors, learned_task, questions, score
+from megatron.evaluation.answers import answers
+from megatron.evaluation.exercise import Questions, learned_task, questions
 from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.subject import Scoring
 from megatron.model.options import PositionOptions
 from megatron.reports import report, tables
 from megatron.reports.layout import layouts
@@ -93,7 +95,7 @@ def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
 def test_records_of_a_model_that_knows_the_answers() -> None:
     of = config(length=20)  # so many inputs that none is drawn twice
     asked = questions(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
-    found = score(loaded(Oracle(asked, wrong=10), of), asked, about={"run": "runs/a"})
+    found = asked.score(loaded(Oracle(asked, wrong=10), of), Scoring(about={"run": "runs/a"}))
     accuracy = [record for record in found if record.metric == "accuracy"]
     assert [(r.length, r.train_length, r.protocol, r.windows) for r in accuracy] == [
         (length, 20, "task", 40) for length in (20, 40, 60)
@@ -117,21 +119,21 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
 def test_whole_answers_of_letters() -> None:
     of = config("copy_string", 5)
     asked = questions(EvaluationOptions(lengths=[5], windows=20), [of])
-    found = {record.metric: record.value for record in score(loaded(Oracle(asked, wrong=5), of), asked)}
+    found = {record.metric: record.value for record in asked.score(loaded(Oracle(asked, wrong=5), of), Scoring())}
     assert found == {"accuracy": 0.75, "exact_match": 0.75}
 
 
 def test_floors_stand_beside_the_models() -> None:
     of = config("bucket_sort", 10)
     asked = questions(EvaluationOptions(lengths=[10, 40], windows=200), [of])
-    found = floors(asked)
+    found = asked.beside()
     values = {(record.method, record.metric, record.length): record.value for record in found}
     assert values[f"floor: {PLACE}", "accuracy", 40] > 0.7
     assert values[f"floor: {CONSTANT}", "accuracy", 40] == pytest.approx(0.2, abs=0.04)  # 5 deviations of 8,000
     assert values[f"floor: {PLACE}", "mean_accuracy", 40] == values[f"floor: {PLACE}", "accuracy", 40]
     recall = questions(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
-    assert {record.value for record in floors(recall) if "values" in record.method} == {0.25}
-    model = score(loaded(Oracle(asked, wrong=0), of), asked)
+    assert {record.value for record in recall.beside() if "values" in record.method} == {0.25}
+    model = asked.score(loaded(Oracle(asked, wrong=0), of), Scoring())
     (table, _) = layouts([*model, *found])
     text = tables.markdown(table)
     assert text.count("floor: ") == 2
@@ -145,7 +147,7 @@ def test_floors_stand_beside_the_models() -> None:
 def test_positions_that_end() -> None:
     of = config("reverse_string", 6)
     asked = questions(EvaluationOptions(lengths=[6, 9, 12], windows=4), [of])
-    found = score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), asked)
+    found = asked.score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), Scoring())
     assert [record.length for record in found if record.metric == "accuracy"] == [6, 9]
     assert {record.max_length for record in found} == {9}
 
@@ -184,7 +186,7 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
     with pytest.raises(RunError, match="the loss at length 4 is nan"):
-        score(loaded(model, of), asked)
+        asked.score(loaded(model, of), Scoring())
 
 
 def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from megatron.evaluation.protocols import plan_of
 from megatron.reports.records import Record, read, write
 
 from .conftest import TRAIN_LENGTH, RunningMean, loaded, scored
-from .test_perplexity import BYTES, ROUNDING, STREAM, by_hand, one_loss
+from .test_perplexity import ROUNDING, STREAM, by_hand, one_loss
 
 
 def of(records: list[Record], metric: str, axis: str = "length") -> list[Record]:
@@ -67,7 +67,7 @@ VOCABULARY_ROUNDING = ROUNDING * 60
 
 def test_position(running_mean: RunningMean) -> None:
     options = Options(lengths=[4, 24], protocol="nonoverlapping", measures=["perplexity", "position"])
-    found = scored(loaded(running_mean), STREAM, options, vocabulary=BYTES)
+    found = scored(loaded(running_mean), STREAM, options)
     assert [record.length for record in of(found, "perplexity")] == [4, 24]
     for length, ends in ((4, [1, 2, 4]), (24, [1, 2, 4, 8, 16, 24])):
         losses: dict[int, list[float]] = {}
@@ -118,7 +118,7 @@ def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_
     assert record.block_sums == pytest.approx([sum(row) for row in rows], abs=5 * ROUNDING + 1e-6)
     assert record.block_tokens is None
     masked = loaded(running_mean, eod_mask_loss=True)
-    (record,) = scored(masked, STREAM, Options(lengths=[9], targets=5, windows=30), vocabulary=BYTES)
+    (record,) = scored(masked, STREAM, Options(lengths=[9], targets=5, windows=30))
     assert sum(record.block_tokens) == record.tokens < 150
     assert sum(record.block_sums) / record.tokens == pytest.approx(record.nll, abs=1e-6)
 

@@ -16,9 +16,8 @@ from megatron.evaluation.perplexity import window_losses
 from megatron.evaluation.protocols import default_targets
 from tools.rounding import apart, sums_of_gpt
 
-from .conftest import VOCABULARY, RunningMean, loaded, scored, tiny_gpt
+from .conftest import BYTES, VOCABULARY, RunningMean, loaded, scored, tiny_gpt
 
-BYTES = Vocabulary(VOCABULARY, "bytes", eod=3)
 ROUNDING = apart(*sums_of_gpt(16, layers=2)) * math.log(VOCABULARY)
 TWENTY = Options(lengths=[8], targets=8, windows=20)
 STREAM = np.random.default_rng(0).integers(0, VOCABULARY, 203).astype(np.uint16)
@@ -139,8 +138,8 @@ def test_other_errors_are_not_taken_for_memory(running_mean: RunningMean) -> Non
 
 def test_tokens_after_a_document_end_are_left_out_if_training_left_them_out(running_mean: RunningMean) -> None:
     eod = BYTES.eod
-    (masked,) = scored(loaded(running_mean, eod_mask_loss=True), STREAM, TWENTY, vocabulary=BYTES)
-    (whole,) = scored(loaded(running_mean), STREAM, TWENTY, vocabulary=BYTES)
+    (masked,) = scored(loaded(running_mean, eod_mask_loss=True), STREAM, TWENTY)
+    (whole,) = scored(loaded(running_mean), STREAM, TWENTY)
     ends = [8 + i * 194 // 19 for i in range(20)]
     losses = np.array(by_hand(running_mean, ends, 8, 8))
     before = np.array([[STREAM[at - 1] for at in range(end - 7, end + 1)] for end in ends])
@@ -153,7 +152,7 @@ def test_tokens_after_a_document_end_are_left_out_if_training_left_them_out(runn
 
 def test_bits_per_byte_counts_bytes_not_document_ends(running_mean: RunningMean) -> None:
     eod = BYTES.eod
-    (record,) = scored(loaded(running_mean), STREAM, TWENTY, vocabulary=BYTES)
+    (record,) = scored(loaded(running_mean), STREAM, TWENTY)
     ends = [8 + i * 194 // 19 for i in range(20)]
     labels = np.array([[STREAM[at] for at in range(end - 7, end + 1)] for end in ends])
     assert record.bits_per_byte == pytest.approx(record.nll * 160 / math.log(2) / (labels != eod).sum())

@@ -1,6 +1,7 @@
 """Probes: what stands where, by plain loops; losses against a model that is known; refusals in a line."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,8 +13,13 @@ from torch import nn
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
+from megatron.evaluation import options
 from megatron.evaluation.options import EvaluationOptions as Options
-from megatron.evaluation.probes import DEPTHS, Passkey, Probe, Repeated, probe_of
+from megatron.evaluation.probes.chosen import PROBES, probe_of
+from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
+from megatron.evaluation.probes.probe import Probe
+from megatron.evaluation.probes.repeated import Repeated
+from megatron.evaluation.subject import Scoring
 from megatron.reports.layout import layouts
 
 from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
@@ -21,7 +27,6 @@ from .test_perplexity import ROUNDING, one_loss
 
 SMALL = Vocabulary(VOCABULARY, "small", 3)
 BYTES = ByteTokenizer()
-OF_BYTES = Vocabulary(BYTES.vocab_size, BYTES.name, BYTES.eod)
 
 
 class Copier(nn.Module):
@@ -71,7 +76,7 @@ def test_the_copy_stands_where_it_should(copied: int, length: int, count: int) -
 
 def test_a_model_that_copies_so_far_is_seen_to() -> None:
     probe = Repeated([40, 80], 6, Vocabulary(4000, "x", None), 4)
-    found = probe.score(loaded(Copier(4000, reach=20)), about={})  # type: ignore[arg-type]
+    found = probe.score(loaded(Copier(4000, reach=20)), Scoring())  # type: ignore[arg-type]
     assert {record.metric for record in found} == {"loss"}
     for record in found:
         near = record.place <= 20
@@ -85,7 +90,7 @@ def test_a_model_that_copies_so_far_is_seen_to() -> None:
 @pytest.mark.parametrize("model", [RunningMean(), tiny_gpt(pos_emb="kerple_log")], ids=["running mean", "kerple_log"])
 def test_losses_equal_a_plain_loop(model: nn.Module) -> None:
     probe = Repeated([16], 3, SMALL, 4)
-    for record in probe.score(loaded(model.eval()), about={}):  # type: ignore[arg-type]
+    for record in probe.score(loaded(model.eval()), Scoring()):  # type: ignore[arg-type]
         rows = probe.sequences(16, record.place)
         losses = [one_loss(model, row[:at], int(row[at])) for row in rows for at in range(13, 17)]
         assert record.value == pytest.approx(sum(losses) / 12, abs=ROUNDING)
@@ -93,7 +98,7 @@ def test_losses_equal_a_plain_loop(model: nn.Module) -> None:
 
 
 def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
-    probe = Passkey([300], 5, OF_BYTES, BYTES)
+    probe = Passkey([300], 5, BYTES)
     keys = list(probe.answers)
     assert probe.marks(300) == DEPTHS
     assert probe.marks(100) == ()
@@ -115,9 +120,39 @@ def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
     assert len(set(keys)) == 5
 
 
+class Joining(ByteTokenizer):
+    """Reads the question's last letter with what follows it, unless the key has only digits that stand `apart`."""
+
+    def __init__(self, apart: str = "") -> None:
+        super().__init__()
+        self.apart = apart
+
+    def encode(self, text: str) -> Sequence[int]:
+        digits = text.removeprefix(QUESTION)
+        tokens = list(super().encode(text))
+        if digits in ("", text) or set(digits) <= set(self.apart):
+            return tokens
+        at = len(QUESTION.rstrip()) - 1
+        return [*tokens[:at], 255, *tokens[at + 2 :]]
+
+
+def test_keys_that_have_no_tokens_of_their_own_are_not_asked() -> None:
+    with pytest.raises(UserError, match="reads the end of the question otherwise where a key follows it"):
+        Passkey([300], 2, Joining())
+    some = Passkey([300], 2, Joining(apart="0123456"))
+    assert len(some.answers) == 2
+    assert all(set(key) <= set("0123456") for key in some.answers)
+    assert some.scored == 6
+    assert some.sequences(300, 0.5).shape == (2, 301)
+    with pytest.raises(UserError, match="too few keys of as many tokens"):
+        Passkey([300], 3, Joining(apart="0124"))
+
+
 def test_options_of_probes() -> None:
+    assert tuple(PROBES) == options.PROBES
+
     def probe(**choices: object) -> Probe:
-        return probe_of(Options(**choices), [64, 128], OF_BYTES, BYTES)
+        return probe_of(Options(**choices), [64, 128], BYTES)
 
     assert (probe(protocol="repeated").scored, probe(protocol="repeated", targets=8).scored) == (16, 8)
     assert probe(protocol="repeated", windows=7).count == 7
@@ -125,8 +160,8 @@ def test_options_of_probes() -> None:
         ({"protocol": "passkey"}, "windows of 64 tokens are too short for it"),
         ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short for it"),
         ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
-        ({"protocol": "repeated", "data": "x.txt"}, "data says which text is scored"),
-        ({"protocol": "repeated", "measures": ["position"]}, "measures says which text is scored"),
+        ({"protocol": "repeated", "data": "x.txt"}, "--data says which text is scored"),
+        ({"protocol": "repeated", "measures": ["position"]}, "--measures says which text is scored"),
         ({"protocol": "passkey", "targets": 4}, "scores the key's digits"),
     ):
         with pytest.raises(UserError, match=message):

@@ -1,0 +1,28 @@
+"""How far values at greater lengths are from those at the shortest, where each length was asked something of its own.
+
+Nothing is paired then, and no interval is said. Where all lengths score the same tokens, `measures` says both.
+"""
+
+from collections.abc import Sequence
+
+from megatron.reports.records import Record
+
+
+def with_changes(records: Sequence[Record]) -> list[Record]:
+    """Records of one predictor, each with the change from that at the shortest length by its metric and protocol."""
+    shortest: dict[tuple[str, str], Record] = {}
+    for record in records:
+        base = shortest.setdefault(_kind(record), record)
+        if record.length < base.length:
+            shortest[_kind(record)] = record
+    return [_changed(record, shortest[_kind(record)]) for record in records]
+
+
+def _kind(record: Record) -> tuple[str, str]:
+    return record.metric, record.protocol
+
+
+def _changed(record: Record, base: Record) -> Record:
+    if record is base:
+        return record
+    return record.replace(change=record.measure.change(record.value, base.value), change_from=base.length)
