@@ -4,13 +4,13 @@ Pictures are embedded as base64, each in two widths, so that the page reads well
 nothing to say of stands there in words.
 """
 
-import base64
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Template
 
 from megatron.analysis.analysis import Block, Picture, Table
+from megatron.reports.pictures import embedded
 from megatron.reports.style import STYLE
 
 _PAGE = Template("""<!DOCTYPE html>
@@ -106,11 +106,7 @@ def _paragraph(text: str) -> str:
 
 
 def _picture(picture: Picture) -> str:
-    wide, narrow = (base64.b64encode(picture.draw(each)).decode("ascii") for each in (False, True))
-    return (
-        f'<p class="plot"><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,{narrow}">'
-        f'<img alt="{html.escape(picture.alt)}" src="data:image/png;base64,{wide}"></picture></p>'
-    )
+    return embedded(picture.draw, picture.alt)
 
 
 def _table(table: Table) -> str:

@@ -28,6 +28,10 @@ class Axis:
         """A place at a plot's axis or over a column."""
         return f"{round(place):,}" if self.tokens else f"{place:.0%}"
 
+    def told(self, place: float) -> str:
+        """A place in a sentence: 2,048 tokens, 50%."""
+        return f"{self.shown(place)} tokens" if self.tokens else self.shown(place)
+
     def heads(self, place: float, train_length: int) -> tuple[str, str]:
         """The two heads of a column: in training lengths if that makes sense, and as it is."""
         return multiple(place / train_length) if self.tokens else "", self.shown(place)

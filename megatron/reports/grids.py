@@ -1,7 +1,6 @@
-"""A table of words: a name for each row, a head for each column, notes below. As plain text, Markdown or HTML."""
+"""A table of words: a name for each row, a head for each column, notes below. As plain text or HTML."""
 
 import html
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -24,12 +23,6 @@ class Grid:
         text = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
         return "\n".join([self.title, *(line.rstrip() for line in text), *self.notes]) + "\n"
 
-    def markdown(self) -> str:
-        """A GitHub table with its caption."""
-        lines = [_row([self.corner, *self.heads]), "|---" * (len(self.heads) + 1) + "|"]
-        lines += [_row([name, *cells]) for name, cells in self.rows]
-        return "\n".join([*lines, "", f"{self.title}.", *self.notes]) + "\n"
-
     def html(self) -> str:
         """A `<table>` element; every text in it is escaped. `data-label` repeats a cell's head, for narrow screens."""
         heads = "".join(f'<th scope="col" class="text">{html.escape(head)}</th>' for head in self.heads)
@@ -46,7 +39,3 @@ class Grid:
             f'<thead><tr><th scope="col">{html.escape(self.corner)}</th>{heads}</tr></thead>'
             f"<tbody>{''.join(rows)}</tbody></table>"
         )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -61,7 +61,7 @@ class Layout:
     methods: tuple[str, ...]  # in the order of the records
     places: tuple[float, ...]  # on the axis, ascending
     cells: dict[tuple[str, float], Cell]
-    changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known
+    changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known, over lengths
     limits: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
     text: str | None = None  # what was scored, if there are tables of other texts beside this one
 
@@ -90,7 +90,9 @@ class Layout:
         if self.repeats > 1:
             notes.append(f"Cells are mean ± standard deviation of {self.repeats} seeds.")
             if self.metric.tells_best:
-                notes.append(f"The best of them at {self.places[-1]:,}: {', '.join(self._best_seeds())}.")
+                notes.append(
+                    f"The best of them at {self.axis.shown(self.places[-1])}: {', '.join(self._best_seeds())}."
+                )
         if any(cell.best for cell in self.cells.values()):
             notes.append("* best of its column.")
         metric = self.metric
@@ -170,10 +172,13 @@ def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
         )
         for (method, place), same in found.items()
     }
+    axis = axes.find(records[0].axis)
+    # A change is from another length: a table over places inside windows has no column for it.
     changes = {
         method: _change_over_seeds(same)
         for (method, place), same in found.items()
-        if place == places[-1] and all(each.change is not None and each.change_from == places[0] for each in same)
+        if (axis.name, place) == ("length", places[-1])
+        and all(each.change is not None and each.change_from == places[0] for each in same)
     }
     return Layout(
         metric=metric,
@@ -181,7 +186,7 @@ def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
         train_length=records[0].train_length,
         records=tuple(latest.values()),
         methods=tuple(dict.fromkeys(record.method for record in records)),
-        axis=axes.find(records[0].axis),
+        axis=axis,
         places=places,
         cells=cells,
         changes=changes,

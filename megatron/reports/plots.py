@@ -117,9 +117,9 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
 def _along(axes: Axes, layout: Layout, *, narrow: bool) -> None:
     """The horizontal axis: its ticks, its label, and the training length if it has a place there."""
     axis, trained = layout.axis, layout.train_length
-    axes.xaxis.set_minor_locator(NullLocator())
+    if axis.tokens:
+        axes.set_xscale("log", base=2)
     thin = -(-len(layout.places) // MOST_TICKS)
-    axes.set_xscale("log", base=2) if axis.tokens else axes.set_xscale("linear")
     axes.xaxis.set_major_locator(FixedLocator(layout.places[::-thin][::-1]))
     axes.xaxis.set_minor_locator(NullLocator())
     if not axis.tokens:

@@ -4,7 +4,6 @@ It needs no network, no script and no file beside it: the plot is embedded as ba
 records; every text that is not ours is escaped. Configurations are optional because records do not hold them.
 """
 
-import base64
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron.files import write_text
 from megatron.reports.axes import multiple
 from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout, layouts
+from megatron.reports.pictures import embedded
 from megatron.reports.plots import png
 from megatron.reports.records import Record
 from megatron.reports.style import STYLE
@@ -57,8 +57,7 @@ $style
 <body>
 <h1>$title</h1>
 <p>$summary</p>
-<p class="plot"><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,$narrow">
-<img alt="$metrics over length, one curve per method" src="data:image/png;base64,$plot"></picture></p>
+$plot
 $tables
 $judged
 <h2>What was measured</h2>
@@ -117,13 +116,11 @@ def render(
     return _PAGE.substitute(
         style=STYLE,
         title=html.escape((title or _title(groups)) + to_come),
-        metrics=html.escape(" and ".join(metric.title for metric in metrics)),
         definitions=html.escape(
             " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
         ),
         summary=" ".join(html.escape(_summary(layout)) for layout in groups),
-        plot=base64.b64encode(png(records)).decode("ascii"),
-        narrow=base64.b64encode(png(records, narrow=True)).decode("ascii"),
+        plot=embedded(lambda narrow: png(records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
         tables="\n".join(html_table(layout) for layout in groups),
         judged="\n".join(["<h2>What it says</h2>"] * bool(grids) + [each.html() for each in grids]),
         measured="\n".join(f"<p>{_measured(layout)}</p>" for layout in groups),
@@ -131,6 +128,14 @@ def render(
         machine=_facts(records),
         configurations=_configurations(configurations or {}),
     )
+
+
+def _drawn(groups: Sequence[Layout]) -> str:
+    """Which metrics stand over which axes: Perplexity and ΔP over length; Perplexity over position."""
+    metrics: dict[str, list[str]] = {}
+    for layout in groups:
+        metrics.setdefault(layout.axis.name, []).append(layout.metric.title)
+    return "; ".join(f"{_listed(list(dict.fromkeys(titles)))} over {axis}" for axis, titles in metrics.items())
 
 
 def _title(groups: Sequence[Layout]) -> str:
@@ -161,12 +166,14 @@ def _summary(layout: Layout) -> str:
         change = ""
         if start is not None and first != last:
             distance = metric.shown_distance(metric.change(mean, start.mean))
-            change = f" ({distance} from {axis.shown(first)}{' tokens' * axis.tokens}{verdict})"
+            change = f" ({distance} from {axis.told(first)}{verdict})"
         parts.append(f"{method} {metric.shown(mean)}{change}")
-    where = f"{axis.shown(last)} tokens ({multiple(last / layout.train_length)}" if axis.tokens else axis.shown(last)
-    where = f"{'' if axis.name == 'length' else f'{axis.name} '}{where}"
-    where = f"{where}, protocol {layout.protocol})" if axis.tokens else f"{where} (protocol {layout.protocol})"
-    return f"Trained at {layout.train_length:,} tokens; {metric.axis} at {where}: {', '.join(parts)}."
+    where = axis.told(last) if axis.name == "length" else f"{axis.name} {axis.told(last)}"
+    times = f"{multiple(last / layout.train_length)}, " if axis.tokens else ""
+    return (
+        f"Trained at {layout.train_length:,} tokens; {metric.axis} at {where} ({times}protocol {layout.protocol}): "
+        f"{', '.join(parts)}."
+    )
 
 
 def _measured(layout: Layout) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.reports import plots, report
+from megatron.reports.layout import layouts
 from megatron.reports.records import Record, of_row
 
 from .conftest import record
@@ -78,6 +79,18 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
 def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
     summary = re.search(r"perplexity per token at 2,048 tokens.*?\.\s*\n", Page(report.render(story)).text).group()
     assert summary.index("cdape") < summary.index("kerple_log") < summary.index("rotary")
+
+
+def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
+    assert 'alt="Perplexity over length, one curve per method"' in report.render(story)
+    here = {"metric": "loss", "axis": "depth"}
+    probed = [story[0].replace(**here, place=place, value=value) for place, value in ((0.25, 3.0), (1.0, 2.0))]
+    page = report.render([*story, *probed])
+    assert 'alt="Perplexity over length; Loss over depth, one curve per method"' in page
+    assert "at depth 100% (protocol last): rotary 2.00 (-1.00 from 25%)." in Page(page).text
+    where = {"axis": "position", "place": 64.0}
+    (inside,) = layouts([record("rotary", 512, 5.0, **where, change=1.5, change_from=64)])
+    assert inside.changes == {}, "a change is from another length, and this is none"
 
 
 def test_the_summary_says_what_is_beyond_chance() -> None:
