@@ -53,5 +53,5 @@ class SweepOptions(Section):
     title: str | None = key(None, "heading of the report")
     against: str | None = key(None, "the variant that the report compares the others with")
     published: list[PublishedOptions] = key(list, "tables of papers that the report puts beside its own")
-    differences: list[str] = key(list, "what is done otherwise than in those papers, sentences of the report")
+    differences: list[str] = key(list, "what is done otherwise than in the papers, sentences of the report")
     evaluate: EvaluationOptions = key(EvaluationOptions, "how trained models are scored")

@@ -127,7 +127,8 @@ def _run(
                 meter.say(f"{number} of {len(todo)} runs done, about {duration(left)} left")
     found = floors_last(found)
     tables.show(console, found)
-    for grid in _judged(sweep, found) if sweep.options.published or sweep.options.against else ():
+    options = sweep.options
+    for grid in _judged(sweep, found) if options.published or options.against or options.differences else ():
         console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
     files = ", ".join(str(sweep.output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
     say(f"{files} ({duration(time.monotonic() - begun)})")
@@ -268,9 +269,11 @@ def _judged(sweep: Sweep, found: Sequence[Record]) -> list[Grid]:
             metric=each.metric,
             lengths=tuple(each.lengths),
             rows=dict(each.rows),
-            differences=tuple(options.differences),
         )
         grids += published.grids(table, groups)
+    if options.differences:
+        sentences = tuple((sentence, ()) for sentence in options.differences)
+        grids.append(Grid("What the papers did otherwise, or did not say", "there and here", (), sentences))
     return grids
 
 

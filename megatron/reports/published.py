@@ -32,8 +32,6 @@ class Published:
     lengths: tuple[int, ...]
     rows: Mapping[str, Sequence[float | None]]
     """Method → values at those lengths."""
-    differences: tuple[str, ...] = ()
-    """What was done otherwise there, in sentences."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,5 @@ def _grid(published: Published, layout: Layout) -> Grid:
             "Single numbers are not comparable; orders of methods are.",
             "τ is Kendall's, 1 for the same order and −1 for the reverse; its 95% interval is a bootstrap over our "
             "seeds, or over blocks of our text where there is one seed.",
-            *published.differences,
         ),
     )

@@ -225,6 +225,16 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
     assert "order agreement τ" in said
 
 
+def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Trainer) -> None:
+    """Of figures there are none to quote."""
+    write(BASE.replace("output: out", "output: out\n      differences: [They had more text., And a GPU.]"))
+    _, said = run()
+    page = Path("out/report.html").read_text()
+    for text in ("They had more text.", "And a GPU."):
+        assert page.count(text) == 2  # in the configuration that it shows, too
+        assert text in said
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
