@@ -48,12 +48,13 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class Asked:
+class Requests:
     """What a task asked of a model."""
 
     tokens: int = 0
     """Scored or written."""
     requests: int = 0
+    """How many."""
     cut: int = 0
     """Requests whose context was too long."""
     digest: Any = field(default_factory=hashlib.sha256)
@@ -85,7 +86,7 @@ class HarnessModel(TemplateLM):
         self._device = next(model.parameters()).device
         self.batch_tokens = batch_tokens_on(self._device, batch_tokens)
         self._after = after or (lambda done, total: None)
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, Requests] = {}
         """By the names of tasks."""
         self._counts: list[tuple[int, bool]] = []
 
@@ -168,7 +169,7 @@ class HarnessModel(TemplateLM):
     def _note(self, requests: Sequence[Instance], counts: Sequence[tuple[int, bool]]) -> None:
         """Remember what was asked, by task."""
         for request, (tokens, cut) in zip(requests, counts, strict=True):
-            asked = self.asked.setdefault(request.task_name, Asked())
+            asked = self.asked.setdefault(request.task_name, Requests())
             asked.tokens += tokens
             asked.requests += 1
             asked.cut += cut

@@ -1,4 +1,4 @@
-"""Which tokens are scored, with how much context: the three protocols, as plain arithmetic on positions of a stream.
+"""Which tokens of a text are scored, with how much context: three protocols, as plain arithmetic on positions.
 
 A *window* of length L is L input tokens x[s … s+L−1]; the model predicts each one's successor, so its L targets are
 x[s+1 … s+L]. A protocol chooses the starts s and how many targets at the end of each window are scored. All keep one
@@ -19,13 +19,16 @@ differ in nothing but context.
 `strided`
     The last s targets of windows that begin s tokens after each other, so that a span of the stream is scored without
     a gap and each target has at least L − s tokens before it. s = 1 encodes a window anew for every token (the sliding
-    evaluation of 2307.10156, figure 1); s = 256 is usual for books (Press et al., 2108.12409). It costs L / s times as
-    much as `nonoverlapping`.
+    evaluation of 2307.10156, figure 1). A greater stride is usual for books (Press et al., 2108.12409; the value 256 of
+    papers on long contexts is *unchecked*). It costs L / s times as much as `nonoverlapping`.
 
-    last, n = 2                              nonoverlapping              strided, s = 2
-    L=2            ··········[ab]            [··][··][··][··]            ····[ab]   ····[··ab]
-    L=4            ········[··ab]            [····][····]                ······[cd] ······[··cd]
-    L=8            ····[······ab]            [········]                  ········[ef] ······[··ef]
+Brackets hold the L targets of a window: a letter is one that is scored, a dot one that is not. Every line of a column,
+which is a length, has the same letters.
+
+           last, n = 2                 nonoverlapping            strided, s = 2: windows 1, 2, 3
+    L=2    ······[ab]  ······[cd]      [ab][cd][ef][gh]          ······[ab]  ········[cd]  ··········[ef]
+    L=4    ····[··ab]  ····[··cd]      [abcd][efgh]              ····[··ab]  ······[··cd]  ········[··ef]
+    L=8    [······ab]  [······cd]      [abcdefgh]                [······ab]  ··[······cd]  ····[······ef]
 
 The stream is a split's documents in order, each with its end-of-document token: windows may cross documents, as
 training sequences do. No protocol depends on chance, so two runs are always scored on the same tokens.

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -26,11 +27,10 @@ from megatron.evaluation.changes import with_changes
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.options import EvaluationOptions, TaskOptions, refuse_choices_of_text
 from megatron.evaluation.provenance import stopwatch
-from megatron.evaluation.request import Asked as Runs
 from megatron.evaluation.request import read_runs
 from megatron.evaluation.run import Candidate, Say, about_run, candidates_of, measured, saying
 from megatron.evaluation.sketch import ending, outline
-from megatron.evaluation.subject import Progress
+from megatron.evaluation.subject import Progress, Scoring
 from megatron.optional import need
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
@@ -38,7 +38,7 @@ from megatron.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.evaluation.harness import Asked
+    from megatron.evaluation.harness import Requests
 
 OF_TEXTS = ("data", "protocol", "windows", "targets", "stride", "measures")
 """Options that have no meaning for tasks."""
@@ -84,15 +84,66 @@ def evaluate_tasks(
     lengths = wanted_lengths(options, [run.config.model.seq_length for run in asked.runs])
     say = saying(console)
     say("reading the list of tasks")
-    loaded_tasks = load_tasks(tasks, say)
+    given = Given(load_tasks(tasks, say), tasks.limit, lengths, say)
     notes = [ending(run.name, run.config, outline(run.config, options), lengths) for run in asked.runs]
     candidates = candidates_of(asked, [(float(len(lengths)), note) for note in notes])
 
     def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
-        tokenizer = tokenizers[candidate.run.checkpoint]
-        return _score(candidate, loaded, tokenizer, asked, loaded_tasks, tasks, lengths, report, say)
+        scoring = Scoring(about_run(candidate, options), options.batch_tokens, report)
+        return given.score(loaded, tokenizers[candidate.run.checkpoint], scoring)
 
     return measured(asked, candidates, score, console)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every run is given."""
+
+    tasks: Any  # as `load_tasks` returns them
+    limit: int | None  # documents of each task
+    lengths: Sequence[int]
+    say: Say
+
+    def score(self, loaded: LoadedModel, tokenizer: Tokenizer, scoring: Scoring) -> list[Record]:
+        """The records of a run, by task, with their changes from the shortest length.
+
+        Args:
+            loaded: the run's model.
+            tokenizer: of its training.
+            scoring: what goes with it.
+
+        Raises:
+            UserError: the model has positions for none of the lengths.
+            RunError: a task asks for something that cannot be done, or the memory is too small.
+        """
+        from lm_eval import evaluator
+
+        from megatron.evaluation.harness import HarnessModel
+        from megatron.evaluation.perplexity import about_model, known_lengths
+
+        about = {**about_model(loaded), **scoring.about, "tokenizer": tokenizer.name}
+        about["software"] = f"{about['software']}, lm_eval {version('lm_eval')}"
+        known = known_lengths(loaded.model, self.lengths)
+        found: list[Record] = []
+        for number, length in enumerate(known):
+
+            def after(done: int, total: int, length: int = length, number: int = number) -> None:
+                scoring.progress(length, number + min(done / max(total, 1), 0.999), float(len(known)))
+
+            model = HarnessModel(loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, after=after)
+            taken = stopwatch()
+            with _as_the_harness_does():
+                results = evaluator.evaluate(
+                    model, self.tasks, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+                )
+            assert results is not None  # this process is alone
+            here = {**about, "length": length, **taken()}
+            for name, each in model.asked.items():
+                if each.cut:
+                    cut = f"{each.cut:,} of {each.requests:,} requests were cut on the left to {length:,} tokens"
+                    self.say(f"{name}: {cut}")
+            found += records_of(results, model.asked, here, self.say)
+        return with_changes(found)
 
 
 def load_tasks(options: TaskOptions, say: Say) -> Any:
@@ -134,51 +185,8 @@ def load_tasks(options: TaskOptions, say: Say) -> Any:
     return loaded
 
 
-def _score(
-    candidate: Candidate,
-    loaded: LoadedModel,
-    tokenizer: Tokenizer,
-    asked: Runs,
-    tasks: Any,
-    options: TaskOptions,
-    lengths: Sequence[int],
-    report: Progress,
-    say: Say,
-) -> list[Record]:
-    """The records of one run, by task, with their changes from the shortest length."""
-    from lm_eval import evaluator
-
-    from megatron.evaluation.harness import HarnessModel
-    from megatron.evaluation.perplexity import about_model, known_lengths
-
-    about = {**about_model(loaded), **about_run(candidate, asked.options), "tokenizer": tokenizer.name}
-    about["software"] = f"{about['software']}, lm_eval {version('lm_eval')}"
-    known = known_lengths(loaded.model, lengths)
-    found: list[Record] = []
-    for number, length in enumerate(known):
-
-        def after(done: int, total: int, length: int = length, number: int = number) -> None:
-            report(length, number + min(done / max(total, 1), 0.999), float(len(known)))
-
-        model = HarnessModel(
-            loaded.model, tokenizer, length, batch_tokens=asked.options.batch_tokens, after=after
-        )  # fmt: skip
-        taken = stopwatch()
-        with _as_the_harness_does():
-            results = evaluator.evaluate(
-                model, tasks, limit=options.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
-            )
-        assert results is not None  # this process is alone
-        here = {**about, "length": length, **taken()}
-        for name, each in model.asked.items():
-            if each.cut:
-                say(f"{name}: {each.cut:,} of {each.requests:,} requests were cut on the left to {length:,} tokens")
-        found += records_of(results, model.asked, here, say)
-    return with_changes(found)
-
-
 def records_of(
-    results: Mapping[str, Any], asked: Mapping[str, Asked], about: Mapping[str, Any], say: Say
+    results: Mapping[str, Any], asked: Mapping[str, Requests], about: Mapping[str, Any], say: Say
 ) -> list[Record]:
     """Records of what the harness found.
 
