@@ -7,36 +7,14 @@ nothing to say of stands there in words.
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from string import Template
 
 from megatron.analysis.analysis import Block, Picture, Table
+from megatron.reports.document import document, machine_and_software
 from megatron.reports.pictures import embedded
-from megatron.reports.style import STYLE
 
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-$style
+_STYLE = """
 .facts td { white-space: nowrap; } .facts .text { white-space: normal; }
-@media (max-width: 56rem) { .facts td { white-space: normal; } }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-$summary
-$contents
-$sections
-<h2>Models</h2>
-$models
-<h2>Machine and software</h2>
-<dl>$facts</dl>
-</body>
-</html>
-""")
+@media (max-width: 56rem) { .facts td { white-space: normal; } }"""
 
 PROSE = 40
 """Characters from which on the cells of a column are text and not numbers."""
@@ -66,15 +44,15 @@ def render(title: str, summary: Sequence[str], parts: Sequence[Part], models: Ta
         facts: machine, software and the like.
     """
     links = "".join(f'<li><a href="#{part.name}">{html.escape(part.title)}</a></li>' for part in parts)
-    return _PAGE.substitute(
-        title=html.escape(title),
-        style=STYLE,
-        summary="\n".join(_paragraph(text) for text in summary),
-        contents=f"<ul>{links}</ul>" if len(parts) > 1 else "",
-        sections="\n".join(_section(part) for part in parts),
-        models=_table(models),
-        facts="".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in facts.items()),
-    )
+    sections = [
+        *map(_paragraph, summary),
+        f"<ul>{links}</ul>" if len(parts) > 1 else "",
+        *map(_section, parts),
+        "<h2>Models</h2>",
+        _table(models),
+        machine_and_software(facts),
+    ]
+    return document(title, sections, _STYLE)
 
 
 def _section(part: Part) -> str:

@@ -12,12 +12,12 @@ from string import Template
 from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.reports.axes import multiple
+from megatron.reports.document import document, machine_and_software
 from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout, layouts
 from megatron.reports.pictures import embedded
 from megatron.reports.plots import png
 from megatron.reports.records import Record
-from megatron.reports.style import STYLE
 from megatron.reports.tables import html_table
 
 NAMED = 4
@@ -43,34 +43,6 @@ _PROTOCOLS = {
         "intervals are percentile bootstraps over sequences. Rows that begin with floor learned nothing of the input."
     ),
 }
-
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-$style
-</style>
-</head>
-<body>
-<h1>$title</h1>
-<p>$summary</p>
-$plot
-$tables
-$judged
-<h2>What was measured</h2>
-$measured
-<h2>Models</h2>
-$models
-<h2>Machine and software</h2>
-<dl>$machine</dl>
-$configurations
-<footer>$definitions</footer>
-</body>
-</html>
-""")
 
 
 def write(
@@ -113,21 +85,22 @@ def render(
     groups = layouts(records)
     metrics = list(dict.fromkeys(layout.metric for layout in groups))
     to_come = f" ({missing} run{'s' * (missing > 1)} to come)" if missing else ""
-    return _PAGE.substitute(
-        style=STYLE,
-        title=html.escape((title or _title(groups)) + to_come),
-        definitions=html.escape(
-            " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
-        ),
-        summary=" ".join(html.escape(_summary(layout)) for layout in groups),
-        plot=embedded(lambda narrow: png(records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
-        tables="\n".join(html_table(layout) for layout in groups),
-        judged="\n".join(["<h2>What it says</h2>"] * bool(grids) + [each.html() for each in grids]),
-        measured="\n".join(f"<p>{_measured(layout)}</p>" for layout in groups),
-        models=_models(records),
-        machine=_facts(records),
-        configurations=_configurations(configurations or {}),
-    )
+    judged = ["<h2>What it says</h2>", *(each.html() for each in grids)] if grids else []
+    defined = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
+    parts = [
+        f"<p>{' '.join(html.escape(_summary(layout)) for layout in groups)}</p>",
+        embedded(lambda narrow: png(records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
+        *(html_table(layout) for layout in groups),
+        *judged,
+        "<h2>What was measured</h2>",
+        *(f"<p>{_measured(layout)}</p>" for layout in groups),
+        "<h2>Models</h2>",
+        _models(records),
+        machine_and_software(_facts(records)),
+        _configurations(configurations or {}),
+        f"<footer>{html.escape(defined)}</footer>",
+    ]
+    return document((title or _title(groups)) + to_come, parts)
 
 
 def _drawn(groups: Sequence[Layout]) -> str:
@@ -234,7 +207,7 @@ def _models(records: Sequence[Record]) -> str:
     )
 
 
-def _facts(records: Sequence[Record]) -> str:
+def _facts(records: Sequence[Record]) -> dict[str, str]:
     """Machine, device, software and dates, each named once."""
     columns = {
         "machine": [record.machine for record in records],
@@ -242,14 +215,13 @@ def _facts(records: Sequence[Record]) -> str:
         "software": [record.software for record in records],
         "scored at (UTC)": [record.date for record in records],
     }
-    items = []
+    facts = {}
     for name, values in columns.items():
         distinct = sorted({value for value in values if value})
         if name == "scored at (UTC)" and len(distinct) > 2:
             distinct = [f"{distinct[0]} to {distinct[-1]}"]
-        text = "; ".join(distinct) if distinct else "not recorded"
-        items.append(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>")
-    return "".join(items)
+        facts[name] = "; ".join(distinct) if distinct else "not recorded"
+    return facts
 
 
 def _configurations(configurations: Mapping[str, str]) -> str:

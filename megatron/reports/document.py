@@ -1,6 +1,9 @@
-"""What every page of ours looks like: one style sheet, for screens of all widths, without a font or script to load."""
+"""What every page of ours is: one file of HTML, with one style sheet for screens of all widths and nothing to load."""
 
-STYLE = """\
+import html
+from collections.abc import Mapping, Sequence
+
+_STYLE = """\
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
@@ -27,3 +30,36 @@ footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
   th, td { display: block; padding: 0; border: 0; text-align: left; }
   td::before { content: attr(data-label); display: block; color: #555; font-size: 0.8rem; font-weight: normal; }
 }"""
+
+
+def document(title: str, parts: Sequence[str], style: str = "") -> str:
+    """A whole page.
+
+    Args:
+        title: of the page, escaped here.
+        parts: HTML, one under the other; empty ones are left out.
+        style: rules of this page alone.
+    """
+    name, body = html.escape(title), "\n".join(part for part in parts if part)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name}</title>
+<style>
+{_STYLE}{style}
+</style>
+</head>
+<body>
+<h1>{name}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def machine_and_software(facts: Mapping[str, str]) -> str:
+    """The part of a page that says where its numbers were made: what is told, and the fact, both escaped here."""
+    items = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in facts.items())
+    return f"<h2>Machine and software</h2>\n<dl>{items}</dl>"
