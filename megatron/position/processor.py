@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .method import Method
@@ -19,12 +18,13 @@ class Share(NamedTuple):
     """float32 [W, N, reach]: the first columns of rows 0 … N − 1, which see the left edge and are no function of n."""
 
     def rows(self, query: Span, columns: int) -> Tensor:
-        """[W, R, columns + reach] for query rows and keys 0 … columns − 1, and as many as `reach` after them."""
+        """[W, R, columns + reach], W innermost, for query rows and keys 0 … columns − 1, and as many as `reach` after
+        them."""
         reach = self.edge.shape[-1]
         # Entry n of the table stands at n + reach, so the rows are read as if they were that much further on.
-        inside = toeplitz(self.table, Span(query.start + reach, query.length), Span(reach, columns))
-        # Joined and not written in place, which is slower: autograd copies the whole gradient for it.
-        return torch.cat([self.edge[:, query.start : query.stop], inside], dim=-1) if reach else inside
+        shifted = Span(query.start + reach, query.length)
+        edge = self.edge[:, query.start : query.stop]
+        return toeplitz(self.table, shifted, Span(0, columns + reach), edge=edge, channels_last=True)
 
 
 class Processor(Method):

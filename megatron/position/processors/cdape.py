@@ -67,10 +67,13 @@ class KeyConvolution(nn.Module):
 
         The parts of all inputs add up to the convolution; `constant` says which part has the constant. Without x: the
         weight and the constant themselves (copies: ZeRO-3 frees the parameters after this call).
+
+        Channels lie innermost, in the result too: with few channels that is what convolutions are fast at.
         """
         if x is None:
             return self.weight.clone(), self.bias.clone()
         weight = self.weight[outputs, inputs].to(x.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
         return F.conv2d(x, weight, self.bias[outputs].to(x.dtype) if constant else None, padding=self.padding)
 
 
@@ -141,12 +144,13 @@ class Cdape(Processor):
     ) -> Tensor:
         columns, extension = scores.shape[-1], (0, self.reach)
         hidden = self.hidden(F.pad(scores.masked_fill(~visible, 0), extension), self.scores, constant=bias is None)
+        hidden = hidden.movedim(1, -1)  # channels last by shape too: sums over the batch are slow otherwise
         if bias is not None:
             if share is None:
                 seen = _saturated(bias, scores.dtype).masked_fill(~visible, 0)
                 share = self.hidden(F.pad(seen, extension), self.biases)
-            hidden = hidden.add_(_saturated(share, scores.dtype))
-        hidden = F.leaky_relu(_saturated(hidden, scores.dtype), inplace=True)
+            hidden = hidden + _saturated(share, scores.dtype).movedim(-3, -1)
+        hidden = F.leaky_relu(_saturated(hidden, scores.dtype), inplace=bias is not None).movedim(-1, 1)
         processed = _saturated(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
         result = at_least_float32(scores[:, heads]) + at_least_float32(processed)
         return result.add_(bias[heads]) if bias is not None and self.residual_bias else result
