@@ -63,6 +63,8 @@ def read_request(
     check_names(options.only)
     check_precision(options.precision, options.device)
     opened = open_runs(runs)
+    if twice := next((text for text in configs if configs.count(text) > 1), None):
+        raise UserError(f"--config {twice!r} is given twice")
     untrained = tuple((text, _config(text)) for text in configs)
     everyone = [run.config for run in opened] + [config for _, config in untrained]
     _check_places("--layers", options.layers, [config.model.num_layers for config in everyone], "layers")

@@ -212,6 +212,7 @@ WRONG = [
     ({"lengths": [10**6]}, "too few for the largest length"),
     ({"runs": ["runs/a", "runs/a"]}, "the same checkpoint is given twice"),
     ({"configs": ["162M alibis"], "output": "out"}, "alibi"),
+    ({"configs": ["162M alibi", "162M alibi"], "output": "out"}, "--config '162M alibi' is given twice"),
     ({"output": "text.txt"}, "--output is text.txt, which is a file"),
     ({"device": "tpu"}, "choose one of auto, cpu, cuda"),
 ]

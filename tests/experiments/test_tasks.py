@@ -64,6 +64,9 @@ def test_shipped_sweeps_are_read() -> None:
         found = read([name])
         assert len(found.members) == 18
         assert {member.config.data.task for member in found.members} == {"mqar" if name == "mqar" else "even_pairs"}
+    paper = read(["chomsky", "chomsky_paper"], ["task=odds_first"]).members
+    assert len(paper) == 33
+    assert {(member.config.data.task, member.config.data.task_length) for member in paper} == {("odds_first", 40)}
     for task in ("reverse_string", "missing_duplicate", "bucket_sort"):
         assert read(["chomsky"], [f"task={task}"]).members[0].config.data.task == task
 
