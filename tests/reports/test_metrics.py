@@ -144,3 +144,10 @@ def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: P
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_is_in_the_documentation(name: str) -> None:
+    page = ROOT / "docs" / "evaluation.md"
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert any(f"`{name}`" in row.split("|")[1] for row in rows)
