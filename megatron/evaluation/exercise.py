@@ -76,8 +76,8 @@ class Questions:
     def about(self) -> dict[str, Any]:
         """What every record says of what was asked."""
         task = self.exercise.task
-        named = f"Task {self.exercise.identity}: {task.title}; lengths are those of the input."
-        order = "† Its answer does not depend on the order of the input." if task.order_free else ""
+        named = f"Task {self.exercise.identity} of {task.source}: {task.title}; lengths are those of the input."
+        order = "The answer does not depend on the input's order († in DAPE V2's Table 6)." if task.order_free else ""
         return {
             "train_length": self.exercise.longest,
             "protocol": "task",

@@ -113,7 +113,7 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
     assert accuracy[2].change == accuracy[2].value - accuracy[0].value
     (mean,) = (record for record in found if record.metric == "mean_accuracy")
     assert mean.value == pytest.approx((accuracy[1].value + accuracy[2].value) / 2)
-    assert mean.remark.startswith("The mean over the lengths 40, 60. Task binary_addition: the sum")
+    assert mean.remark.startswith("The mean over the lengths 40, 60. Task binary_addition of Delétang et al. (2023), ")
 
 
 def test_whole_answers_of_letters() -> None:
