@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.analysis.analysis import Block, Picture, Table
+from megatron.reports import html_tables
 from megatron.reports.document import document, machine_and_software
+from megatron.reports.html_tables import Cell, Column
 from megatron.reports.pictures import embedded
 
 _STYLE = """
@@ -88,27 +90,12 @@ def _picture(picture: Picture) -> str:
 
 
 def _table(table: Table) -> str:
-    columns = [html.escape(column) for column in table.columns]
-    prose = [any(len(row[place]) > PROSE for row in table.rows) for place in range(len(columns))]
-    heads = "".join(
-        f'<th scope="col" class="text">{column}</th>' if wide else f'<th scope="col">{column}</th>'
-        for column, wide in zip(columns, prose, strict=True)
-    )
-    rows = []
-    for name, *values in table.rows:
-        cells = "".join(
-            f'<td{kind} data-label="{column}">{html.escape(value)}</td>'
-            for column, value, kind in zip(columns[1:], values, map(_kind, prose[1:]), strict=True)
-        )
-        rows.append(f'<tr><th scope="row">{html.escape(name)}</th>{cells}</tr>')
-    caption = html.escape(table.caption)
-    told = f"<caption>{caption}</caption>" if caption and not table.folded else ""
-    head, body = f"<thead><tr>{heads}</tr></thead>", f"<tbody>{''.join(rows)}</tbody>"
-    shown = f'<table class="facts">{told}{head}{body}</table>'
+    corner, *heads = table.columns
+    prose = [any(len(row[place]) > PROSE for row in table.rows) for place in range(1, len(table.columns))]
+    columns = [Column(head, kind="text wide" * wide) for head, wide in zip(heads, prose, strict=True)]
+    rows = [(html.escape(name), [Cell(html.escape(value)) for value in values]) for name, *values in table.rows]
+    shown = html_tables.table(corner, columns, rows, kind="facts", caption="" if table.folded else table.caption)
     if not table.folded:
         return shown
-    return f"<details><summary>{caption or 'Table'} ({len(table.rows)} rows)</summary>{shown}</details>"
-
-
-def _kind(prose: bool) -> str:
-    return ' class="text wide"' if prose else ""
+    title = html.escape(table.caption) or "Table"
+    return f"<details><summary>{title} ({len(table.rows)} rows)</summary>{shown}</details>"

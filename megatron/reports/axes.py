@@ -56,6 +56,11 @@ def find(name: str) -> Axis:
     return AXES[name]
 
 
+def in_one_line(above: str, below: str) -> str:
+    """A column's two heads where there is one line for them: 32× (2,048)."""
+    return f"{above} ({below})" if above and below else above or below
+
+
 def multiple(value: float) -> str:
     """1×, 32×, 1.5×."""
     return f"{value:.3g}×" if value < 1000 else f"{value:,.0f}×"

@@ -3,6 +3,8 @@
 import html
 from dataclasses import dataclass
 
+from megatron.reports.html_tables import Cell, Column, table
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -24,18 +26,7 @@ class Grid:
         return "\n".join([self.title, *(line.rstrip() for line in text), *self.notes]) + "\n"
 
     def html(self) -> str:
-        """A `<table>` element; every text in it is escaped. `data-label` repeats a cell's head, for narrow screens."""
-        heads = "".join(f'<th scope="col" class="text">{html.escape(head)}</th>' for head in self.heads)
-        rows = []
-        for name, cells in self.rows:
-            inside = "".join(
-                f'<td class="text" data-label="{html.escape(head)}">{html.escape(cell)}</td>'
-                for head, cell in zip(self.heads, cells, strict=True)
-            )
-            rows.append(f'<tr><th scope="row">{html.escape(name)}</th>{inside}</tr>')
-        caption = html.escape(" ".join([f"{self.title}.", *self.notes]))
-        return (
-            f'<table class="results"><caption>{caption}</caption>'
-            f'<thead><tr><th scope="col">{html.escape(self.corner)}</th>{heads}</tr></thead>'
-            f"<tbody>{''.join(rows)}</tbody></table>"
-        )
+        """A `<table>` element; every text in it is escaped."""
+        columns = [Column(head, kind="text") for head in self.heads]
+        rows = [(html.escape(name), [Cell(html.escape(cell)) for cell in cells]) for name, cells in self.rows]
+        return table(self.corner, columns, rows, kind="results", caption=" ".join([f"{self.title}.", *self.notes]))

@@ -14,6 +14,7 @@ from megatron.files import write_text
 from megatron.reports.axes import multiple
 from megatron.reports.document import document, machine_and_software
 from megatron.reports.grids import Grid
+from megatron.reports.html_tables import Cell, Column, table
 from megatron.reports.layout import Layout, layouts
 from megatron.reports.pictures import embedded
 from megatron.reports.plots import png
@@ -180,8 +181,9 @@ def _measured(layout: Layout) -> str:
 
 def _models(records: Sequence[Record]) -> str:
     """One row per trained model."""
-    heads = ("parameters", "seed", "steps", "tokens trained on", "run, and how it was scored")
-    rows: dict[tuple[str, int, str | None], str] = {}
+    columns = [Column(head) for head in ("parameters", "seed", "steps", "tokens trained on")]
+    columns.append(Column("run, and how it was scored", kind="text wide"))
+    rows: dict[tuple[str, int, str | None], tuple[str, list[Cell]]] = {}
     for record in records:
         identity = (record.method, record.seed, record.run)
         if identity in rows:
@@ -191,20 +193,10 @@ def _models(records: Sequence[Record]) -> str:
         took = f"{seconds:,.1f} s" if seconds else None
         scoring = ", ".join(part for part in (record.backend, record.dtype, took) if part)
         values = (_known(record.parameters), str(record.seed), _known(record.step), _known(record.train_tokens))
-        cells = "".join(
-            f'<td data-label="{name}">{html.escape(value)}</td>' for name, value in zip(heads, values, strict=False)
-        )
         run = f"{html.escape(record.run or '–')}<small>{html.escape(scoring)}</small>"
         position = "" if record.position in (None, record.method) else f"<small>{html.escape(record.position)}</small>"
-        rows[identity] = (
-            f'<tr><th scope="row">{html.escape(record.method)}{position}</th>{cells}'
-            f'<td class="text wide" data-label="{heads[-1]}">{run}</td></tr>'
-        )
-    columns = "".join(f'<th scope="col">{name}</th>' for name in heads[:-1])
-    return (
-        f'<table><thead><tr><th scope="col">method</th>{columns}<th scope="col" class="text">{heads[-1]}</th></tr>'
-        f"</thead><tbody>{''.join(rows.values())}</tbody></table>"
-    )
+        rows[identity] = f"{html.escape(record.method)}{position}", [*map(Cell, values), Cell(run)]
+    return table("method", columns, list(rows.values()))
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:

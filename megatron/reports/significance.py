@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.errors import UserError
+from megatron.reports.axes import in_one_line
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout
@@ -192,7 +193,7 @@ def grid(layout: Layout, against: str) -> Grid:
     return Grid(
         title=f"{layout.title}: compared with {against}",
         corner="method",
-        heads=tuple(f"{above} ({below})" if above else below for above, below in layout.heads()),
+        heads=tuple(in_one_line(*heads) for heads in layout.heads()),
         rows=tuple(
             (method, tuple(str(found.get((method, place), "–")) for place in layout.places)) for method in methods
         ),

@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron.reports import html_tables
+from megatron.reports.axes import in_one_line
+from megatron.reports.html_tables import Column
 from megatron.reports.layout import Cell, Layout, layouts
 from megatron.reports.records import Record
 
@@ -49,7 +52,7 @@ def rich_table(layout: Layout) -> Table:
 
 def markdown(layout: Layout) -> str:
     """A GitHub table with its caption."""
-    heads = [_head(*head) for head in layout.heads()]
+    heads = [in_one_line(*head) for head in layout.heads()]
     change = [" ".join(layout.change_head())] if layout.changes else []
     lines = [
         "| method | " + " | ".join([*heads, *change]) + " |",
@@ -84,41 +87,32 @@ def plain(layout: Layout) -> str:
 
 
 def html_table(layout: Layout) -> str:
-    """A `<table>` element; every text in it is escaped. `data-label` repeats a cell's head, for narrow screens."""
-    heads = "".join(
-        f'<th scope="col">{html.escape(times)}<small>{html.escape(tokens)}</small></th>'
-        for times, tokens in layout.heads()
-    )
-    above, below = layout.change_head()
+    """A `<table>` element; every text in it is escaped."""
+    columns = [Column(*heads) for heads in layout.heads()]
     if layout.changes:
-        heads += f'<th scope="col" class="text">{html.escape(above)}<small>{html.escape(below)}</small></th>'
+        columns.append(Column(*layout.change_head(), kind="text wide"))
     rows = []
     for method in layout.methods:
-        cells = []
-        for place, head in zip(layout.places, layout.heads(), strict=True):
-            cell = layout.cells.get((method, place))
-            text = html.escape(layout.missing(method, place) if cell is None else str(cell))
-            if cell is not None and cell.interval is not None:
-                text += f"<small>{' – '.join(map(cell.metric.shown, cell.interval))}</small>"
-            best = ' class="best"' if _best(cell) else ""
-            cells.append(f'<td{best} data-label="{html.escape(_head(*head))}">{text}</td>')
+        cells = [_html_cell(layout, method, place) for place in layout.places]
         if layout.changes:
-            change = html.escape(_change(layout, method))
-            cells.append(f'<td class="text wide" data-label="{html.escape(f"{above} {below}")}">{change}</td>')
-        rows.append(f'<tr><th scope="row">{html.escape(method)}</th>{"".join(cells)}</tr>')
-    return (
-        f'<table class="results"><caption>{html.escape(" ".join([f"{layout.title}.", *layout.notes]))}</caption>'
-        f'<thead><tr><th scope="col">method</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+            cells.append(html_tables.Cell(html.escape(_change(layout, method))))
+        rows.append((html.escape(method), cells))
+    return html_tables.table(
+        "method", columns, rows, kind="results", caption=" ".join([f"{layout.title}.", *layout.notes])
     )
+
+
+def _html_cell(layout: Layout, method: str, place: float) -> html_tables.Cell:
+    """With its interval in small print."""
+    cell = layout.cells.get((method, place))
+    if cell is None:
+        return html_tables.Cell(html.escape(layout.missing(method, place)))
+    interval = "" if cell.interval is None else f"<small>{' – '.join(map(cell.metric.shown, cell.interval))}</small>"
+    return html_tables.Cell(html.escape(str(cell)) + interval, "best" if cell.best else "")
 
 
 def _change(layout: Layout, method: str) -> str:
     return str(layout.changes.get(method, "–"))
-
-
-def _head(above: str, below: str) -> str:
-    """A column's two heads in one line."""
-    return f"{above} ({below})" if above else below
 
 
 def _aligned(layout: Layout, method: str, place: float) -> str:
