@@ -22,8 +22,9 @@ from megatron.errors import RunError, UserError
 from megatron.evaluation.accuracy import accuracies, summed_up
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.options import EvaluationOptions, refuse_choices_of_text
-from megatron.evaluation.provenance import stopwatch
+from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
+from megatron.evaluation.work import forward_flops
 from megatron.reports.records import Record
 from megatron.tasks.chosen import Exercise, exercise
 from megatron.tasks.floors import right
@@ -100,12 +101,11 @@ class Questions:
         if not known:
             least = min(places.values())
             raise UserError(f"its positions end at {model.max_length:,}, a sequence of {least:,} tokens is past them")
-        return {n: model.flops_per_token(t) / 3 * t * self.count for n, t in known.items()}
+        return {n: forward_flops(model, t, self.count) for n, t in known.items()}
 
     def score(self, loaded: LoadedModel, scoring: Scoring) -> list[Record]:
         """Accuracy at each length that the model has positions for. Raises as every subject's."""
         from megatron.evaluation.answers import answers
-        from megatron.evaluation.perplexity import about_model
 
         model, task = loaded.model, self.exercise.task
         work = self.work(model)

@@ -208,16 +208,13 @@ class Sheet:
         counted = self.targets.counted.reshape(losses.shape)
         ends = position_bins(self.train_length, scored.length)
         parts = [np.s_[:, :, start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        sums = np.stack([np.where(counted[part], losses[part], 0.0).sum(axis=(1, 2)) for part in parts])
-        counts = np.stack([counted[part].sum(axis=(1, 2)) for part in parts])
-        draws = resampled(sums, counts)
-        for number, end in enumerate(ends):
-            if not counts[number].any():
+        for end, part in zip(ends, parts, strict=True):
+            sums = np.where(counted[part], losses[part], 0.0).sum(axis=(1, 2))
+            counts = counted[part].sum(axis=(1, 2))
+            if not counts.any():
                 continue
-            summary = summary_of(sums[number], counts[number])
-            uncertain: dict[str, Any] = (
-                {} if draws is None else _interval("", map(bounded_exp, quantiles(draws[number])))
-            )
+            summary, draws = summary_of(sums, counts), resampled(sums[None], counts)
+            uncertain: dict[str, Any] = {} if draws is None else _interval("", map(bounded_exp, quantiles(draws[0])))
             yield Record(
                 **self.about,
                 **about,

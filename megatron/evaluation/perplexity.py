@@ -11,41 +11,24 @@ B windows of a batch, T window length.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.errors import RunError, UserError
+from megatron.errors import RunError
 from megatron.evaluation.batching import in_batches
 from megatron.evaluation.measures import Scored, Sheet, Targets
-from megatron.evaluation.names import method_name
 from megatron.evaluation.protocols import Cut, Plan
-from megatron.evaluation.provenance import stopwatch
+from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
 from megatron.evaluation.texts import Text
+from megatron.evaluation.work import plan_flops
 from megatron.reports.records import Record
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.model.gpt import GPT
-
-
-def known_lengths(model: "GPT", lengths: Sequence[int]) -> list[int]:
-    """Those of the lengths that the model has positions for, ascending. Raises UserError if there is none."""
-    known = sorted(length for length in lengths if model.max_length is None or length <= model.max_length)
-    if not known:
-        raise UserError(f"its positions end at {model.max_length:,}, length {min(lengths):,} is past them")
-    return known
-
-
-def forward_flops(model: "GPT", plan: Plan) -> dict[int, float]:
-    """FLOPs of scoring each length, a third of forward and backward: they set the pace of the progress bar."""
-    return {
-        length: model.flops_per_token(length) / 3 * length * plan.windows(length)
-        for length in known_lengths(model, plan.lengths)
-    }
 
 
 @torch.inference_mode()
@@ -158,7 +141,7 @@ def evaluate(
     for cut in plan.cuts:
         targets = scored_targets(text, plan, cut, eod_mask_loss=config.data.eod_mask_loss)
         sheets.append(Sheet(plan, cut, targets, config.model.seq_length, measures, shared))
-    work = forward_flops(model, plan)
+    work = plan_flops(model, plan)
     total, done = sum(work.values()), 0.0
     for length in work:
         finished = 0
@@ -185,24 +168,3 @@ def evaluate(
                 continue
             sheet.add(Scored(length, sheet.cut.of(losses, length), cost))
     return [record for sheet in sheets for record in sheet.records()]
-
-
-def about_model(loaded: "LoadedModel") -> dict[str, Any]:
-    """What records say of a model."""
-    config, model = loaded.config, loaded.model
-    name = method_name(config.position, loaded.position.attention_window)
-    parameter = next(model.parameters())
-    return {
-        "method": name,
-        "train_length": config.model.seq_length,
-        "seed": config.training.seed,
-        "position": name,
-        "max_length": model.max_length,
-        "parameters": model.num_parameters(),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": _device_name(parameter.device),
-    }
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,4 +1,6 @@
-"""Where, when and with what something was measured, as records say it."""
+"""What records say beside their values: of which model, when, where and with what something was measured."""
+
+from __future__ import annotations
 
 import platform
 import sys
@@ -8,7 +10,34 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
+
+# torch is imported where it is used: a mistake in what was asked for is told at once.
+
+
+def about_model(loaded: LoadedModel) -> dict[str, Any]:
+    """What records say of a model."""
+    import torch
+
+    from megatron.evaluation.names import method_name
+
+    config, model = loaded.config, loaded.model
+    name = method_name(config.position, loaded.position.attention_window)
+    parameter = next(model.parameters())
+    device = parameter.device
+    return {
+        "method": name,
+        "train_length": config.model.seq_length,
+        "seed": config.training.seed,
+        "position": name,
+        "max_length": model.max_length,
+        "parameters": model.num_parameters(),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
 
 
 def stopwatch() -> Callable[[], dict[str, Any]]:

@@ -22,6 +22,7 @@ from megatron.evaluation.probes.chosen import probe_of
 from megatron.evaluation.protocols import Plan, plan_of
 from megatron.evaluation.subject import Scoring, Subject
 from megatron.evaluation.texts import Text, check_tokenizer, common_text, text_of
+from megatron.evaluation.work import plan_flops
 from megatron.reports.records import Record
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ class OfText:
         return self.plan.lengths
 
     def work(self, model: GPT) -> dict[int, float]:
-        from megatron.evaluation.perplexity import forward_flops
-
-        return forward_flops(model, self.plan)
+        return plan_flops(model, self.plan)
 
     def score(self, loaded: LoadedModel, scoring: Scoring) -> list[Record]:
         from megatron.evaluation.perplexity import evaluate

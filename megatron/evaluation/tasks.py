@@ -26,11 +26,12 @@ from megatron.errors import RunError, UserError, reason
 from megatron.evaluation.changes import with_changes
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.options import EvaluationOptions, TaskOptions, refuse_choices_of_text
-from megatron.evaluation.provenance import stopwatch
+from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.request import read_runs
 from megatron.evaluation.run import Candidate, Say, about_run, candidates_of, measured, saying
 from megatron.evaluation.sketch import ending, outline
 from megatron.evaluation.subject import Progress, Scoring
+from megatron.evaluation.work import known_lengths
 from megatron.optional import need
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
@@ -119,7 +120,6 @@ class Given:
         from lm_eval import evaluator
 
         from megatron.evaluation.harness import HarnessModel
-        from megatron.evaluation.perplexity import about_model, known_lengths
 
         about = {**about_model(loaded), **scoring.about, "tokenizer": tokenizer.name}
         about["software"] = f"{about['software']}, lm_eval {version('lm_eval')}"

@@ -34,18 +34,17 @@ def resampled(
 
     Args:
         sums: summed losses of each block, float64 [K, B].
-        counts: tokens counted in each block, int [B], or [K, B] where rows count other tokens.
+        counts: tokens counted in each block, int [B].
         resamples: how many to draw.
         seed: of the draws.
 
     Returns:
-        float64 [K, resamples]; None if fewer than two blocks have a token that counts in every row: one sample says
-        nothing of its own scatter.
+        float64 [K, resamples]; None if fewer than two blocks have a token that counts: one sample says nothing of its
+        own scatter.
     """
-    counts = np.atleast_2d(counts)
-    with_tokens = (counts > 0).all(axis=0)  # the others would change nothing but the number of draws
-    sums, counts = sums[:, with_tokens], counts[:, with_tokens]
-    blocks = counts.shape[1]
+    with_tokens = counts > 0  # the others would change nothing but the number of draws
+    sums, counts = sums[:, with_tokens], counts[with_tokens]
+    blocks = len(counts)
     if blocks < 2:
         return None
     generator = np.random.Generator(np.random.PCG64(seed))
@@ -56,7 +55,7 @@ def resampled(
         taken = slice(begin, begin + len(drawn))
         for row, of_row in zip(means, sums, strict=True):
             row[taken] = of_row[drawn].sum(axis=1)
-        means[:, taken] /= np.stack([tokens[drawn].sum(axis=1) for tokens in counts])
+        means[:, taken] /= counts[drawn].sum(axis=1)
     return means
 
 

@@ -13,9 +13,10 @@ from megatron.errors import UserError
 from megatron.evaluation.measures import check_measures, position_bins
 from megatron.evaluation.options import EvaluationOptions as Options
 from megatron.evaluation.protocols import plan_of
+from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.records import Record, read, write
 
-from .conftest import TRAIN_LENGTH, RunningMean, loaded, scored
+from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored
 from .test_perplexity import ROUNDING, STREAM, by_hand, one_loss
 
 
@@ -86,6 +87,22 @@ def test_position(running_mean: RunningMean) -> None:
         total = sum(record.nll * record.tokens for record in here)
         (whole,) = (record for record in of(found, "perplexity") if record.length == length)
         assert total == pytest.approx(whole.nll * 192)
+
+
+def test_a_bin_is_as_sure_as_all_blocks_with_tokens_in_it(running_mean: RunningMean) -> None:
+    stream = STREAM.copy()
+    stream[24] = BYTES.eod  # the second of eight windows has no first target, and yet it has a last one
+    options = Options(lengths=[24], protocol="nonoverlapping", measures=["position"])
+    first, *_, last = scored(loaded(running_mean, eod_mask_loss=True), stream, options)
+    sums, counts = np.zeros((1, 8)), np.zeros(8, dtype=int)
+    for block, begin in enumerate(range(0, 192, 24)):
+        for at in range(begin + 17, begin + 25):
+            if stream[at - 1] != BYTES.eod:
+                sums[0, block] += one_loss(running_mean, stream[begin:at], int(stream[at]))
+                counts[block] += 1
+    assert first.tokens < 8
+    assert (last.place, last.tokens) == (24, counts.sum())
+    assert last.bootstrapped == pytest.approx(np.exp(quantiles(resampled(sums, counts)[0])), rel=ROUNDING)
 
 
 @given(st.integers(1, 4096), st.integers(1, 5000))

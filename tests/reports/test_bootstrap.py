@@ -132,14 +132,6 @@ def test_work_in_pieces_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(whole.change, pieces.change)
 
 
-def test_rows_may_count_other_tokens() -> None:
-    generator = np.random.default_rng(6)
-    sums, counts = generator.random((2, 30)) * 9, generator.integers(1, 9, (2, 30))
-    both = resampled(sums, counts)
-    for row, alone in enumerate([resampled(sums[:1], counts[0]), resampled(sums[1:], counts[1])]):
-        assert np.array_equal(both[row], alone[0])
-
-
 def test_one_block_has_no_interval() -> None:
     assert intervals(np.ones((2, 1)), np.array([4])) is None
     assert intervals(np.array([[1.0, 0.0, 0.0]]), np.array([4, 0, 0])) is None

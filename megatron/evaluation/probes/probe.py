@@ -20,8 +20,9 @@ from megatron.data.vocabulary import Vocabulary
 from megatron.errors import RunError, UserError
 from megatron.evaluation.measures import summary_of
 from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.provenance import stopwatch
+from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
+from megatron.evaluation.work import forward_flops, known_lengths
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.records import Record
 
@@ -88,16 +89,14 @@ class Probe(ABC):
 
     def work(self, model: GPT) -> dict[int, float]:
         """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
-        from megatron.evaluation.perplexity import known_lengths
-
         return {
-            length: model.flops_per_token(length) / 3 * length * self.count * len(self.marks(length))
+            length: forward_flops(model, length, self.count * len(self.marks(length)))
             for length in known_lengths(model, self.lengths)
         }
 
     def score(self, loaded: LoadedModel, scoring: Scoring) -> list[Record]:
         """The loss at each place of each length that the model has positions for. Raises as every subject's."""
-        from megatron.evaluation.perplexity import about_model, window_losses
+        from megatron.evaluation.perplexity import window_losses
 
         work = self.work(loaded.model)
         shared = {**about_model(loaded), **scoring.about, **self._about()}

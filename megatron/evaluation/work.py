@@ -1,0 +1,31 @@
+"""What scoring a model costs, and at which lengths it can be scored: known from its shape, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from megatron.errors import UserError
+from megatron.evaluation.protocols import Plan
+
+if TYPE_CHECKING:
+    from megatron.model.gpt import GPT
+
+
+def known_lengths(model: GPT, lengths: Iterable[int]) -> list[int]:
+    """Those of the lengths that the model has positions for, ascending. Raises UserError if there is none."""
+    lengths = sorted(lengths)
+    known = [length for length in lengths if model.max_length is None or length <= model.max_length]
+    if not known:
+        raise UserError(f"its positions end at {model.max_length:,}, length {lengths[0]:,} is past them")
+    return known
+
+
+def forward_flops(model: GPT, tokens: int, sequences: int) -> float:
+    """FLOPs of scoring so many sequences of so many tokens: a third of those of forward and backward."""
+    return model.flops_per_token(tokens) / 3 * tokens * sequences
+
+
+def plan_flops(model: GPT, plan: Plan) -> dict[int, float]:
+    """Those of each length of a plan that the model has positions for. Raises UserError if there is none."""
+    return {n: forward_flops(model, n, plan.windows(n)) for n in known_lengths(model, plan.lengths)}
