@@ -63,7 +63,7 @@ def read(model: GPT, tokens: np.ndarray, see: See) -> None:
     """Let the model read one window of tokens [L], and show its attention."""
     device = next(model.parameters()).device
     with observed(model, see):
-        model(torch.from_numpy(tokens.astype(np.int64))[None].to(device), last=1)
+        model.states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
 
 
 def from_row(rows: Rows, first: int) -> Rows:

@@ -19,7 +19,7 @@ from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.rows import Rows
 from megatron.position.shape import Span
-from megatron.position.stretches import Stretch, attended, rotated, stretches
+from megatron.position.stretches import Stretch, attended, ending, rotated, stretches
 
 
 @dataclass
@@ -43,6 +43,8 @@ class Reading:
 
     stretches: tuple[Stretch, ...]
     cache: Cache | None = None
+    last: int | None = None
+    """A layer gives its output for the last n tokens only; it reads all of them."""
 
 
 class PositionedAttention(MegatronModule):
@@ -77,7 +79,7 @@ class PositionedAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Reading | None = None, **_: object
     ) -> Tensor:
-        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T, B, h·d].
+        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or reading.last, B, h·d].
 
         megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
@@ -86,12 +88,15 @@ class PositionedAttention(MegatronModule):
         q, k = (rotated(x, self.encoding, reading.stretches) for x in (q, k))
         if reading.cache is not None:
             k, v = reading.cache.extend(self.layer, k, v)
+        parts = reading.stretches
+        if reading.last is not None:
+            q, parts = q[:, :, -reading.last :], ending(parts, q.shape[2], reading.last)
         if self.processor is not None:
             q, k = (gather_heads(x, self.processes) for x in (q, k))
         k, v = (gather_places(x, self.processes) for x in (k, v))
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        return rearrange(attended(q, k, v, reading.stretches, self._attend), "b h t d -> t b (h d)")
+        return rearrange(attended(q, k, v, parts, self._attend), "b h t d -> t b (h d)")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, stretch: Stretch) -> Tensor:
         query = stretch.span

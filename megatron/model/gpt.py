@@ -6,6 +6,7 @@ can compute the output layer for the last positions only. B batch, T sequence, D
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -179,21 +180,32 @@ class GPT(GPTModel):
         """
         if self.processes.mesh.context.size > 1 and not (last is None and cache is None and attention_mask is None):
             raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
+        if last is not None and last < 1:
+            raise UserError(f"last is {last}; it must be at least 1")
+        hidden = self.states(tokens, last, attention_mask, cache, draw)
+        if not self.last:
+            return hidden
+        return self._scored(hidden, labels if labels is None or last is None else labels[:, -last:])
+
+    def states(
+        self,
+        tokens: Tensor,
+        last: int | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        draw: int | None = None,
+    ) -> Tensor:
+        """Hidden states after the layers [T or last, B, D]; arguments as in `forward`."""
         length = tokens.shape[1 if self.first else 0]
         parts = self._stretches(length, attention_mask, cache, draw)
         hidden = self._embedded(tokens, parts) if self.first else tokens  # [T, B, D]
-        hidden = self._layers(hidden, Reading(parts, cache))
+        hidden = self._layers(hidden, Reading(parts, cache), last)
         if cache is not None:
             cache.length += length
-        return self._scored(hidden, labels, last) if self.last else hidden
+        return hidden
 
-    def _scored(self, hidden: Tensor, labels: Tensor | None, last: int | None) -> Tensor:
+    def _scored(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         """What `forward` returns, from the hidden states after the last layer."""
-        if last is not None:
-            if last < 1:
-                raise UserError(f"last is {last}; it must be at least 1")
-            hidden = hidden[-last:]
-            labels = labels[:, -last:] if labels is not None else None
         if self.decoder.final_layernorm is not None:
             hidden = self.decoder.final_layernorm(hidden)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -206,16 +218,18 @@ class GPT(GPTModel):
         losses = F.cross_entropy(flat, rearrange(labels, "b t -> (t b)"), reduction="none")
         return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 
-    def _layers(self, hidden: Tensor, reading: Reading) -> Tensor:
-        layers = self.own_layers
+    def _layers(self, hidden: Tensor, reading: Reading, last: int | None = None) -> Tensor:
+        layers = [(layer, reading) for layer in self.own_layers]
+        if self.last:  # only the output layer reads the top layer, and what it scores is all it reads
+            layers[-1] = (layers[-1][0], replace(reading, last=last))
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
-            for layer in layers:
-                hidden = layer(hidden, reading)
+            for layer, what in layers:
+                hidden = layer(hidden, what)
             return hidden
 
         def run(hidden: Tensor, start: int) -> Tensor:
-            for layer in layers[start : start + self.checkpoint_layers]:
-                hidden = layer(hidden, reading)
+            for layer, what in layers[start : start + self.checkpoint_layers]:
+                hidden = layer(hidden, what)
             return hidden
 
         for start in range(0, len(layers), self.checkpoint_layers):

@@ -47,8 +47,12 @@ class Layer(TransformerLayer):
         )
 
     def forward(self, hidden: Tensor, reading: Reading | None = None) -> Tensor:
+        """Hidden states [T, B, D] → [T or reading.last, B, D]."""
         normed = self.input_layernorm(hidden)
-        after_attention = self._add(self.self_attention(normed, attention_mask=reading), hidden)
+        attended = self.self_attention(normed, attention_mask=reading)
+        if reading is not None and reading.last is not None:
+            hidden, normed = hidden[-reading.last :], normed[-reading.last :]
+        after_attention = self._add(attended, hidden)
         if self.parallel:
             normed = normed if self.tied_norm else self.pre_mlp_layernorm(hidden)
         else:

@@ -223,9 +223,12 @@ class _Layer:
         maps = self.maps(block) + scores * max((8 - half) * each, 4 * each + bias)
         if self.processor is None:
             return maps
-        # Hidden values, their gradient through the activation and out of the second convolution; the bias's own
-        # share of the first one the same way, in float32 and once for all sequences.
+        # Hidden values, their gradient through the activation and out of the second convolution. With a bias also the
+        # hidden values before and after its own share joins them, that share in float32 and in the type of the scores;
+        # and the share's gradient in both, and sheared to be summed along diagonals.
         width = self.processor.width
-        inner = self.batch * b * (3 * width + self.heads)
-        share = 4 * (3 * width + 2 * self.heads) if self.encoding.bias else 0
-        return max(maps, scores * max(inner, share))
+        moments = [self.batch * b * (3 * width + self.heads)]
+        if self.encoding.bias:
+            moments.append(self.batch * b * 2 * (width + self.heads) + (4 + half) * width)
+            moments.append(4 * 2 * (width + self.heads) + half * width)
+        return max(maps, scores * max(moments))

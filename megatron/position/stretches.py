@@ -13,7 +13,7 @@ B batch, H heads, T tokens at hand, d head dimension.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -79,6 +79,18 @@ def one_after_another(spans: Sequence[Span]) -> tuple[Stretch, ...]:
     """Stretches of all sequences that the tokens at hand consist of."""
     firsts = accumulate((span.length for span in spans), initial=0)
     return tuple(Stretch(span, first=first) for span, first in zip(spans, firsts, strict=False))
+
+
+def ending(parts: Sequence[Stretch], length: int, last: int) -> tuple[Stretch, ...]:
+    """What the stretches have of the last n of `length` tokens, as if those alone were at hand."""
+    before = max(length - last, 0)
+    kept = []
+    for part in parts:
+        cut = max(before - part.first, 0)
+        if cut < part.span.length:
+            span = replace(part.span, start=part.span.start + cut, length=part.span.length - cut)
+            kept.append(replace(part, span=span, first=part.first + cut - before))
+    return tuple(kept)
 
 
 def _padded(length: int, mask: Tensor, past: int, draw: Draw) -> Iterator[Stretch]:

@@ -35,12 +35,14 @@ class _Toeplitz(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_edge, grad = grad[..., : ctx.edge], grad[..., ctx.edge :]
         heads, rows, columns = grad.shape
-        # Row r is moved right by rows − 1 − r, so that equal i − j stand in one column of width rows + columns − 1:
-        # column m then holds the distance n = offset + (columns − 1) − m.
+        # Rows of `width` places, read as rows of one more: row r has moved left by r, what falls off joins the zeros at
+        # the end of the row before, and equal j − i stand in one column (those below 0 count from the end).
+        width = rows + columns
+        sheared = grad.new_zeros(heads, rows * (width + 1))
+        sheared[:, : rows * width].view(heads, rows, width)[..., :columns] = grad
+        shifted = sheared.view(heads, rows, width + 1).sum(1)
+        diagonal = torch.cat([shifted[:, width + 2 - rows :], shifted[:, :columns]], dim=1).flip(-1)  # ascending n
         width = rows + columns - 1
-        sheared = torch.nn.functional.pad(grad.flip(1), (0, rows))  # [H, R, C + R]
-        sheared = sheared.reshape(heads, -1)[:, : rows * width].view(heads, rows, width)
-        diagonal = sheared.sum(1).flip(-1)  # index m' ↔ n = m' + (first row − last column)
         first = ctx.query.start - (ctx.key.stop - 1)
         result = grad.new_zeros(heads, ctx.size)
         negative = min(max(-first, 0), width)  # entries with n < 0 read table[0]

@@ -1,6 +1,7 @@
 """The GPT against a plain PyTorch one, and the choices of GPT-NeoX that its layers offer."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -89,8 +90,44 @@ def test_parallel_residual(tied: bool) -> None:
 def test_last_scores_only_the_end_and_equals_the_whole() -> None:
     gpt = build_model(options(), position("alibi"), VOCABULARY, seed=3)
     x, labels = tokens(), tokens()
-    assert_alike(gpt(x, last=5), gpt(x)[:, -5:], terms=24)  # the output layer alone has fewer rows
-    assert_alike(gpt(x, labels, last=5), gpt(x, labels)[:, -5:], terms=64, sums=2)
+    for last in (1, 5, 20, 30):
+        assert_alike(gpt(x, last=last), gpt(x)[:, -last:], TERMS, SUMS)
+        assert_alike(gpt(x, labels, last=last), gpt(x, labels)[:, -last:], TERMS, SUMS)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("method", "processor", "keys"),
+    [
+        ("kerple_log", "cdape", {"attention_backend": "chunked", "attention_chunk_rows": 3}),
+        ("transformer_xl", "none", {}),
+        ("cope", "dape", {"gpt_j_residual": True}),
+        ("learned", "cdape", {"gpt_j_residual": True, "gpt_j_tied": True}),
+        ("rotary", "none", {"num_layers": 1}),
+    ],
+)
+def test_the_top_layer_gives_what_is_scored(method: str, processor: str, keys: dict[str, Any], padded: bool) -> None:
+    gpt = build_model(options(**keys), position(method, processor), VOCABULARY, seed=3)
+    x, mask = tokens(), None
+    if padded:
+        mask = torch.ones_like(x, dtype=torch.bool)
+        mask[0, :3], mask[1, :17] = False, False
+    some, all_ = (gpt(x, last=last, attention_mask=mask)[:, -6:] for last in (6, None))
+    seen = slice(None) if mask is None else mask[:, -6:]
+    assert_alike(some[seen], all_[seen], TERMS, SUMS)
+    shapes: list[torch.Size] = []
+    hooks = [layer.mlp.register_forward_hook(lambda _, x, __: shapes.append(x[0].shape)) for layer in gpt.own_layers]
+    gpt(x, last=6, attention_mask=mask)
+    assert [shape[0] for shape in shapes] == [20] * (len(hooks) - 1) + [6]
+
+
+@torch.no_grad()
+def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
+    gpt = build_model(options(), position("kerple_log", "cdape"), VOCABULARY, seed=3)
+    x = tokens()
+    cache = gpt.new_cache(20)
+    assert_alike(gpt(x[:, :12], last=1, cache=cache), gpt(x[:, :12])[:, -1:], TERMS, SUMS)
+    assert_alike(gpt(x[:, 12:], last=2, cache=cache), gpt(x)[:, -2:], TERMS, SUMS)
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -33,6 +33,10 @@ def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def _activated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.leaky_relu(_saturated(x, dtype), inplace=True)
+
+
 class KeyConvolution(nn.Module):
     """A 1×k convolution along the keys, of some of its input channels at a time.
 
@@ -144,13 +148,15 @@ class Cdape(Processor):
     ) -> Tensor:
         columns, extension = scores.shape[-1], (0, self.reach)
         hidden = self.hidden(F.pad(scores.masked_fill(~visible, 0), extension), self.scores, constant=bias is None)
-        hidden = hidden.movedim(1, -1)  # channels last by shape too: sums over the batch are slow otherwise
-        if bias is not None:
+        if bias is None:
+            hidden = _activated(hidden, scores.dtype)
+        else:
             if share is None:
                 seen = _saturated(bias, scores.dtype).masked_fill(~visible, 0)
                 share = self.hidden(F.pad(seen, extension), self.biases)
-            hidden = hidden + _saturated(share, scores.dtype).movedim(-3, -1)
-        hidden = F.leaky_relu(_saturated(hidden, scores.dtype), inplace=bias is not None).movedim(-1, 1)
+            # Channels last in shape too: the gradient's sum over the batch is slow otherwise.
+            both = hidden.movedim(1, -1) + _saturated(share, scores.dtype).movedim(-3, -1)
+            hidden = _activated(both, scores.dtype).movedim(-1, 1)
         processed = _saturated(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
         result = at_least_float32(scores[:, heads]) + at_least_float32(processed)
         return result.add_(bias[heads]) if bias is not None and self.residual_bias else result
