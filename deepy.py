@@ -559,7 +559,7 @@ def analyze(
     ] = None,
     **options: Any,
 ) -> None:
-    """Show what models attend to: from their biases alone, and from how trained ones read a text.
+    """Show what models attend to: from their biases alone, and from how trained ones read a text or their task.
 
     Writes one page with its data beside it: does the series of the bias converge, receptive fields by theory and by
     measurement, effective lengths, kernels, maps of scores and biases, and what each head of a score processor reads.

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.reports import extrapolation, records, significance, tables
+from megatron.reports import across, extrapolation, records, significance, tables
 from megatron.reports.grids import Grid
 from megatron.reports.layout import Layout, layouts
 from megatron.reports.records import RESULTS, Record
@@ -51,8 +51,10 @@ def together(
 
 
 def judged(groups: Sequence[Layout], against: str | None = None, delta: float = extrapolation.DELTA) -> list[Grid]:
-    """What tables say: who extrapolates, and who differs from a method. Raises UserError if no table has the method."""
-    grids = [grid for layout in groups if (grid := extrapolation.grid(layout, delta)) is not None]
+    """What tables say: models of several training lengths side by side, who extrapolates, and who differs from a
+    method. Raises UserError if no table has the method."""
+    grids = across.grids(groups)
+    grids += [grid for layout in groups if (grid := extrapolation.grid(layout, delta)) is not None]
     if against is None:
         return grids
     with_it = [layout for layout in groups if against in layout.methods and len(layout.methods) > 1]

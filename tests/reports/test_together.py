@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.reports import extrapolation, records
+from megatron.reports import across, extrapolation, records
 from megatron.reports.grids import Grid
 from megatron.reports.layout import layouts
 from megatron.reports.records import Record
@@ -51,6 +51,31 @@ def test_lengths_below_and_tables_of_something_else_have_none(story: list[Record
     assert extrapolation.grid(layouts([record("a", 128, 5.0), record("a", 256, 5.0)])[0]) is None
     by_place = [each.replace(axis="position", place=float(each.length), length=2048) for each in story]
     assert extrapolation.grid(layouts(by_place)[0]) is None
+
+
+def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() -> None:
+    same = {"target_digest": "d"}
+    rows = [
+        record("b", 64, 5.0, **same), record("b", 128, 4.5, **same), record("b", 256, 9.0, **same),
+        record("a", 64, 6.0, train_length=32, max_length=64, **same),
+        record("c", 128, 4.0, train_length=128, **same), record("c", 128, 4.2, seed=2, train_length=128, **same),
+        record("c", 256, 3.9, train_length=128, **same),
+    ]  # fmt: skip
+    (grid,) = across.grids(layouts(rows))
+    assert grid.heads == ("trained at", "64", "128", "256")
+    assert dict(grid.rows) == {
+        "a": ("32", "6.00", "max 64", "max 64"),
+        "b": ("64", "5.00*", "4.50", "9.00"),
+        "c": ("128", "–", "4.10 ± 0.14*", "3.90*"),
+    }
+    assert [name for name, _ in grid.rows] == ["a", "b", "c"]
+    assert any("up to 2 seeds" in note for note in grid.notes)
+    for other in (
+        [*rows[:3]],
+        [each.replace(target_digest=None) for each in rows],
+        [*rows[:3], rows[3].replace(target_digest="e")],
+    ):
+        assert across.grids(layouts(other)) == []
 
 
 def test_a_grid_in_two_forms() -> None:
