@@ -75,25 +75,31 @@ def theoretical(bias: Tensor, tail: Tail, shares: Sequence[float]) -> list[Field
     fields = []
     for share in shares:
         below, above = math.log(share) + low[0].item(), math.log(share) + high[0].item()
-        fields.append(Field(_first(low, above, tail, 0), _first(high, below, tail, 1)))
+        # Where the bounds say nothing, the field is at least 1, and at most anything.
+        least = _first(low, above, lambda j: tail.log_rest(j)[0], unknown=1, beyond=LARGEST)
+        most = _first(high, below, lambda j: tail.log_rest(j)[1], unknown=math.inf, beyond=math.inf)
+        fields.append(Field(least, most))
     return fields
 
 
-def _first(rest: Tensor, bound: float, tail: Tail, which: int) -> float:
-    """The least j ≥ 1 with ln Σ_{t ≥ j} b_t < bound, by one of the two bounds of that sum.
+def _first(inside: Tensor, bound: float, outside: Callable[[int], float], *, unknown: float, beyond: float) -> float:
+    """The least j ≥ 1 with ln Σ_{t ≥ j} b_t < bound.
 
     Args:
-        rest: ln Σ_{t ≥ j} b_t for j = 0 … N.
-        which: 0 for the lower bound of the tail, 1 for the upper.
+        inside: one bound of ln Σ_{t ≥ j} b_t for j = 0 … N.
+        bound: what it has to fall below.
+        outside: the same bound for j > N.
+        unknown: what is returned if the bound is not finite: the sum of all, or what is beyond the terms, is not known.
+        beyond: what is returned if there is no such j up to LARGEST.
     """
     bound -= TIE
-    if not math.isfinite(bound):  # the sum of all, or what is beyond the terms, is not known
-        return 1 if which == 0 else math.inf
-    inside = int((rest[1:] < bound).int().argmax()) if bool((rest[1:] < bound).any()) else None
-    if inside is not None:
-        return inside + 1
-    found = _bisected(lambda j: tail.log_rest(j)[which] < bound, len(rest) - 1)
-    return math.inf if found is None and which == 1 else found or LARGEST
+    if not math.isfinite(bound):
+        return unknown
+    fallen = inside[1:] < bound
+    if bool(fallen.any()):
+        return int(fallen.int().argmax()) + 1
+    found = _bisected(lambda j: outside(j) < bound, len(inside) - 1)
+    return beyond if found is None else found
 
 
 def _bisected(holds: Callable[[int], bool], fails: int) -> int | None:
