@@ -4,10 +4,12 @@ accuracy        right answers over counted answers, of all sequences of a length
 exact_match     share of the sequences without a mistake, for tasks whose answer is one whole
 mean_accuracy   mean of the accuracies at the lengths beyond training, each length as much as the other
 intervals       95%, percentile bootstrap over sequences (`megatron.reports.bootstrap`)
+
+Lengths have sequences of their own, so that of a change, or of a mean, is made of draws that are independent.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,15 @@ from megatron.reports.records import Record
 from megatron.tasks.task import Drawn
 
 
-def accuracies(correct: np.ndarray, drawn: Drawn, about: Mapping[str, Any], *, whole: bool = False) -> list[Record]:
+class Counted(NamedTuple):
+    """One length."""
+
+    record: Record
+    draws: np.ndarray | None = None
+    """Of its value, by bootstrap [resamples]; None where its own scatter is not known."""
+
+
+def accuracies(correct: np.ndarray, drawn: Drawn, about: Mapping[str, Any], *, whole: bool = False) -> list[Counted]:
     """What is right at a length.
 
     Args:
@@ -32,23 +42,51 @@ def accuracies(correct: np.ndarray, drawn: Drawn, about: Mapping[str, Any], *, w
         kinds["exact_match"] = ((rights == counts).astype(np.int64), np.ones_like(counts))
     found = []
     for metric, (sums, of) in kinds.items():
-        draws = resampled(sums[None].astype(np.float64), of)
-        ends: dict[str, Any] = {} if draws is None else dict(zip(("low", "high"), quantiles(draws[0]), strict=True))
+        means = resampled(sums[None].astype(np.float64), of)
+        draws = None if means is None else means[0]
         value, tokens = float(sums.sum() / of.sum()), int(counts.sum())
-        found.append(Record(metric=metric, value=value, tokens=tokens, **ends, **about))
+        found.append(Counted(Record(metric=metric, value=value, tokens=tokens, **_ends(draws), **about), draws))
     return found
 
 
-def summed_up(records: Sequence[Record]) -> list[Record]:
+def summed_up(counted: Sequence[Counted]) -> list[Record]:
     """Records of one predictor at all lengths, with their changes, and their mean over lengths."""
-    return [*with_changes(records), *_mean(records)]
+    changed = with_changes([each.record for each in counted])
+    return [*(_sure(record, counted) for record in changed), *_mean(counted)]
 
 
-def _mean(records: Sequence[Record]) -> list[Record]:
+def _sure(record: Record, counted: Sequence[Counted]) -> Record:
+    """A record with the interval of its change, where both ends of it have draws."""
+    draws = {(each.record.metric, each.record.length): each.draws for each in counted}
+    own = draws[record.metric, record.length]
+    base = None if record.change_from is None else draws[record.metric, record.change_from]
+    if own is None or base is None:
+        return record
+    return record.replace(**_ends(own - _unpaired(base, 1), "change_"))
+
+
+def _unpaired(draws: np.ndarray, turn: int) -> np.ndarray:
+    """The same draws in another order. Those of all lengths come from one seed: at equal numbers of sequences the nth
+    draw has the same indices everywhere, which has no meaning between sequences that have nothing in common."""
+    return np.roll(draws, turn)
+
+
+def _ends(draws: np.ndarray | None, prefix: str = "") -> dict[str, Any]:
+    if draws is None:
+        return {}
+    low, high = quantiles(draws)
+    return {f"{prefix}low": low, f"{prefix}high": high}
+
+
+def _mean(counted: Sequence[Counted]) -> list[Record]:
     """The mean over lengths beyond training; nothing if there is none."""
-    beyond = [each for each in records if each.metric == "accuracy" and each.length > each.train_length]
-    if not beyond:
+    of_accuracy = [each for each in counted if each.record.metric == "accuracy"]
+    kept = [each for each in of_accuracy if each.record.length > each.record.train_length]
+    if not kept:
         return []
+    beyond = [each.record for each in kept]
+    draws = [_unpaired(each.draws, turn) for turn, each in enumerate(kept) if each.draws is not None]
+    interval = _ends(np.mean(draws, axis=0)) if len(draws) == len(kept) else {}
     own = {
         "metric": "mean_accuracy",
         "value": sum(each.value for each in beyond) / len(beyond),
@@ -56,6 +94,7 @@ def _mean(records: Sequence[Record]) -> list[Record]:
         "nll": None if beyond[-1].nll is None else sum(each.nll or 0.0 for each in beyond) / len(beyond),
         "low": None,
         "high": None,
+        **interval,
         "seconds": None,
         "remark": f"The mean over the lengths {', '.join(f'{each.length:,}' for each in beyond)}. {beyond[-1].remark}",
     }

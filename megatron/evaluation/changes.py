@@ -1,6 +1,7 @@
 """How far values at greater lengths are from those at the shortest, where each length was asked something of its own.
 
-Nothing is paired then, and no interval is said. Where all lengths score the same tokens, `measures` says both.
+Nothing is paired then, and no interval is said here: `accuracy.py` has one of unpaired draws. Where all lengths score
+the same tokens, `measures` says both.
 """
 
 from collections.abc import Sequence

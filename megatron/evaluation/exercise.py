@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.errors import RunError, UserError
-from megatron.evaluation.accuracy import accuracies, summed_up
+from megatron.evaluation.accuracy import Counted, accuracies, summed_up
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.options import EvaluationOptions, refuse_choices_of_text
 from megatron.evaluation.provenance import about_model, stopwatch
@@ -112,7 +112,7 @@ class Questions:
         shared = {**about_model(loaded), **self.about, **scoring.about}
         if model.max_length is not None:
             shared["max_length"] = max(n for n in range(1, model.max_length) if task.places(n) <= model.max_length)
-        found: list[Record] = []
+        found: list[Counted] = []
         done, total = 0.0, sum(work.values())
         for length, flops in work.items():
             drawn = self.draw(length)
@@ -134,7 +134,7 @@ class Questions:
 
     def beside(self) -> list[Record]:
         """What predictors that learned nothing reach on the same sequences: methods whose names begin with floor."""
-        found: dict[str, list[Record]] = {}
+        found: dict[str, list[Counted]] = {}
         for length in self.lengths:
             drawn = self.draw(length)
             about: dict[str, Any] = {**self.about, "length": length, "seed": 0}
@@ -142,8 +142,8 @@ class Questions:
                 found.setdefault(name, []).extend(accuracies(correct, drawn, about | {"method": f"floor: {name}"}))
             for name, value in self.exercise.task.guesses(length).items():
                 told = about | {"method": f"floor: {name}", "metric": "accuracy", "tokens": int(drawn.counted.sum())}
-                found.setdefault(name, []).append(Record(**told, value=value))
-        return [record for records in found.values() for record in summed_up(records)]
+                found.setdefault(name, []).append(Counted(Record(**told, value=value)))
+        return [record for counted in found.values() for record in summed_up(counted)]
 
 
 def learned_task(runs: Sequence[Run]) -> bool:

@@ -3,7 +3,7 @@
 Records of different metrics, axes, protocols, training lengths or target tokens are never put into one table, because
 their numbers cannot be compared (`across.py` says where those of several training lengths can). With several seeds a
 cell is their mean ± sample standard deviation. The last column is the change from the shortest length to the largest
-with its paired bootstrap interval, and in a word what that says.
+with its bootstrap interval, and in a word what that says.
 """
 
 import statistics
@@ -105,9 +105,7 @@ class Layout:
             what = metric.title.lower()
             line = f"Change is {what} at {self.places[-1]:,} {metric.relation} that at {self.places[0]:,} tokens"
             if any(change.verdict is not None for change in self.changes.values()):
-                known = (
-                    " [95% paired bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed."
-                )
+                known = " [95% bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed."
                 notes += [f"{line}{known}", f"A change {metric.rule}."]
             else:
                 notes.append(f"{line}; how sure it is, is not known.")

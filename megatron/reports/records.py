@@ -63,7 +63,7 @@ class Record(BaseModel):
     low: float | None = Field(default=None, description="95% bootstrap interval over blocks: lower end")
     high: float | None = Field(default=None, description="its upper end")
     change: float | None = Field(default=None, description="of the value from that at the length change_from")
-    change_low: float | None = Field(default=None, description="its 95% paired bootstrap interval: lower end")
+    change_low: float | None = Field(default=None, description="its 95% bootstrap interval: lower end")
     change_high: float | None = Field(default=None, description="its upper end")
     change_from: int | None = Field(default=None, ge=1, description="shortest length that was scored with this one")
     bits_per_byte: float | None = Field(

@@ -41,7 +41,8 @@ _PROTOCOLS = {
     ),
     "task": (
         "At each length of the input all methods are asked the same ${windows}fresh sequences, from a fixed seed; "
-        "intervals are percentile bootstraps over sequences. Rows that begin with floor learned nothing of the input."
+        "intervals are percentile bootstraps over sequences, drawn independently at each length. Rows that begin with "
+        "floor learned nothing of the input."
     ),
 }
 
@@ -171,7 +172,7 @@ def _measured(layout: Layout) -> str:
             " Bars are 95% intervals over windows of text; all methods and lengths share the text, so differences "
             "between them are known better than the bars suggest."
         )
-    if any(entry.change_low is not None for entry in layout.records):
+    if record.protocol != "task" and any(entry.change_low is not None for entry in layout.records):
         text += (
             " Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
             "lengths, so that what makes a window hard at every length cancels."

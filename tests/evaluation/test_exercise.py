@@ -116,6 +116,28 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
     assert mean.remark.startswith("The mean over the lengths 40, 60. Task binary_addition of Delétang et al. (2023), ")
 
 
+def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
+    """The model is wrong in the same rows at every length: were these drawn together, changes would look certain."""
+    of = config(length=20)
+    asked = questions(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
+    found = asked.score(loaded(Oracle(asked, wrong=10), of), Scoring())
+    generator = np.random.default_rng(5)
+    draws = {}
+    for length in asked.lengths:
+        counts = asked.draw(length).counted.sum(axis=1)
+        rows = generator.integers(40, size=(4000, 40))
+        draws[length] = (counts * (np.arange(40) >= 10))[rows].sum(axis=1) / counts[rows].sum(axis=1)
+    (last,) = (record for record in found if (record.metric, record.length) == ("accuracy", 60))
+    (mean,) = (record for record in found if record.metric == "mean_accuracy")
+    for ends, truth in (
+        ((last.change_low, last.change_high), draws[60] - draws[20]),
+        ((mean.low, mean.high), (draws[40] + draws[60]) / 2),
+    ):
+        low, high = np.quantile(truth, (0.025, 0.975))
+        # Quantiles of 4,000 draws scatter by 4% of the standard deviation of 1/4 of the width, and 1/40 for the steps.
+        assert ends == pytest.approx((low, high), abs=0.1 * (high - low))
+
+
 def test_whole_answers_of_letters() -> None:
     of = config("copy_string", 5)
     asked = questions(EvaluationOptions(lengths=[5], windows=20), [of])

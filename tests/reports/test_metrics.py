@@ -43,7 +43,7 @@ def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
         "512 tokens scored at every length; higher is better.",
         "* best of its column.",
         "95% bootstrap intervals of single cells are within -5.00 and +3.00.",
-        "Change is accuracy at 160 minus that at 40 tokens [95% paired bootstrap interval].",
+        "Change is accuracy at 160 minus that at 40 tokens [95% bootstrap interval].",
         "A change holds if 0 is inside or it is below 0.5, else rises or falls.",
     ]
 
