@@ -88,43 +88,60 @@ def _taps(layer: int, name: str, parts: list[tuple[Tensor, float]]) -> Taps:
     return Taps(layer, name, samples.mean(0), rms, elsewhere / (squares + elsewhere) if elsewhere else 0.0)
 
 
-@torch.enable_grad()
 def _of_rows(rows: Rows, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
     """Of some rows and one key of each: derivatives near the key [rows, H, H, 2·REACH + 1], and the squares of all
     others; by what they are taken for."""
-    processor = rows.processor
-    assert processor is not None
-    heads, first, last = rows.q.shape[1], 2 * REACH, rows.query.stop - 1
+    first, last = 2 * REACH, rows.query.stop - 1
     if rows.window is not None and rows.window <= 2 * REACH:
         raise ValueError(f"a window of {rows.window} keys hides what lies {REACH} keys to either side")
     places = torch.linspace((first + last) // 2, last, ROWS).long().unique().tolist()
-    table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
-    scores, biases, visible, keys = [], [], [], []
+    keys = []
     for place in places:
-        query = replace(rows.query, start=place, length=1)
-        q = rows.q[:, :, place - rows.query.start :][:, :, :1]
-        s, b = scores_and_bias(q, rows.k, query, rows.key, rows.encoding, table, ALL_HEADS, rows.dense)
-        scores.append(s[0].detach())  # [H, 1, C]
-        biases.append(None if b is None else b.detach())
-        visible.append(visible_keys(query, rows.key, q.device, rows.window, rows.key_mask)[0])
-        least = 0 if rows.window is None else place - rows.window + 1
-        keys.append(int(torch.randint(max(least, 0) + REACH, place - REACH + 1, (1,), generator=generator)))
-    # A copy of each row for each output head, whose logit at the row's key is differentiated.
-    s = torch.cat(scores, 1).repeat_interleave(heads, 1)[None].requires_grad_()  # [1, H, rows·H, C]
-    b = None
-    if biases[0] is not None:
-        b = torch.cat([bias for bias in biases if bias is not None], 1).repeat_interleave(heads, 1).requires_grad_()
-    seen = torch.cat(visible, 1).repeat_interleave(heads, 1)[None]
-    logits = processor(s, b, seen)
-    copies = torch.arange(len(places) * heads, device=s.device)
-    at = torch.tensor(keys, device=s.device).repeat_interleave(heads)
+        least = 0 if rows.window is None else max(place - rows.window + 1, 0)
+        keys.append(int(torch.randint(least + REACH, place - REACH + 1, (1,), generator=generator)))
+    gradients = _derivatives(rows, places, keys)
+    return {name: _near(gradient, keys) for name, gradient in gradients.items()}
+
+
+@torch.enable_grad()
+def _derivatives(rows: Rows, places: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
+    """Of each head's logit at a row's key by all scores and biases of the row, [H in, rows, H out, C]."""
+    assert rows.processor is not None
+    heads = rows.q.shape[1]
+    # A copy of each row for each head whose logit is differentiated.
+    scores, bias, visible = (
+        None if x is None else x.repeat_interleave(heads, 1) for x in _read_by_processor(rows, places)
+    )
+    assert scores is not None
+    assert visible is not None
+    inputs = {"score": scores[None].requires_grad_()}
+    if bias is not None:
+        inputs["bias"] = bias.requires_grad_()
+    logits = rows.processor(inputs["score"], bias, visible[None])
+    copies = torch.arange(len(places) * heads, device=scores.device)
+    at = torch.tensor(keys, device=scores.device).repeat_interleave(heads)
     total = logits[0, copies % heads, copies, at].sum()
-    inputs = {"score": s} if b is None else {"score": s, "bias": b}
     gradients = torch.autograd.grad(total, list(inputs.values()))
     return {
-        name: _near(gradient.reshape(heads, len(places), heads, -1).double().cpu(), keys)
+        name: gradient.reshape(heads, len(places), heads, -1).double().cpu()
         for name, gradient in zip(inputs, gradients, strict=True)
     }
+
+
+@torch.no_grad()
+def _read_by_processor(rows: Rows, places: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What it reads of the rows at some places: scores [H, rows, C], biases like them, and who is seen [1, rows, C]."""
+    table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
+    scores, biases, visible = [], [], []
+    for place in places:
+        query, here = replace(rows.query, start=place, length=1), place - rows.query.start
+        q = rows.q[:, :, here : here + 1]
+        score, bias = scores_and_bias(q, rows.k, query, rows.key, rows.encoding, table, ALL_HEADS, rows.dense)
+        scores.append(score[0])
+        if bias is not None:
+            biases.append(bias)
+        visible.append(visible_keys(query, rows.key, q.device, rows.window, rows.key_mask)[0])
+    return torch.cat(scores, 1), torch.cat(biases, 1) if biases else None, torch.cat(visible, 1)
 
 
 def _near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
