@@ -133,7 +133,7 @@ MISTAKES = {
     ("evaluate", "run", "--lengths", "16", "--device", "tpu"): "device = 'tpu': choose one of auto, cpu, cuda",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot is for tasks, and there is no --tasks",
-    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows says which text is scored, and tasks bring",
+    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is about texts, and tasks bring",
     ("analyze",): "no run given; name a run's folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: there is no analysis 'kernel'; did you mean kernels? choose from",
     ("analyze", "run", "--layers", "a"): "--layers is 'a'; write numbers such as 0,5",

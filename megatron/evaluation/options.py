@@ -89,4 +89,4 @@ def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why
     """
     for name in names:
         if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
-            raise UserError(f"--{name} says which text is scored, and {why}: leave it out")
+            raise UserError(f"--{name} is about texts, and {why}: leave it out")

@@ -191,7 +191,8 @@ def _last(stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...]
 
 def _strided(stream_length: int, lengths: tuple[int, ...], stride: int | None, windows: int | None) -> Plan:
     if stride is None or stride < 1:
-        raise UserError(f"stride = {stride}: protocol strided needs one, of at least 1 token")
+        given = "" if stride is None else f" {stride}"
+        raise UserError(f"stride{given}: protocol strided needs it, tokens from one window to the next, at least 1")
     if lengths[0] < stride:
         raise UserError(f"lengths: {lengths[0]} is shorter than the stride of {stride}; tokens would be left out")
     first, _, most = _ends(stream_length, lengths, stride)

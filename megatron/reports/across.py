@@ -52,7 +52,7 @@ def _grid(layouts: Sequence[Layout]) -> Grid:
     if (repeats := max(layout.repeats for layout in ordered)) > 1:
         notes.append(f"Cells are mean ± standard deviation of up to {repeats} seeds.")
     return Grid(
-        title=f"{metric.heading} of models that were trained at several lengths, protocol {ordered[0].protocol}",
+        title=f"{metric.heading} of models that were trained at several lengths, {ordered[0].how}",
         corner="method",
         heads=("trained at", *(axis.shown(place) for place in places)),
         rows=rows,

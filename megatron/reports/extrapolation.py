@@ -78,8 +78,12 @@ def grid(layout: Layout, delta: float = DELTA) -> Grid | None:
             value += f" [{each.interval[0]:+.1%}, {each.interval[1]:+.1%}]"
         verdict = f"{'yes' if each.holds(delta) else 'no'}, up to {max(each.ratios):,}"
         rows.append((each.method, (value, f"{each.worst:,}", verdict)))
+    known = {each.method for each in found}
+    for method, limit in layout.limits.items():
+        if method not in known and limit <= layout.train_length:
+            rows.append((method, ("–", "–", f"its positions end at {limit:,}")))
     return Grid(
-        title=f"Extrapolation beyond {layout.train_length:,} tokens, protocol {layout.protocol}",
+        title=f"Extrapolation beyond {layout.train_length:,} tokens, {layout.how}",
         corner="method",
         heads=("r of the largest size", "at", f"extrapolates (|r| < {delta:g})"),
         rows=tuple(rows),

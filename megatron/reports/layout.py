@@ -65,6 +65,7 @@ class Layout:
     changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known, over lengths
     limits: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
     text: str | None = None  # what was scored, if there are tables of other texts beside this one
+    targets: int | None = None  # scored in each window, if there are tables of other numbers beside this one
 
     @property
     def repeats(self) -> int:
@@ -75,12 +76,17 @@ class Layout:
         return max(counts.values())
 
     @property
+    def how(self) -> str:
+        """Which tokens were scored, as titles say it."""
+        return f"protocol {self.protocol}" + ("" if self.targets is None else f", {self.targets:,} tokens of a window")
+
+    @property
     def title(self) -> str:
         """What the table shows, in one line."""
         text = "" if self.text is None else f", text {self.text}"
         window = self.records[0].length
         over = "" if self.axis.name == "length" else f" by {self.axis.name}, windows of {window:,} tokens"
-        return f"{self.metric.heading}{over}, trained at {self.train_length:,} tokens, protocol {self.protocol}{text}"
+        return f"{self.metric.heading}{over}, trained at {self.train_length:,} tokens, {self.how}{text}"
 
     @property
     def notes(self) -> list[str]:
@@ -102,7 +108,7 @@ class Layout:
             low, high = metric.shown_distance(min(ends)), metric.shown_distance(max(ends))
             notes.append(f"95% bootstrap intervals of single cells are within {low} and {high}.")
         if self.changes:
-            what = metric.title.lower()
+            what = metric.word
             line = f"Change is {what} at {self.places[-1]:,} {metric.relation} that at {self.places[0]:,} tokens"
             if any(change.verdict is not None for change in self.changes.values()):
                 known = " [95% bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed."
@@ -147,10 +153,15 @@ def layouts(records: Sequence[Record]) -> list[Layout]:
         kind = (record.metric, record.axis, length, record.protocol, record.train_length, record.target_digest)
         groups.setdefault(kind, []).append(record)
     several = len({record.dataset for record in records}) > 1
-    return [_layout(group, name_text=several) for group in groups.values()]
+    numbers: dict[str, set[int | None]] = {}
+    for record in records:
+        numbers.setdefault(record.protocol, set()).add(record.chosen_targets)
+    return [
+        _layout(group, name_text=several, name_targets=len(numbers[group[0].protocol]) > 1) for group in groups.values()
+    ]
 
 
-def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
+def _layout(records: Sequence[Record], *, name_text: bool = False, name_targets: bool = False) -> Layout:
     latest = {(record.method, record.at, record.seed, record.run): record for record in records}
     found: dict[tuple[str, float], list[Record]] = {}
     for record in latest.values():
@@ -191,6 +202,7 @@ def _layout(records: Sequence[Record], *, name_text: bool = False) -> Layout:
         changes=changes,
         limits={record.method: record.max_length for record in latest.values() if record.max_length is not None},
         text=records[0].dataset if name_text else None,
+        targets=records[0].chosen_targets if name_targets else None,
     )
 
 

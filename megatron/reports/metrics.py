@@ -15,6 +15,11 @@ LARGEST_NLL = 700.0
 """Nats per token that still have a perplexity: exp overflows at 709."""
 
 
+def _inside(title: str) -> str:
+    """A title as it stands inside a sentence: perplexity, but ΔP."""
+    return title[0].lower() + title[1:] if title[1:2].islower() else title
+
+
 @dataclass(frozen=True)
 class Metric:
     """One kind of number that evaluations produce.
@@ -51,9 +56,14 @@ class Metric:
         return f"{self.title} {self.unit}".strip()
 
     @property
+    def word(self) -> str:
+        """The title inside a sentence."""
+        return _inside(self.title)
+
+    @property
     def axis(self) -> str:
         """Title and unit, as a plot's axis is labelled: perplexity per token."""
-        return self.heading[0].lower() + self.heading[1:]
+        return _inside(self.heading)
 
     @property
     def neutral(self) -> float:

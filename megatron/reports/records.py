@@ -126,6 +126,11 @@ class Record(BaseModel):
         return Record.model_validate(self.model_dump(exclude_unset=True) | fields)
 
     @property
+    def chosen_targets(self) -> int | None:
+        """Tokens scored in each window, where that is a choice and not the window's length."""
+        return None if self.protocol == "nonoverlapping" else self.targets
+
+    @property
     def measure(self) -> Metric:
         """The metric, with its unit and its better direction."""
         return metrics.find(self.metric)
@@ -218,18 +223,19 @@ def _columns(given: Iterable[str]) -> list[str]:
 def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> list[Record]:
     """Old records but for those that the new ones measure again, then the new ones.
 
-    The same is measured again if metric, axis, run, position method (with the window of the evaluation), protocol and
-    text agree, whatever the lengths: an evaluation is kept or replaced as a whole.
+    The same is measured again if metric, axis, run, position method (with the window of the evaluation), protocol, text
+    and the number of targets in a window agree, whatever the lengths: an evaluation is kept or replaced as a whole.
 
     Args:
         old, new: in the order in which they are to stand.
         one_run: all are of the same run, whatever they call it; else `run` tells.
     """
 
-    def identity(record: Record) -> tuple[str | None, ...]:
+    def identity(record: Record) -> tuple[str | int | None, ...]:
         run = None if one_run or record.run is None else os.path.realpath(record.run)
         method = record.method if record.position is None else record.position
-        return record.metric, record.axis, run, method, record.protocol, record.text_digest or record.dataset
+        text = record.text_digest or record.dataset
+        return record.metric, record.axis, run, method, record.protocol, text, record.chosen_targets
 
     again = {identity(record) for record in new}
     return [*(record for record in old if identity(record) not in again), *new]

@@ -146,7 +146,7 @@ def _summary(layout: Layout) -> str:
     where = axis.told(last) if axis.name == "length" else f"{axis.name} {axis.told(last)}"
     times = f"{multiple(last / layout.train_length)}, " if axis.tokens else ""
     return (
-        f"Trained at {layout.train_length:,} tokens; {metric.axis} at {where} ({times}protocol {layout.protocol}): "
+        f"Trained at {layout.train_length:,} tokens; {metric.axis} at {where} ({times}{layout.how}): "
         f"{', '.join(parts)}."
     )
 

@@ -189,7 +189,10 @@ def grid(layout: Layout, against: str) -> Grid:
             f"p: paired two-sided t-test over {seeds} seeds, of {scale}; Holm: corrected for all tests of this table."
         )
     both = " of values and of logarithms" if layout.metric.compared == "ratio" and seeds > 1 else ""
-    notes.append(f"{DAGGER} worse than {against} beyond chance: 5%{both}, uncorrected as in KERPLE's tables.")
+    if len(notes) > 1:
+        notes.append(f"{DAGGER} worse than {against} beyond chance: 5%{both}, uncorrected as in KERPLE's tables.")
+    else:
+        notes.append("One seed, and no sums of blocks: what is chance is not known.")
     return Grid(
         title=f"{layout.title}: compared with {against}",
         corner="method",

@@ -279,7 +279,7 @@ def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pi
     runs = [make_run("runs/task", corpus, **TASK), make_run("runs/text", corpus)]
     with pytest.raises(UserError, match="runs/text learned a text, runs/task the task reverse_string: ask them apart"):
         analyzed(runs, "out")
-    with pytest.raises(UserError, match="--data says which text is scored, and a task is none"):
+    with pytest.raises(UserError, match="--data is about texts, and a task is none"):
         analyzed(runs[:1], "out", data="x.txt")
     assert not (place / "out").exists()
     assert "runs/text" in analyzed(runs, "out", lengths=[8], only=["convergence"])

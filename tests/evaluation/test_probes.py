@@ -160,8 +160,8 @@ def test_options_of_probes() -> None:
         ({"protocol": "passkey"}, "windows of 64 tokens are too short for it"),
         ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short for it"),
         ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
-        ({"protocol": "repeated", "data": "x.txt"}, "--data says which text is scored"),
-        ({"protocol": "repeated", "measures": ["position"]}, "--measures says which text is scored"),
+        ({"protocol": "repeated", "data": "x.txt"}, "--data is about texts"),
+        ({"protocol": "repeated", "measures": ["position"]}, "--measures is about texts"),
         ({"protocol": "passkey", "targets": 4}, "scores the key's digits"),
     ):
         with pytest.raises(UserError, match=message):

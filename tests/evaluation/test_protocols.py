@@ -110,7 +110,7 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
         ({"stream_length": 999, "lengths": [64], "protocol": "nonoverlapping", "windows": 16}, "enough for 15 windows"),
         ({"stream_length": 999, "lengths": [4, 6], "protocol": "nonoverlapping", "windows": 3}, "groups of 2"),
         ({"stream_length": 999, "lengths": [64, 128], "targets": [64, 256]}, "128 is shorter than the 256 targets"),
-        ({"stream_length": 999, "lengths": [64], "protocol": "strided"}, "stride = None: protocol strided needs one"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "strided"}, "stride: protocol strided needs it"),
         ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 65}, "shorter than the stride of 65"),
         (
             {"stream_length": 99, "lengths": [64], "protocol": "strided", "stride": 8, "windows": 9},

@@ -260,8 +260,8 @@ def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: py
     )
     for tasks, options, message in (
         ("text", {}, r"there is no task 'text'; did you mean .*texts"),
-        ("texts", {"data": "x.txt"}, "--data says which text is scored, and tasks bring their own"),
-        ("texts", {"protocol": "nonoverlapping"}, "--protocol says which text"),
+        ("texts", {"data": "x.txt"}, "--data is about texts, and tasks bring their own"),
+        ("texts", {"protocol": "nonoverlapping"}, "--protocol is about texts"),
         (
             "written",
             {"lengths": [8]},

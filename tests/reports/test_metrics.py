@@ -151,3 +151,9 @@ def test_every_metric_is_in_the_documentation(name: str) -> None:
     page = ROOT / "docs" / "evaluation.md"
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert any(f"`{name}`" in row.split("|")[1] for row in rows)
+
+
+def test_titles_inside_sentences() -> None:
+    assert find("delta_perplexity").axis.startswith("ΔP")
+    assert find("perplexity").axis == "perplexity per token"
+    assert find("log_ratio").word.startswith("log-ratio")

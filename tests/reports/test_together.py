@@ -78,6 +78,29 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
         assert across.grids(layouts(other)) == []
 
 
+def test_several_numbers_of_targets_are_told_apart_and_stay() -> None:
+    few, many = (
+        [record("a", length, 5.0 + n / 64, targets=n, target_digest=f"{n}") for length in (64, 128)] for n in (16, 64)
+    )
+    told = [layout.title for layout in layouts([*few, *many])]
+    assert [title.rpartition("protocol last")[2] for title in told] == [
+        ", 16 tokens of a window",
+        ", 64 tokens of a window",
+    ]
+    titles = [grid.title for layout in layouts([*few, *many]) if (grid := extrapolation.grid(layout))]
+    assert len(set(titles)) == 2
+    assert layouts(few)[0].title.endswith("protocol last")
+    assert records.replaced(few, many, one_run=True) == [*few, *many]
+    assert records.replaced([*few, *many], few[:1], one_run=True) == [*many, few[0]]
+
+
+def test_a_method_whose_positions_end_at_the_training_length_is_named() -> None:
+    rows = [record("learned", 64, 5.0, max_length=64), record("a", 64, 5.0), record("a", 128, 5.1)]
+    grid = extrapolation.grid(layouts(rows)[0])
+    assert grid is not None
+    assert dict(grid.rows)["learned"][2] == "its positions end at 64"
+
+
 def test_a_grid_in_two_forms() -> None:
     grid = Grid("A <b>", "method", ("x|y", "z"), (("one", ("1", "22")), ("three", ("<3", "4"))), ("Note.",))
     assert grid.plain() == "A <b>\nmethod  x|y  z\none     1    22\nthree   <3   4\nNote.\n"

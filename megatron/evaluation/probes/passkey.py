@@ -89,9 +89,10 @@ class Passkey(Probe):
         )
 
     def marks(self, length: int) -> tuple[float, ...]:
-        return DEPTHS if length >= self._least() else ()
+        return DEPTHS if length >= self.shortest else ()
 
-    def _least(self) -> int:
+    @property
+    def shortest(self) -> int:
         key = next(iter(self.answers))
         return len(self.tokenizer.encode(NEEDLE.format(key=key) + QUESTION)) + 2 * self.scored
 

@@ -66,9 +66,14 @@ class Probe(ABC):
     def scored(self) -> int:
         """Targets at the end of each window."""
 
+    @property
+    @abstractmethod
+    def shortest(self) -> int:
+        """Tokens of the shortest window."""
+
     @abstractmethod
     def marks(self, length: int) -> tuple[float, ...]:
-        """On the axis, for windows of that length."""
+        """On the axis, for windows of that length; none for shorter ones than the shortest."""
 
     @abstractmethod
     def sequences(self, length: int, place: float) -> np.ndarray:
@@ -82,9 +87,10 @@ class Probe(ABC):
     def check(self) -> None:
         """Raises UserError if a length has no place."""
         for length in self.lengths:
-            if not self.marks(length):
+            if length < self.shortest:
                 raise UserError(
-                    f"protocol {self.name}: windows of {length:,} tokens are too short for it; use greater lengths"
+                    f"protocol {self.name}: windows of {length:,} tokens are too short for it; it needs "
+                    f"{self.shortest:,} at least"
                 )
 
     def work(self, model: GPT) -> dict[int, float]:

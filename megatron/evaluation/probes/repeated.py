@@ -54,6 +54,10 @@ class Repeated(Probe):
             f"once already, so many tokens back; a model that copies nothing cannot be below {chance:.2f}."
         )
 
+    @property
+    def shortest(self) -> int:
+        return 2 * self.copied + 1
+
     def marks(self, length: int) -> tuple[float, ...]:
         """Doubles of the copy's length that leave room for both copies, and the largest distance there is."""
         least, most = self.copied + 1, length - self.copied
