@@ -58,7 +58,7 @@ class EvaluationOptions(Section):
     stride: int | None = key(None, "tokens from one window of strided to the next, all of them scored", ge=1)
     measures: Annotated[list[Measure] | None, Listed] = key(
         None,
-        "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the shortest length), "
+        "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the scored tokens), "
         "position (perplexity by position in the window); perplexity if absent",
         min_length=1,
     )
