@@ -503,7 +503,7 @@ def evaluate(
                 raise UserError(f"{given[0]} is for tasks, and there is no --tasks")
             evaluate_runs(runs, wanted, output=output, console=console)
             return
-        from megatron.evaluation.tasks import evaluate_tasks
+        from megatron.evaluation.harness_tasks import evaluate_tasks
 
         named = [name.strip() for name in tasks.split(",") if name.strip()]
         asked = chosen(TaskOptions, {**of_tasks, "tasks": named})

@@ -100,7 +100,7 @@ EXACT = {
     *(aten.arange, aten.new_zeros, aten.new_empty, aten.slice_backward, aten.select_backward, aten.scalar_tensor),
     *(aten.empty_like, aten.full_like, aten.ones, aten.empty, aten.fill_, aten.zero_, aten.stack, aten.lift_fresh),
     *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
-    *(aten.flip, aten.unfold, aten.gather, aten.floor),
+    *(aten.flip, aten.unfold, aten.gather, aten.floor, aten.index_select),
 }
 SIMPLE = (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub)
 SIMPLE += (aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt)

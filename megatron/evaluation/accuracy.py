@@ -51,13 +51,13 @@ def accuracies(correct: np.ndarray, drawn: Drawn, about: Mapping[str, Any], *, w
 
 def summed_up(counted: Sequence[Counted]) -> list[Record]:
     """Records of one predictor at all lengths, with their changes, and their mean over lengths."""
-    changed = with_changes([each.record for each in counted])
-    return [*(_sure(record, counted) for record in changed), *_mean(counted)]
-
-
-def _sure(record: Record, counted: Sequence[Counted]) -> Record:
-    """A record with the interval of its change, where both ends of it have draws."""
     draws = {(each.record.metric, each.record.length): each.draws for each in counted}
+    changed = with_changes([each.record for each in counted])
+    return [*(_sure(record, draws) for record in changed), *_mean(counted)]
+
+
+def _sure(record: Record, draws: Mapping[tuple[str, int], np.ndarray | None]) -> Record:
+    """A record with the interval of its change, where both ends of it have draws (by metric and length)."""
     own = draws[record.metric, record.length]
     base = None if record.change_from is None else draws[record.metric, record.change_from]
     if own is None or base is None:
@@ -86,15 +86,13 @@ def _mean(counted: Sequence[Counted]) -> list[Record]:
         return []
     beyond = [each.record for each in kept]
     draws = [_unpaired(each.draws, turn) for turn, each in enumerate(kept) if each.draws is not None]
-    interval = _ends(np.mean(draws, axis=0)) if len(draws) == len(kept) else {}
+    sure = len(draws) == len(kept)
     own = {
         "metric": "mean_accuracy",
         "value": sum(each.value for each in beyond) / len(beyond),
         "tokens": sum(each.tokens for each in beyond),
         "nll": None if beyond[-1].nll is None else sum(each.nll or 0.0 for each in beyond) / len(beyond),
-        "low": None,
-        "high": None,
-        **interval,
+        **(_ends(np.mean(draws, axis=0)) if sure else {"low": None, "high": None}),
         "seconds": None,
         "remark": f"The mean over the lengths {', '.join(f'{each.length:,}' for each in beyond)}. {beyond[-1].remark}",
     }

@@ -49,7 +49,9 @@ class EvaluationOptions(Section):
         "which tokens are scored: last (of windows that end at the same places), nonoverlapping (all, KERPLE's way), "
         "strided (the last of windows that follow each other); or a probe: repeated (random tokens, copied) or passkey",
     )
-    windows: int | None = key(None, "windows per length; 64 (last) or all (the others) if absent", ge=1)
+    windows: int | None = key(
+        None, "windows per length; if absent 64 (last, probes), 512 (learned tasks) or all (the others)", ge=1
+    )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, Listed] = key(
         None,
         "tokens scored per window of last, one number or several; the training length if absent (repeated: 16 copied)",

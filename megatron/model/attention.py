@@ -44,7 +44,7 @@ class Reading:
     stretches: tuple[Stretch, ...]
     cache: Cache | None = None
     last: int | None = None
-    """A layer gives its output for the last n tokens only; it reads all of them."""
+    """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
 
 
 class PositionedAttention(MegatronModule):

@@ -199,7 +199,7 @@ class GPT(GPTModel):
         length = tokens.shape[1 if self.first else 0]
         parts = self._stretches(length, attention_mask, cache, draw)
         hidden = self._embedded(tokens, parts) if self.first else tokens  # [T, B, D]
-        hidden = self._layers(hidden, Reading(parts, cache), last)
+        hidden = self._layers(hidden, Reading(parts, cache, last))
         if cache is not None:
             cache.length += length
         return hidden
@@ -218,10 +218,12 @@ class GPT(GPTModel):
         losses = F.cross_entropy(flat, rearrange(labels, "b t -> (t b)"), reduction="none")
         return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 
-    def _layers(self, hidden: Tensor, reading: Reading, last: int | None = None) -> Tensor:
-        layers = [(layer, reading) for layer in self.own_layers]
-        if self.last:  # only the output layer reads the top layer, and what it scores is all it reads
-            layers[-1] = (layers[-1][0], replace(reading, last=last))
+    def _layers(self, hidden: Tensor, reading: Reading) -> Tensor:
+        # Only the output layer reads the top layer, and what it scores is all it reads; the others are read whole.
+        whole = replace(reading, last=None)
+        layers = [(layer, whole) for layer in self.own_layers]
+        if self.last:
+            layers[-1] = (layers[-1][0], reading)
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
             for layer, what in layers:
                 hidden = layer(hidden, what)

@@ -20,13 +20,18 @@ class _Toeplitz(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, edge: Tensor | None, query: Span, key: Span, channels_last: bool) -> Tensor:
         ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
         ctx.edge = 0 if edge is None else edge.shape[-1]
-        # Row r reads a line of distances from place rows − 1 − r on: a gather of the line alone, then copies of rows.
+        # Row r reads a line of distances from place rows − 1 − r on: a gather of the line alone, then copies of its
+        # windows, last first. Selected, they lie row after row; flipped, they would lie column after column, and what
+        # reads the matrix beside the scores would take several times as long.
         far = query.stop - 1 - key.start
         line = torch.arange(far, far - (query.length + key.length - 1), -1, device=table.device).clamp_(min=0)
+        last_first = torch.arange(query.length - 1, -1, -1, device=table.device)
         if channels_last:
-            matrix = table.t()[line].unfold(0, key.length, 1).transpose(1, 2).flip(0).permute(2, 0, 1)
+            windows = table.t()[line].unfold(0, key.length, 1).transpose(1, 2)  # [R, C, H]
+            matrix = windows.index_select(0, last_first).permute(2, 0, 1)
         else:
-            matrix = table[:, line].unfold(1, key.length, 1).flip(1)
+            windows = table[:, line].unfold(1, key.length, 1).transpose(0, 1)  # [R, H, C]
+            matrix = windows.index_select(0, last_first).transpose(0, 1)
         if edge is not None:
             matrix[..., : ctx.edge] = edge
         return matrix
@@ -42,14 +47,14 @@ class _Toeplitz(torch.autograd.Function):
         sheared[:, : rows * width].view(heads, rows, width)[..., :columns] = grad
         shifted = sheared.view(heads, rows, width + 1).sum(1)
         diagonal = torch.cat([shifted[:, width + 2 - rows :], shifted[:, :columns]], dim=1).flip(-1)  # ascending n
-        width = rows + columns - 1
+        count = rows + columns - 1
         first = ctx.query.start - (ctx.key.stop - 1)
         result = grad.new_zeros(heads, ctx.size)
-        negative = min(max(-first, 0), width)  # entries with n < 0 read table[0]
+        negative = min(max(-first, 0), count)  # entries with n < 0 read table[0]
         result[:, 0] += diagonal[:, :negative].sum(-1)
         start = first + negative
-        result[:, start : start + width - negative] += diagonal[:, negative:]
-        return result, of_edge if ctx.edge else None, None, None, None
+        result[:, start : start + count - negative] += diagonal[:, negative:]
+        return result, of_edge if ctx.needs_input_grad[1] else None, None, None, None
 
 
 def toeplitz(
@@ -59,11 +64,16 @@ def toeplitz(
 
     Args:
         table: [H, N] with N > the largest distance.
-        edge: [H, R, e], stands in the first e columns instead; not at drawn positions.
+        edge: [H, R, e], stands in the first e columns instead.
         channels_last: H lies innermost in memory.
+
+    Raises:
+        ValueError: an edge or channels last at drawn positions.
     """
     if query.drawn is None:
         return _Toeplitz.apply(table, edge, query, key, channels_last)
+    if edge is not None or channels_last:
+        raise ValueError("drawn positions have neither an edge nor channels last")
     # Drawn positions leave no diagonals to sum along.
     distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
     return table.index_select(1, distance.clamp_(min=0).flatten()).unflatten(1, distance.shape)

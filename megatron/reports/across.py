@@ -41,10 +41,7 @@ def _grid(layouts: Sequence[Layout]) -> Grid:
         return str(replace(cell, best=cell.mean == best[place]))
 
     rows = tuple(
-        (
-            method,
-            (f"{layout.train_length:,}", *(shown(layout, method, place) for place in places)),
-        )
+        (method, (f"{layout.train_length:,}", *(shown(layout, method, place) for place in places)))
         for layout in ordered
         for method in layout.methods
     )

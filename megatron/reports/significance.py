@@ -181,18 +181,22 @@ def grid(layout: Layout, against: str) -> Grid:
     methods = [method for method in layout.methods if method != against]
     seeds = max((each.seeds for each in found.values()), default=0)
     notes = [f"The {'ratio to' if layout.metric.compared == 'ratio' else 'difference from'} {against}."]
-    if any(each.interval is not None for each in found.values()):
+    intervals = any(each.interval is not None for each in found.values())
+    tests = any(each.values is not None for each in found.values())
+    if intervals:
         notes.append("Intervals: 95%, paired bootstrap over blocks of the text; another training may differ more.")
-    if any(each.values is not None for each in found.values()):
+    if tests:
         scale = "logarithms" if layout.metric.compared == "ratio" else "values"
         notes.append(
             f"p: paired two-sided t-test over {seeds} seeds, of {scale}; Holm: corrected for all tests of this table."
         )
     both = " of values and of logarithms" if layout.metric.compared == "ratio" and seeds > 1 else ""
-    if len(notes) > 1:
+    if intervals or tests:
         notes.append(f"{DAGGER} worse than {against} beyond chance: 5%{both}, uncorrected as in KERPLE's tables.")
     else:
-        notes.append("One seed, and no sums of blocks: what is chance is not known.")
+        notes.append(
+            "What could be chance is not known: it takes several seeds in common, or sums of blocks beside one."
+        )
     return Grid(
         title=f"{layout.title}: compared with {against}",
         corner="method",

@@ -35,6 +35,23 @@ def test_toeplitz_reads_the_table_and_sums_its_diagonals(start: int, rows: int, 
     torch.testing.assert_close(ours, reference)
 
 
+@given(start=st.integers(0, 9), rows=st.integers(1, 6), columns=st.integers(1, 9), width=st.integers(0, 9))
+def test_an_edge_stands_in_the_first_columns_and_channels_may_lie_innermost(
+    start: int, rows: int, columns: int, width: int
+) -> None:
+    width = min(width, columns)
+    table = torch.randn(3, start + rows + 2, dtype=torch.float64, requires_grad=True)
+    edge = torch.randn(3, rows, width, dtype=torch.float64, requires_grad=True)
+    query, key = Span(start, rows), Span(0, columns)
+    matrix = toeplitz(table, query, key, edge=edge, channels_last=True)
+    exact = torch.cat([edge, toeplitz(table, query, key)[..., width:]], dim=-1)
+    assert torch.equal(matrix, exact)
+    assert matrix.movedim(0, -1).is_contiguous()
+    seed = torch.randn_like(exact)
+    ours, reference = (torch.autograd.grad((x * seed).sum(), [table, edge]) for x in (matrix, exact))
+    torch.testing.assert_close(ours, reference)
+
+
 class Everything(Encoding):
     """Bias, weight and contextual terms at once."""
 

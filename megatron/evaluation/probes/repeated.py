@@ -60,9 +60,9 @@ class Repeated(Probe):
 
     def marks(self, length: int) -> tuple[float, ...]:
         """Doubles of the copy's length that leave room for both copies, and the largest distance there is."""
-        least, most = self.copied + 1, length - self.copied
-        if most < least:
+        if length < self.shortest:
             return ()
+        least, most = self.copied + 1, length - self.copied
         found = {float(least), float(most)}
         distance = 2 * self.copied
         while distance < most:

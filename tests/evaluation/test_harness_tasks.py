@@ -17,8 +17,8 @@ from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
 from megatron.config.load import load
 from megatron.errors import RunError, UserError
+from megatron.evaluation.harness_tasks import evaluate_tasks, records_of
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
-from megatron.evaluation.tasks import evaluate_tasks, records_of
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.parallel.processes import alone
