@@ -1,1 +1,4 @@
-"""Triton kernels, each op in its folder: reference, kernels, operator, shapes, derivation. Imports torch and triton."""
+"""Triton kernels, and C for CPUs, each op in its folder: reference, kernels, operator, shapes, derivation.
+
+Imports torch and triton; what runs on a CPU alone imports no triton.
+"""

@@ -37,7 +37,7 @@ from tools.kernel_tables import HEADINGS, PICTURES, in_columns, line, markdown, 
 from tools.stamp import stamp  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OURS = ("triton", "chunked")
+OURS = ("triton", "native", "chunked")
 """The peer that ratios are taken to: the first that is there."""
 ROUND_MS = 100.0
 """A GPU's peer takes up to ten passes per round while they fit into this."""

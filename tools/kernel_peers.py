@@ -19,6 +19,7 @@ from megatron.model.backends.choose import RowBlocks
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.kept import KEPT_UP_TO
+from megatron.model.backends.native import Native
 from megatron.model.backends.triton import Triton
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
@@ -126,8 +127,12 @@ def peers(problem: Problem) -> dict[str, Attention]:
         **_floors(problem),
     }
     ours = Triton(Chunked(CHUNK))
-    if problem.length <= KEPT_UP_TO:  # beyond, it is chunked
-        found["auto"] = _backend(problem, RowBlocks(CHUNK))
+    if problem.length <= KEPT_UP_TO:  # beyond, these are chunked
+        found["kept"] = _backend(problem, RowBlocks(CHUNK))
+    native = Native(Chunked(CHUNK), named=True)
+    on_host = problem.device == "cpu" and problem.dtype == torch.float32
+    if on_host and native.refuses(*problem.methods) is None:
+        found["native"] = _backend(problem, native)
     here = problem.device != "cpu" or interpreted()
     if here and problem.dtype != torch.float64 and ours.refuses(*problem.methods) is None:
         found["triton"] = _backend(problem, ours)

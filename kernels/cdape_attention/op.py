@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.cdape_attention import chunks
 from kernels.cdape_attention.configs import chunk_rows
 from kernels.cdape_attention.reference import at_least_float32
+from kernels.cdape_attention.shapes import check
 from kernels.cdape_attention.tables import shares as make_shares
 from kernels.rows import MAX_HEAD_DIM
 from kernels.runtime import DTYPES, capability, on_device_of
@@ -61,7 +62,8 @@ def cdape_attention(
         ValueError: shapes, types or options that do not fit.
         RuntimeError: a kernel cannot run where the tensors are (on a CPU without Triton's interpreter).
     """
-    _check(q, k, v, bias, w1, b1, w2, b2, offset, window, chunk)
+    check(q, k, v, bias, w1, b1, w2, b2, offset, window)
+    _check_limits(q, k, v, w1, offset, chunk)
     batch, heads, rows, dim = q.shape
     table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
     residual = bias if bias is not None and residual_bias else q.new_empty(heads, 0, dtype=torch.float32)
@@ -81,60 +83,22 @@ def cdape_attention(
     )[0]
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    offset: int,
-    window: int | None,
-    chunk: int | None,
-) -> None:
+def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chunk: int | None) -> None:
+    """What the kernels ask for beyond shapes that fit."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one type: bfloat16, float16 or float32"
         )
-    if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
-    batch, heads, rows, dim = q.shape
-    if min(batch, heads, rows, dim) < 1:
-        raise ValueError(f"q is {list(q.shape)}; no size may be 0")
+    rows, dim = q.shape[2:]
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
-    columns = k.shape[2]
-    if k.shape != (batch, heads, columns, dim) or v.shape != k.shape:
-        raise ValueError(
-            f"k is {list(k.shape)} and v {list(v.shape)}; they must be [B, H, C, d], here [{batch}, {heads}, C, {dim}]"
-        )
-    if offset < 0 or columns < offset + rows:
-        raise ValueError(
-            f"offset is {offset} with {rows} rows and {columns} columns; it must be from 0 to {columns - rows}, "
-            "so that every row finds its own key"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1, or None")
+    if w1.shape[0] > WIDEST:
+        raise ValueError(f"w1 is {list(w1.shape)}; D must be from 1 to {WIDEST}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
     if chunk is not None and min(chunk, rows) * (offset + rows) >= 1 << 31:
         raise ValueError(
             f"chunk is {chunk}; chunk times columns must stay below 2³¹, here with {offset + rows} columns"
-        )
-    if bias is not None and (bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] < offset + rows):
-        raise ValueError(f"bias is {list(bias.shape)}; it must be [{heads}, N] with N ≥ offset + R = {offset + rows}")
-    if bias is not None and bias.dtype != torch.float32:
-        raise ValueError(f"bias is {bias.dtype}; it must be float32")
-    inputs = heads if bias is None else 2 * heads
-    width, size = w1.shape[0], w1.shape[-1]
-    if w1.shape != (width, inputs, 1, size) or not 1 <= width <= WIDEST or size % 2 == 0:
-        raise ValueError(f"w1 is {list(w1.shape)}; it must be [D, {inputs}, 1, k] with D from 1 to {WIDEST} and k odd")
-    if b1.shape != (width,) or w2.shape != (heads, width, 1, size) or b2.shape != (heads,):
-        raise ValueError(
-            f"b1, w2 and b2 are {list(b1.shape)}, {list(w2.shape)} and {list(b2.shape)}; "
-            f"they must be [{width}], [{heads}, {width}, 1, {size}] and [{heads}]"
         )
 
 

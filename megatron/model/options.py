@@ -87,7 +87,7 @@ class ModelOptions(Section):
     )
     checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass", role="machine")
     checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=LARGEST, role="machine")
-    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton"] = key(
+    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native"] = key(
         "auto", "how attention is computed; auto takes the fastest that can do this position encoding", role="machine"
     )
     attention_chunk_rows: int = key(

@@ -89,7 +89,7 @@ class _Layer:
         self.spans = held(self.length, Axis(context_index, sizes.context))
         name = backend or model.attention_backend
         fused = self.encoding.fused and self.processor is None
-        self.backend = ("sdpa" if fused else "auto") if name in ("auto", "triton") else name
+        self.backend = ("sdpa" if fused else "auto") if name in ("auto", "triton", "native") else name
         self.blocks = list(self._blocks())
 
     def _blocks(self) -> Iterator[Block]:

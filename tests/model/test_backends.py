@@ -8,7 +8,7 @@ from position_methods import build, random_qkv
 
 from megatron.errors import UserError
 from megatron.model.backends import choose
-from megatron.model.backends.choose import choose_backend
+from megatron.model.backends.choose import RowBlocks, choose_backend
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.sdpa import Sdpa
@@ -35,10 +35,12 @@ class Counted:
         (True, 13, "none", "recomputed"), (False, 5, "cdape", "recomputed"), (False, 5, "none", "recomputed"),
     ],
 )  # fmt: skip
-def test_auto_keeps_the_maps_of_short_training_sequences_alone(grad, length, processor, expected, monkeypatch) -> None:
+def test_row_blocks_keep_the_maps_of_short_training_sequences_alone(
+    grad, length, processor, expected, monkeypatch
+) -> None:
     monkeypatch.setattr(choose, "KEPT_UP_TO", 12)
     encoding, processor = build("kerple_log", processor)
-    backend = choose_backend("auto", 4, encoding, processor)
+    backend = RowBlocks(4)
     counted = {name: Counted(getattr(backend, name)) for name in ("plain", "processed", "recomputed")}
     for name, counter in counted.items():
         setattr(backend, name, counter)

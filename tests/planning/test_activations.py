@@ -9,6 +9,7 @@ from kept import Peak, kept_by_autograd
 from models import build_model
 from tiny_runs import tiny_config
 
+from kernels.cdape_attention import host
 from megatron.config.schema import Config
 from megatron.model import attention
 from megatron.model.attention import Reading
@@ -27,6 +28,12 @@ METHODS = {
     "cdape": {"pos_emb": "kerple_log", "score_processor": "cdape"},
     "cdape on rotary": {"pos_emb": "rotary", "score_processor": "cdape"},
 }
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the C code for CPUs is not."""
+    monkeypatch.setattr(host, "unavailable", lambda: "a GPU")
 
 
 def config(length: int, **keys: Any) -> Config:

@@ -10,6 +10,7 @@ from megatron.model.backends.backend import Backend
 from megatron.model.backends.chunked import Chunked
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.kept import KEPT_ROWS, KEPT_UP_TO
+from megatron.model.backends.native import Native
 from megatron.model.backends.sdpa import Sdpa
 from megatron.model.backends.triton import Triton
 from megatron.position.encoding import Encoding
@@ -51,7 +52,8 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
     """
     plain = RowBlocks(chunk_rows)
     backends: dict[str, Backend] = {
-        "sdpa": Sdpa(), "triton": Triton(plain), "eager": Eager(), "chunked": Chunked(chunk_rows)
+        "sdpa": Sdpa(), "triton": Triton(plain), "native": Native(plain, named=True), "eager": Eager(),
+        "chunked": Chunked(chunk_rows),
     }  # fmt: skip
     if name not in ("auto", *backends):
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
@@ -59,7 +61,9 @@ def choose_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
         # Not triton: its kernels have not run on a GPU yet (docs/log.md), so they are for those who ask for them.
         reason = why_row_blocks(name, encoding, processor)
         logger.info("attention backend: %s", reason or "sdpa")
-        return plain if reason else backends["sdpa"]
+        if reason is None:
+            return backends["sdpa"]
+        return plain if Native.cannot(encoding, processor) else Native(plain, named=False)
     refusal = backends[name].refuses(encoding, processor)
     if refusal is not None:
         able = [other for other, backend in backends.items() if backend.refuses(encoding, processor) is None]

@@ -18,6 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron.model.backends import fused_processor
 from megatron.model.backends.backend import Backend
 from megatron.model.backends.bias_matrix import attend_with_matrix, with_network_in_kernel
 from megatron.position.encoding import Encoding, Terms
@@ -68,7 +69,9 @@ class Triton:
             case Route.FUSED_BIAS:
                 return _biased(rows, table)
             case Route.FUSED_PROCESSOR:
-                return _processed(rows, table.bias)
+                from kernels.cdape_attention.op import cdape_attention
+
+                return fused_processor.attend(cdape_attention, rows, table.bias)
             case Route.MATRIX:
                 return attend_with_matrix(rows, table.bias, _network(rows.encoding))
             case Route.PROCESSED_MATRIX:
@@ -111,11 +114,8 @@ def plan(rows: Rows, table: Terms) -> tuple[Route, str]:
     if rows.processor is not None:
         if network is not None:
             return Route.PROCESSED_MATRIX, ""
-        if rows.dropout:
-            return Route.PYTORCH, "attention_dropout with a score processor"
-        if rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0:
-            return Route.PYTORCH, "a score processor over divided heads"
-        return Route.FUSED_PROCESSOR, ""
+        why = fused_processor.left_out(rows)
+        return (Route.FUSED_PROCESSOR, "") if why is None else (Route.PYTORCH, why)
     if network is not None or (rows.dropout and table.weight is None and table.bias is not None):
         return Route.MATRIX, ""
     if rows.dropout:
@@ -150,11 +150,9 @@ def _refuses_processor(encoding: Encoding, processor: Processor) -> str | None:
     from kernels.cdape_attention.op import WIDEST
 
     convolutions = processor.form()
-    if not isinstance(convolutions, Convolutions):
-        return "it cannot compute this processor"
-    if convolutions.weight1.shape[0] > WIDEST:
+    if isinstance(convolutions, Convolutions) and convolutions.weight1.shape[0] > WIDEST:
         return f"its processors have a width of at most {WIDEST}, not {convolutions.weight1.shape[0]}"
-    return "it cannot multiply the scores before a processor" if encoding.has_weight() else None
+    return fused_processor.refuses(encoding, processor)
 
 
 def _biased(rows: Rows, table: Terms) -> Tensor:
@@ -163,24 +161,3 @@ def _biased(rows: Rows, table: Terms) -> Tensor:
     bias, weight = (None if t is None else t[rows.heads] for t in table)
     offset = rows.query.start - rows.key.start
     return biased_attention(rows.q, rows.k, rows.v, bias, weight, offset=offset, window=rows.window)
-
-
-def _processed(rows: Rows, bias: Tensor | None) -> Tensor:
-    from kernels.cdape_attention.op import cdape_attention
-
-    assert rows.processor is not None
-    convolutions = rows.processor.form()
-    assert isinstance(convolutions, Convolutions)
-    return cdape_attention(
-        rows.q,
-        rows.k,
-        rows.v,
-        bias,
-        convolutions.weight1,
-        convolutions.bias1,
-        convolutions.weight2,
-        convolutions.bias2,
-        offset=rows.query.start - rows.key.start,
-        window=rows.window,
-        residual_bias=convolutions.residual_bias,
-    )

@@ -3,12 +3,13 @@
 Fresh memory is filled with NaN throughout, and an operation without a deterministic algorithm would raise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from cdape_calls import NAMES, differentiated, doubled, into_output, truth
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,36 +19,9 @@ from kernels.cdape_attention.op import cdape_attention
 from kernels.cdape_attention.reference import reference
 from tools.rounding import FACTOR, assert_rounding_alone, excess
 
-NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
 TINY = Case(1, 2, 5, 5, 4, 3, 3)
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
-
-
-def _into_output(case: Case, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    shape = case.batch, case.heads, case.rows, case.dim
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-
-
-def _differentiated(attend: Callable[..., Tensor], inputs: Sequence[Tensor | None], into: Tensor) -> dict[str, Tensor]:
-    """Output and all gradients."""
-    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
-    output = attend(*leaves)
-    output.backward(into)
-    found = [output.detach(), *(None if x is None else x.grad for x in leaves)]
-    return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
-
-
-def _doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if x is None else x.cpu().double() for x in tensors]
-
-
-def _exact(case: Case, inputs: Sequence[Tensor | None], into: Tensor) -> Callable[[], dict[str, Tensor]]:
-    """The reference from the same inputs in float64, which saturates where their type does."""
-    like = inputs[0].dtype
-    inputs = _doubled(inputs)
-    attend = partial(reference, **case.options, saturate_like=like)
-    return lambda: _differentiated(attend, inputs, into.cpu().double())
 
 
 def _assert_rounding_alone(
@@ -63,10 +37,10 @@ def _assert_rounding_alone(
         change: alters the inputs in place.
         strength: of the gradient that comes in.
     """
-    inputs, into = case.inputs(dtype, device), _into_output(case, dtype, device) * strength
+    inputs, into = case.inputs(dtype, device), into_output(case, dtype, device) * strength
     change(inputs)
-    found = _differentiated(partial(cdape_attention, **case.options, chunk=case.chunk), inputs, into)
-    assert_rounding_alone(found, _exact(case, inputs, into), dtype, stored=True)
+    found = differentiated(partial(cdape_attention, **case.options, chunk=case.chunk), inputs, into)
+    assert_rounding_alone(found, truth(case, inputs, into), dtype, stored=True)
     return found
 
 
@@ -78,17 +52,17 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dt
 
 
 FAULTS: dict[str, Callable[[Case, list[Tensor | None], Tensor], dict[str, Tensor]]] = {
-    "q lacks the processor's part": lambda case, inputs, into: _exact(
+    "q lacks the processor's part": lambda case, inputs, into: truth(
         case, [x * 0 if name == "w2" else x for name, x in zip(NAMES[1:], inputs, strict=True)], into
     )(),
-    "output sees a hidden value too few": lambda case, inputs, into: _exact(
+    "output sees a hidden value too few": lambda case, inputs, into: truth(
         replace(case, window=case.columns - 1), inputs, into
     )(),
-    "w1 lacks a chunk of rows": lambda case, inputs, into: _exact(
+    "w1 lacks a chunk of rows": lambda case, inputs, into: truth(
         case, inputs, torch.cat([into[:, :, :-2], 0 * into[:, :, -2:]], dim=2)
     )(),
-    "b1 is NaN": lambda case, inputs, into: {"b1": _exact(case, inputs, into)()["b1"] * float("nan")},
-    "bias is not joined to the logits": lambda case, inputs, into: _exact(
+    "b1 is NaN": lambda case, inputs, into: {"b1": truth(case, inputs, into)()["b1"] * float("nan")},
+    "bias is not joined to the logits": lambda case, inputs, into: truth(
         replace(case, residual_bias=False), inputs, into
     )(),
 }
@@ -99,18 +73,18 @@ FAULTS: dict[str, Callable[[Case, list[Tensor | None], Tensor], dict[str, Tensor
 def test_a_fault_is_more_than_rounding(fault: str, dtype: torch.dtype) -> None:
     """What the test above would let through if it allowed too much."""
     case = replace(SMALL[1], rows=15, columns=15)
-    inputs, into = case.inputs(dtype), _into_output(case, dtype)
+    inputs, into = case.inputs(dtype), into_output(case, dtype)
     name = fault.split()[0]
-    found = _exact(case, inputs, into)() | {name: FAULTS[fault](case, inputs, into)[name]}
-    ratios = excess(found, _exact(case, inputs, into), dtype, stored=True)
+    found = truth(case, inputs, into)() | {name: FAULTS[fault](case, inputs, into)[name]}
+    ratios = excess(found, truth(case, inputs, into), dtype, stored=True)
     assert [wrong for wrong, ratio in ratios.items() if ratio > FACTOR] == [name]
 
 
 def test_with_the_tiles_that_are_shipped_and_bitwise_repeatable(device: str) -> None:
     case = Case(1, 4, 7, 34, 8, 6, 3, offset=27, chunk=5)
     first = _assert_rounding_alone(case, torch.float32, device)
-    inputs, into = case.inputs(torch.float32, device), _into_output(case, torch.float32, device)
-    second = _differentiated(partial(cdape_attention, **case.options, chunk=case.chunk), inputs, into)
+    inputs, into = case.inputs(torch.float32, device), into_output(case, torch.float32, device)
+    second = differentiated(partial(cdape_attention, **case.options, chunk=case.chunk), inputs, into)
     assert all(torch.equal(first[name], second[name]) for name in NAMES)
 
 
@@ -132,7 +106,7 @@ def test_the_second_convolution_saturates_at_float16_too(device: str) -> None:
     """All of its values, so that the scores alone make a difference."""
     inputs = SATURATED.inputs(torch.float16, device)
     inputs[3], inputs[4], inputs[6] = inputs[3].abs() * 1e6, inputs[4].abs(), inputs[6].abs()
-    exact, options = _doubled(inputs), {"residual_bias": False}
+    exact, options = doubled(inputs), {"residual_bias": False}
     found = {"output": cdape_attention(*inputs, **options)}
     assert_rounding_alone(
         found,
@@ -147,7 +121,7 @@ def test_the_second_convolution_saturates_at_float16_too(device: str) -> None:
 def test_a_decoding_step_equals_its_row_of_the_whole(window: int | None, device: str) -> None:
     case = Case(2, 3, 20, 20, 8, 6, 5, window=window)
     q, k, v, *rest = case.inputs(torch.float32, device)
-    exact = _doubled(case.inputs(torch.float32))
+    exact = doubled(case.inputs(torch.float32))
     for row in (0, 1, 4, 19):
         step = q[:, :, row : row + 1], k[:, :, : row + 1], v[:, :, : row + 1]
         found = {"output": cdape_attention(*step, *rest, offset=row, window=window)[:, :, 0]}
@@ -160,7 +134,7 @@ def test_a_decoding_step_equals_its_row_of_the_whole(window: int | None, device:
 def test_a_windowed_cache_may_drop_what_no_hidden_value_sees(device: str) -> None:
     case, window = Case(1, 2, 24, 24, 8, 6, 5, window=6), 6
     q, k, v, *rest = case.inputs(torch.float32, device)
-    exact = _doubled(case.inputs(torch.float32))
+    exact = doubled(case.inputs(torch.float32))
     left = 20 - window + 1 - 2
     found = cdape_attention(q[:, :, 20:], k[:, :, left:], v[:, :, left:], *rest, offset=20 - left, window=window)
     assert_rounding_alone(
@@ -178,10 +152,10 @@ def test_no_row_reads_a_later_key(device: str) -> None:
 
 @pytest.mark.usefixtures("tall_tiles")
 def test_the_gradient_of_a_bias_that_is_only_added_sums_to_zero(device: str) -> None:
-    inputs, into = TINY.inputs(torch.float32, device), _into_output(TINY, torch.float32, device)
+    inputs, into = TINY.inputs(torch.float32, device), into_output(TINY, torch.float32, device)
     inputs[6] = torch.zeros_like(inputs[6])  # nothing of the hidden map comes through
-    exact = _exact(TINY, inputs, into)
-    found = _differentiated(cdape_attention, inputs, into)["bias"]
+    exact = truth(TINY, inputs, into)
+    found = differentiated(cdape_attention, inputs, into)["bias"]
     assert found.abs().max() > 1e-3
     assert exact()["bias"].sum(1).abs().max() < 1e-14
     assert_rounding_alone({"sum": found.double().sum(1)}, lambda: {"sum": exact()["bias"].sum(1)}, torch.float32)
@@ -198,7 +172,7 @@ def test_inputs_need_not_be_contiguous(device: str) -> None:
 @pytest.mark.usefixtures("tall_tiles")
 def test_scale_multiplies_the_products(device: str) -> None:
     found = {"output": cdape_attention(*TINY.inputs(torch.float32, device), scale=1.0)}
-    exact = _doubled(TINY.inputs(torch.float32))
+    exact = doubled(TINY.inputs(torch.float32))
     assert_rounding_alone(found, lambda: {"output": reference(*exact, scale=1.0)}, torch.float32)
 
 
@@ -214,12 +188,12 @@ def test_is_a_proper_operator(has_bias: bool, device: str) -> None:
 
 @pytest.mark.usefixtures("tall_tiles")
 def test_torch_compile_and_checkpointing_change_nothing(device: str) -> None:
-    inputs, into = TINY.inputs(torch.float32, device), _into_output(TINY, torch.float32, device)
-    plain = _differentiated(cdape_attention, inputs, into)
-    compiled = _differentiated(torch.compile(cdape_attention, backend="aot_eager", fullgraph=True), inputs, into)
-    again = _differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
+    inputs, into = TINY.inputs(torch.float32, device), into_output(TINY, torch.float32, device)
+    plain = differentiated(cdape_attention, inputs, into)
+    compiled = differentiated(torch.compile(cdape_attention, backend="aot_eager", fullgraph=True), inputs, into)
+    again = differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
     # The compiler differentiates what surrounds the operator in another order.
-    assert_rounding_alone(compiled, _exact(TINY, inputs, into), torch.float32)
+    assert_rounding_alone(compiled, truth(TINY, inputs, into), torch.float32)
     for name, expected in plain.items():
         assert torch.equal(again[name], expected), name
 
@@ -245,14 +219,14 @@ WRONG = [
     ({"bias": torch.zeros(2, 4)}, r"bias is \[2, 4\]; it must be \[2, N\] with N ≥ offset \+ R = 5"),
     ({"bias": torch.zeros(2, 9, dtype=torch.bfloat16)}, "bias is torch.bfloat16"),
     ({"bias": None}, r"w1 is \[3, 4, 1, 3\]; it must be \[D, 2, 1, k\]"),
-    ({"w1": torch.zeros(65, 4, 1, 3)}, "D from 1 to 64"),
+    ({"w1": torch.zeros(65, 4, 1, 3), "b1": torch.zeros(65), "w2": torch.zeros(2, 65, 1, 3)}, "D must be from 1 to 64"),
     ({"w1": torch.zeros(3, 4, 1, 2)}, "k odd"),
     ({"w2": torch.zeros(2, 3, 1, 5)}, r"they must be \[3\], \[2, 3, 1, 3\] and \[2\]"),
     ({"k": torch.zeros(1, 3, 5, 4)}, r"here \[1, 2, C, 4\]"),
     ({"q": torch.zeros(1, 2, 5, 4, dtype=torch.float64)}, "q, k and v are torch.float64"),
     ({"q": torch.zeros(1, 2, 0, 4)}, "no size may be 0"),
     ({"q": torch.zeros(2, 5, 4)}, r"q is \[2, 5, 4\]"),
-    ({"q": torch.zeros(1, 2, 5, 129)}, "head dimension 129; it must be at most 128"),
+    (dict.fromkeys("qkv", torch.zeros(1, 2, 5, 129)), "head dimension 129; it must be at most 128"),
 ]
 
 

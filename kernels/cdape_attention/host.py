@@ -1,0 +1,260 @@
+"""CDAPE attention on a CPU, in float32: the C code of `native/`, with gradients.
+
+Letters as in `op.py`. A map of scores never lies in memory as a whole: rows are taken some at a time, and of these a
+tile of columns, so memory is linear in R and C. Kept between the passes are the inputs, the output and two numbers for
+each row.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.cdape_attention.shapes import check
+from kernels.cdape_attention.tables import shares as make_shares
+from kernels.host import CannotCompile, library
+
+NATIVE = Path(__file__).parent / "native"
+UNBOUNDED = 1 << 40
+"""The window where there is none."""
+MOST_THREADS = 64
+MOST_SPLITS = 16
+"""Parts of a sequence that have gradients of keys and values of their own."""
+LARGEST_UNIT, LEAST_UNIT = 64, 8
+"""Query rows of a unit of work."""
+
+
+class _Problem(ctypes.Structure):
+    """`Problem` of native/problem.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("batch", "heads", "rows", "columns", "dim", "width", "taps", "offset")),
+        *((name, ctypes.c_long) for name in ("window", "threads", "wide_dim", "unit", "margin")),
+        *((name, ctypes.c_void_p) for name in ("next", "q", "k", "v", "kt", "vt", "shares", "edge", "bias")),
+        *((name, ctypes.c_void_p) for name in ("w1", "w2", "w1t", "w2t", "out", "largest", "total")),
+        ("splits", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("dout", "inner", "dq", "dk", "dv", "dshares", "dedge", "dbias")),
+        *((name, ctypes.c_void_p) for name in ("dw1", "dw2")),
+    )
+
+
+@cache
+def unavailable() -> str | None:
+    """Why the C code cannot run here, or None."""
+    try:
+        _library()
+    except CannotCompile as error:
+        return str(error)
+    return None
+
+
+def _library() -> ctypes.CDLL:
+    return declared(library(NATIVE))
+
+
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, its functions' types told."""
+    found.cdape_lanes.restype = found.cdape_margin.restype = ctypes.c_long
+    found.cdape_margin.argtypes = [ctypes.c_long]
+    return found
+
+
+def cdape_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    residual_bias: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a CPU.
+
+    Arguments, result and errors as in `op.cdape_attention`, but float32 alone, and any head dimension and width.
+    """
+    check(q, k, v, bias, w1, b1, w2, b2, offset, window)
+    if q.dtype != torch.float32 or q.device.type != "cpu":
+        raise ValueError(f"q is {q.dtype} on {q.device}; it must be float32 on a CPU")
+    heads, rows = q.shape[1:3]
+    table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
+    residual = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
+    return _Attention.apply(q * scale, k, v, table, residual, w1[:, :heads, 0], w2[:, :, 0], b2, offset, window)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shares: Tensor,
+        residual: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        b2: Tensor,
+        offset: int,
+        window: int | None,
+    ) -> Tensor:
+        call = _Call(q, k, v, shares, residual, w1, w2, offset, window)
+        out, largest, total = call.forward()
+        ctx.save_for_backward(q, k, v, shares, residual, w1, w2, out, largest, total)
+        ctx.extent = offset, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out, largest, total = ctx.saved_tensors
+        found = _Call(*inputs, *ctx.extent).backward(dout, out, largest, total)
+        # A constant for all of a head's logits has no effect under the softmax.
+        return *found, out.new_zeros(out.shape[1]), None, None
+
+
+class _Call:
+    """One call of the C code: its arguments as that wants them, and what it made back in our order."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shares: Tensor,
+        residual: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        offset: int,
+        window: int | None,
+    ) -> None:
+        self.library = _library()
+        self.batch, self.heads, self.rows, self.dim = q.shape
+        self.width, _, self.taps = w1.shape
+        self.reach, self.count = self.taps // 2, offset + self.rows
+        self.lanes = self.library.cdape_lanes()
+        self.margin = self.library.cdape_margin(self.taps)
+        self.wide_dim = -(-self.dim // self.lanes) * self.lanes
+        self.threads = min(torch.get_num_threads(), MOST_THREADS)
+        # Units are so small that there are some for each thread.
+        self.unit = LARGEST_UNIT
+        while self.unit > LEAST_UNIT and self.batch * -(-self.rows // self.unit) < 4 * self.threads:
+            self.unit //= 2
+        self.has_bias = residual.shape[1] > 0
+        distances = shares[: self.reach + self.count]
+        edge = shares[self.reach + self.count :].view(self.rows, self.reach, self.width)
+        self.given = {
+            "q": self._wide(q),
+            "k": self._wide(k),
+            "v": self._wide(v),
+            "kt": self._with_margins(k.transpose(-1, -2), self.margin),
+            "shares": self._with_margins(distances.flip(0).t(), self.margin + self.unit),
+            "edge": edge.transpose(1, 2).contiguous(),
+            "w1": w1.permute(1, 2, 0).contiguous(),
+            "w2": w2.permute(1, 2, 0).contiguous(),
+        }
+        if self.has_bias:
+            self.given["bias"] = self._with_margins(residual.flip(1), self.margin + self.unit)
+        self.extent = {
+            "batch": self.batch,
+            "heads": self.heads,
+            "rows": self.rows,
+            "columns": k.shape[2],
+            "dim": self.dim,
+            "width": self.width,
+            "taps": self.taps,
+            "offset": offset,
+            "window": UNBOUNDED if window is None else window,
+            "threads": self.threads,
+            "wide_dim": self.wide_dim,
+            "unit": self.unit,
+            "margin": self.margin,
+        }
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [B, H, R, d], and the softmax's maximum and sum, both [B, H, R]."""
+        q = self.given["q"]
+        made = {
+            "next": torch.zeros(1, dtype=torch.int64),
+            "out": torch.empty_like(q),
+            "largest": q.new_empty(q.shape[:3]),
+            "total": q.new_empty(q.shape[:3]),
+        }
+        self._run(self.library.cdape_forward, made)
+        return self._narrow(made["out"]), made["largest"], made["total"]
+
+    def backward(self, dout: Tensor, out: Tensor, largest: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, shares, residual, w1 and w2."""
+        given, threads, width, taps = self.given, self.threads, self.width, self.taps
+        splits = self._splits()
+        each = splits, self.batch, self.heads, given["k"].shape[2], self.wide_dim
+        zeros = out.new_zeros
+        made = {
+            "vt": self._with_margins(self._narrow(given["v"]).transpose(-1, -2), self.margin),
+            "w1t": given["w1"].flip(1).permute(2, 1, 0).contiguous(),
+            "w2t": given["w2"].flip(1).permute(2, 1, 0).contiguous(),
+            "dout": self._wide(dout),
+            "inner": (dout * out).sum(-1),
+            "largest": largest,
+            "total": total,
+            "dq": torch.empty_like(given["q"]),
+            "dk": zeros(each),
+            "dv": zeros(each),
+            "dshares": zeros(threads, *given["shares"].shape),
+            "dedge": zeros(threads, *given["edge"].shape),
+            "dw1": zeros(threads, width, self.heads, taps, self.lanes),
+            "dw2": zeros(threads, self.heads, width, taps, self.lanes),
+        }
+        if self.has_bias:
+            made["dbias"] = zeros(threads, *given["bias"].shape)
+        self._run(self.library.cdape_backward, made, splits=splits)
+        margin = self.margin + self.unit
+        by_distance = made["dshares"].sum(0)[:, margin:-margin].t().flip(0)
+        edge = made["dedge"].sum(0).transpose(1, 2).flatten(0, 1)
+        dbias = made["dbias"].sum(0)[:, margin:-margin].flip(1) if self.has_bias else zeros(self.heads, 0)
+        return (
+            self._narrow(made["dq"]),
+            self._narrow(made["dk"].sum(0)),
+            self._narrow(made["dv"].sum(0)),
+            torch.cat([by_distance, edge]),
+            dbias,
+            made["dw1"].sum((0, -1)),
+            made["dw2"].sum((0, -1)),
+        )
+
+    def _splits(self) -> int:
+        """The least number of parts of a sequence that gives all threads as much to do, or nearly."""
+        for splits in range(1, MOST_SPLITS):
+            parts = self.batch * splits
+            if parts % self.threads == 0 or parts >= 8 * self.threads:
+                return splits
+        return MOST_SPLITS
+
+    def _run(self, function: Callable[[Any], Any], made: dict[str, Tensor], **more: int) -> None:
+        problem = _Problem(**self.extent, **more)
+        for name, tensor in (self.given | made).items():
+            assert tensor.is_contiguous()
+            setattr(problem, name, tensor.data_ptr())
+        function(ctypes.byref(problem))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """[…, d] with d filled up with zeros to whole vectors."""
+        return x.contiguous() if self.wide_dim == self.dim else F.pad(x, (0, self.wide_dim - self.dim))
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        return x[..., : self.dim]
+
+    def _with_margins(self, x: Tensor, margin: int) -> Tensor:
+        lines = x.new_zeros(*x.shape[:-1], x.shape[-1] + 2 * margin)
+        lines[..., margin:-margin] = x
+        return lines

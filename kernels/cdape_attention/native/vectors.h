@@ -1,0 +1,219 @@
+/* Products of small matrices in registers, and the exponential, for whatever vectors the processor has.
+
+   GCC's and Clang's vector extensions: the same source is AVX-512, AVX, SSE or NEON. */
+#ifndef FARFIELD_VECTORS_H
+#define FARFIELD_VECTORS_H
+
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16 /* floats in a vector */
+#define TALL 8   /* accumulators of a block: TALL by WIDE, which with their factors fill the registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define TALL 4
+#else
+#define LANES 4
+#define TALL 4
+#endif
+#define WIDE 3
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int Integers __attribute__((vector_size(4 * LANES)));
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* a vector anywhere in memory */
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Vector load(const float *from) { return *(const Loose *)from; }
+INLINE void store(float *to, Vector x) { *(Loose *)to = x; }
+INLINE Vector filled(float x) { return x - (Vector){0}; }
+INLINE int vectors(long columns) { return columns <= 0 ? 0 : (int)((columns + LANES - 1) / LANES); }
+
+/* Either, lane by lane, where `which` is all ones or zero. */
+INLINE Vector chosen(Integers which, Vector one, Vector other) {
+    return (Vector)((which & (Integers)one) | (~which & (Integers)other));
+}
+
+INLINE float sum_of(Vector x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+/* e^x for x ≤ 0, within 2 units in the last place; 0 below −87.3, where float32 ends, and NaN for NaN. */
+INLINE Vector exponential(Vector x) {
+    const Vector round = filled(12582912.f); /* adding 1.5 · 2^23 leaves the nearest integer in the last places */
+    Integers below = x < filled(-87.3f);
+    Vector shifted = x * 1.44269504f + round;
+    Vector n = shifted - round;
+    Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* x − n · ln 2, ln 2 in two parts */
+    Vector p = filled(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    Integers exponent = ((Integers)shifted - (Integers)round + 127) << 23;
+    return chosen(below, filled(0.f), p * (Vector)exponent);
+}
+
+/* A matrix whose entry (m, j) stands at `at[m · by_row + j · by_column]`. */
+typedef struct {
+    const float *at;
+    long by_row, by_column;
+} Factor;
+
+/* Rows of columns that lie next to each other; row (a, b) of `outer` times `inner` begins at `at[a·by_outer + b]`. So
+   the taps of a convolution are rows that begin one column after each other. */
+typedef struct {
+    const float *at;
+    long by_outer;
+    int outer, inner;
+} Rows;
+
+/* What becomes of a sum before it is stored. */
+typedef enum { PLAIN, LEAKY } Then;
+#define SLOPE 0.01f
+
+INLINE Vector leaky(Vector x, Vector where) { return chosen(where > 0, x, x * SLOPE); }
+
+INLINE void product_block(
+    const int tall, const int wide, const Then then, Factor a, Rows b, const float *start, long by_start, float *out,
+    long by_out
+) {
+    Vector sum[TALL][WIDE];
+#pragma GCC unroll 8
+    for (int m = 0; m < tall; m++)
+#pragma GCC unroll 3
+        for (int n = 0; n < wide; n++) sum[m][n] = start ? load(start + m * by_start + n * LANES) : (Vector){0};
+    const float *factor = a.at;
+    for (int o = 0; o < b.outer; o++) {
+        const float *row = b.at + o * b.by_outer;
+        for (int i = 0; i < b.inner; i++, factor += a.by_column) {
+            Vector x[WIDE];
+#pragma GCC unroll 3
+            for (int n = 0; n < wide; n++) x[n] = load(row + i + n * LANES);
+#pragma GCC unroll 8
+            for (int m = 0; m < tall; m++) {
+                Vector y = filled(factor[m * a.by_row]);
+#pragma GCC unroll 3
+                for (int n = 0; n < wide; n++) sum[m][n] += y * x[n];
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < tall; m++)
+#pragma GCC unroll 3
+        for (int n = 0; n < wide; n++)
+            store(out + m * by_out + n * LANES, then == LEAKY ? leaky(sum[m][n], sum[m][n]) : sum[m][n]);
+}
+
+#define WIDTHS(tall)                                                                                                   \
+    switch (wide) {                                                                                                    \
+    case 1: product_block(tall, 1, then, a, b, start, by_start, out, by_out); break;                                         \
+    case 2: product_block(tall, 2, then, a, b, start, by_start, out, by_out); break;                                         \
+    default: product_block(tall, 3, then, a, b, start, by_start, out, by_out);                                               \
+    }
+
+/* out[m] = start[m] + Σ_j a[m, j] · b[j] over so many vectors of columns; start may be NULL (zeros) or out itself. */
+INLINE void product_then(
+    const Then then, int rows, int wide_all, Factor a, Rows b, const float *start, long by_start, float *out,
+    long by_out
+) {
+    const Factor factor = a;
+    const float *const columns = b.at, *const first = start;
+    float *const result = out;
+    for (int n = 0; n < wide_all; n += WIDE) {
+        int wide = wide_all - n < WIDE ? wide_all - n : WIDE;
+        b.at = columns + n * LANES;
+        for (int m = 0; m < rows;) {
+            int left = rows - m;
+            a.at = factor.at + m * factor.by_row;
+            start = first ? first + m * by_start + n * LANES : NULL;
+            out = result + m * by_out + n * LANES;
+            if (left >= TALL) {
+                WIDTHS(TALL)
+                m += TALL;
+            } else if (left >= 4) {
+                WIDTHS(4)
+                m += 4;
+            } else if (left >= 2) {
+                WIDTHS(2)
+                m += 2;
+            } else {
+                WIDTHS(1)
+                m += 1;
+            }
+        }
+    }
+}
+#undef WIDTHS
+
+static inline void product(int rows, int wide, Factor a, Rows b, const float *start, long by_start, float *out, long by_out) {
+    product_then(PLAIN, rows, wide, a, b, start, by_start, out, by_out);
+}
+
+/* LeakyReLU of the same. */
+static inline void leaky_product(
+    int rows, int wide, Factor a, Rows b, const float *start, long by_start, float *out, long by_out
+) {
+    product_then(LEAKY, rows, wide, a, b, start, by_start, out, by_out);
+}
+
+INLINE void inner_block(const int tall, const int wide, const float *const *a, const float *const *b, int count,
+                        float *sums, long by_sum) {
+    Vector sum[6][4];
+#pragma GCC unroll 6
+    for (int m = 0; m < tall; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < wide; n++) sum[m][n] = load(sums + m * by_sum + n * LANES);
+    for (int c = 0; c < count * LANES; c += LANES) {
+        Vector x[4];
+#pragma GCC unroll 4
+        for (int n = 0; n < wide; n++) x[n] = load(b[n] + c);
+#pragma GCC unroll 6
+        for (int m = 0; m < tall; m++) {
+            Vector y = load(a[m] + c);
+#pragma GCC unroll 4
+            for (int n = 0; n < wide; n++) sum[m][n] += y * x[n];
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < tall; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < wide; n++) store(sums + m * by_sum + n * LANES, sum[m][n]);
+}
+
+/* sums[m, j] += Σ a[m] · b[j] over so many vectors of columns, lane by lane: [rows, outer · inner] vectors, which are
+   added up when all is done. */
+static inline void inner_products(int rows, const float *a, long by_row, Rows b, int count, float *sums) {
+    int inner = b.outer * b.inner;
+    for (int n = 0; n < inner; n += 4) {
+        int wide = inner - n < 4 ? inner - n : 4;
+        const float *columns[4];
+        for (int i = 0; i < wide; i++) columns[i] = b.at + (n + i) / b.inner * b.by_outer + (n + i) % b.inner;
+        for (int m = 0; m < rows;) {
+            int left = rows - m, tall = left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            const float *lines[6];
+            for (int i = 0; i < tall; i++) lines[i] = a + (m + i) * by_row;
+            float *to = sums + ((long)m * inner + n) * LANES;
+            for (int j = 0; j < wide; j += wide == 4 ? 4 : 1) {
+                float *sum = to + j * LANES;
+                switch (tall + (wide == 4 ? 8 : 0)) {
+                case 14: inner_block(6, 4, lines, columns, count, sum, inner * LANES); break;
+                case 12: inner_block(4, 4, lines, columns, count, sum, inner * LANES); break;
+                case 10: inner_block(2, 4, lines, columns, count, sum, inner * LANES); break;
+                case 9: inner_block(1, 4, lines, columns, count, sum, inner * LANES); break;
+                case 6: inner_block(6, 1, lines, columns + j, count, sum, inner * LANES); break;
+                case 4: inner_block(4, 1, lines, columns + j, count, sum, inner * LANES); break;
+                case 2: inner_block(2, 1, lines, columns + j, count, sum, inner * LANES); break;
+                default: inner_block(1, 1, lines, columns + j, count, sum, inner * LANES);
+                }
+            }
+            m += tall;
+        }
+    }
+}
+
+#endif

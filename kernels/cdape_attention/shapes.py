@@ -1,0 +1,56 @@
+"""What calls of the operator must be like, wherever they are computed. Neither Triton nor a compiler is asked for.
+
+B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size.
+"""
+
+import torch
+from torch import Tensor
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    offset: int,
+    window: int | None,
+) -> None:
+    """Arguments as in `op.cdape_attention`.
+
+    Raises:
+        ValueError: shapes that do not fit each other, with what they must be.
+    """
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
+    batch, heads, rows, dim = q.shape
+    if min(batch, heads, rows, dim) < 1:
+        raise ValueError(f"q is {list(q.shape)}; no size may be 0")
+    columns = k.shape[2]
+    if k.shape != (batch, heads, columns, dim) or v.shape != k.shape:
+        raise ValueError(
+            f"k is {list(k.shape)} and v {list(v.shape)}; they must be [B, H, C, d], here [{batch}, {heads}, C, {dim}]"
+        )
+    if offset < 0 or columns < offset + rows:
+        raise ValueError(
+            f"offset is {offset} with {rows} rows and {columns} columns; it must be from 0 to {columns - rows}, "
+            "so that every row finds its own key"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1, or None")
+    if bias is not None and (bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] < offset + rows):
+        raise ValueError(f"bias is {list(bias.shape)}; it must be [{heads}, N] with N ≥ offset + R = {offset + rows}")
+    if bias is not None and bias.dtype != torch.float32:
+        raise ValueError(f"bias is {bias.dtype}; it must be float32")
+    inputs = heads if bias is None else 2 * heads
+    width, size = w1.shape[0], w1.shape[-1]
+    if w1.shape != (width, inputs, 1, size) or width < 1 or size % 2 == 0:
+        raise ValueError(f"w1 is {list(w1.shape)}; it must be [D, {inputs}, 1, k] with D at least 1 and k odd")
+    if b1.shape != (width,) or w2.shape != (heads, width, 1, size) or b2.shape != (heads,):
+        raise ValueError(
+            f"b1, w2 and b2 are {list(b1.shape)}, {list(w2.shape)} and {list(b2.shape)}; "
+            f"they must be [{width}], [{heads}, {width}, 1, {size}] and [{heads}]"
+        )

@@ -1,0 +1,90 @@
+"""Compiles C for the processor that is here, once, and loads it.
+
+What is compiled lies in the user's cache folder, under a name that holds the sources, the compiler and the processor:
+a home that several kinds of machine share gets one for each. Where there is no compiler, callers do without.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
+PROCESSOR = ("-march=native",)
+"""Flags that fit the code to this processor; tests give others."""
+
+
+class CannotCompile(RuntimeError):
+    """There is no compiler here, or it does not take the sources; says which."""
+
+
+@cache
+def library(folder: Path, processor: tuple[str, ...] = PROCESSOR) -> ctypes.CDLL:
+    """All of the folder's C files as one library.
+
+    Args:
+        folder: holds the sources and nothing else that ends in .c or .h.
+        processor: the compiler's flags that choose instructions.
+
+    Raises:
+        CannotCompile: no compiler was found, or it failed.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise CannotCompile(f"no C compiler was found ({', '.join(COMPILERS)})")
+    sources = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
+    command = [compiler, *FLAGS, *processor]
+    name = f"{folder.parent.name}-{_identity(sources, command)}.so"
+    for place in (_cache_folder(), Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"):
+        try:
+            return _load(place, name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
+        except OSError as error:
+            failed = error
+    raise CannotCompile(f"what was compiled cannot be kept or loaded: {failed}")
+
+
+def _load(place: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if place.stat().st_uid != os.getuid():
+        raise OSError(f"{place} belongs to somebody else")
+    if (place / name).exists():
+        try:
+            return ctypes.CDLL(str(place / name))
+        except OSError:
+            pass  # it is damaged, and made again
+    # Ranks that begin together each compile their own, and the last one's stays.
+    with tempfile.TemporaryDirectory(dir=place) as own:
+        made = Path(own) / name
+        done = subprocess.run([*command, "-o", str(made), "-lm"], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            said = done.stderr.strip().splitlines() or ["it says nothing"]
+            error = next((line for line in said if "error" in line), said[0])
+            raise CannotCompile(f"{Path(command[0]).name} failed: {error}")
+        made.replace(place / name)
+    return ctypes.CDLL(str(place / name))
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
+
+
+def _identity(sources: Sequence[Path], command: Sequence[str]) -> str:
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [*(path.read_text(encoding="utf-8") for path in sources), *command, version, _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What the processor can do, as Linux tells it; elsewhere its name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,147 @@
+"""The C code on a CPU against float64: outputs, every gradient, how it fits PyTorch."""
+
+import platform
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from cdape_calls import NAMES, differentiated, doubled, into_output, truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from kernels import host as compiling
+from kernels.cdape_attention import host
+from kernels.cdape_attention.cases import SMALL, Case
+from kernels.cdape_attention.host import cdape_attention
+from kernels.cdape_attention.reference import reference
+from tools.rounding import assert_rounding_alone
+
+pytestmark = pytest.mark.skipif(host.unavailable() is not None, reason=str(host.unavailable()))
+
+TILES = [
+    Case(1, 3, 100, 100, 8, 6, 3),
+    Case(1, 2, 70, 230, 8, 6, 7, offset=160),
+    Case(1, 2, 130, 130, 8, 6, 5, window=75),
+    Case(2, 2, 66, 66, 8, 6, 3, has_bias=False),
+]
+"""Several tiles of columns and units of rows."""
+
+
+def _instructions() -> Iterator[tuple[str, ...]]:
+    """The compiler's flags for vectors of 16, 8 and 4 floats, as far as this processor has them."""
+    yield compiling.PROCESSOR
+    if platform.machine() == "x86_64":
+        if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()):
+            yield ("-march=x86-64-v3",)
+        yield ("-march=x86-64",)
+
+
+@pytest.fixture(params=_instructions(), ids=lambda flags: flags[0].removeprefix("-march="))
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_library", lambda: host.declared(compiling.library(host.NATIVE, request.param)))
+
+
+def _assert_rounding_alone(case: Case) -> None:
+    inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
+    found = differentiated(partial(cdape_attention, **case.options), inputs, into)
+    assert_rounding_alone(found, truth(case, inputs, into), torch.float32)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *TILES], ids=str)
+def test_outputs_and_gradients_err_by_rounding_alone(case: Case) -> None:
+    _assert_rounding_alone(case)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("case", [SMALL[1], SMALL[3], TILES[0]], ids=str)
+def test_with_vectors_of_any_length(case: Case) -> None:
+    _assert_rounding_alone(case)
+
+
+@settings(max_examples=20)
+@given(
+    case=st.builds(
+        Case,
+        batch=st.integers(1, 3),
+        heads=st.integers(1, 9),
+        rows=st.integers(1, 40),
+        columns=st.just(0),
+        dim=st.integers(1, 20),
+        width=st.integers(1, 40),
+        size=st.sampled_from([1, 3, 5, 7, 9]),
+        offset=st.integers(0, 150),
+        window=st.none() | st.integers(1, 150),
+        residual_bias=st.booleans(),
+        has_bias=st.booleans(),
+    )
+)
+def test_any_shape(case: Case) -> None:
+    case = replace(case, columns=case.offset + case.rows)
+    inputs = case.inputs(torch.float32)
+    found = {"output": cdape_attention(*inputs, **case.options)}
+    assert_rounding_alone(found, lambda: {"output": reference(*doubled(inputs), **case.options)}, torch.float32)
+
+
+def test_threads_divide_the_work_and_sums_alone_depend_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(3, 2, 80, 80, 8, 6, 3)
+    inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
+    found = {}
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found[threads] = differentiated(cdape_attention, inputs, into)
+        again = differentiated(cdape_attention, inputs, into)
+        assert all(torch.equal(found[threads][name], again[name]) for name in NAMES)
+        assert_rounding_alone(found[threads], truth(case, inputs, into), torch.float32)
+    assert all(torch.equal(found[1][name], found[5][name]) for name in ("output", "q"))
+
+
+def test_no_row_reads_a_later_key_and_a_nan_stays_a_nan() -> None:
+    case = Case(1, 2, 30, 30, 8, 6, 3)
+    q, k, v, *rest = case.inputs(torch.float32)
+    expected = cdape_attention(q, k, v, *rest)
+    longer = [torch.cat([x, torch.full_like(x, float("nan"))], dim=2) for x in (k, v)]
+    assert torch.equal(cdape_attention(q, *longer, *rest), expected)
+    k[:, :, 20] = float("nan")
+    found = cdape_attention(q, k, v, *rest)
+    assert torch.equal(found[:, :, :20], expected[:, :, :20])
+    assert found[:, :, 20:].isnan().all()
+
+
+def test_inputs_need_not_be_contiguous_and_checkpointing_changes_nothing() -> None:
+    case = Case(2, 3, 20, 20, 8, 6, 5)
+    inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
+    plain = differentiated(cdape_attention, inputs, into)
+    again = differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]
+    other = differentiated(cdape_attention, [*strided, *inputs[3:]], into.transpose(1, 2).contiguous().transpose(1, 2))
+    for name, expected in plain.items():
+        assert torch.equal(again[name], expected), name
+        assert torch.equal(other[name], expected), name
+
+
+def test_what_is_kept_for_the_backward_pass_is_linear_in_the_length() -> None:
+    def kept(length: int) -> int:
+        sizes: list[int] = []
+        leaves = [x.requires_grad_() for x in Case(1, 2, length, length, 4, 3, 3).inputs(torch.float32)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            cdape_attention(*leaves)
+        return sum(sizes)
+
+    assert kept(256) < 2.1 * kept(128)
+
+
+def test_the_compiler_has_nothing_to_say() -> None:
+    compiling.library(host.NATIVE, (*compiling.PROCESSOR, "-Wall", "-Wextra", "-Werror"))
+
+
+def test_what_it_cannot_compute_is_refused_by_name() -> None:
+    inputs = Case(1, 2, 5, 5, 4, 3, 3).inputs(torch.float32)
+    half = [x.bfloat16() for x in inputs[:3]]
+    with pytest.raises(ValueError, match=r"q is torch\.bfloat16 on cpu; it must be float32 on a CPU"):
+        cdape_attention(*half, *inputs[3:])
+    with pytest.raises(ValueError, match="offset is 1 with 5 rows and 5 columns"):
+        cdape_attention(*inputs, offset=1)

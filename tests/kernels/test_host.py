@@ -1,0 +1,69 @@
+"""Compiling C where the program runs: once, kept, made again when damaged, and done without where it cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+from kernels import host
+from kernels.host import CannotCompile, library
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources of a small library, in a world with an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library.cache_clear()
+    sources = tmp_path / "op" / "native"
+    sources.mkdir(parents=True)
+    (sources / "answer.h").write_text("#define ANSWER 42\n")
+    (sources / "answer.c").write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    return sources
+
+
+def _kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "farfield").iterdir())
+
+
+def test_is_compiled_once_for_each_state_of_its_sources(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert library(folder).answer() == 42
+    (first,) = _kept(tmp_path)
+    when = first.stat().st_mtime_ns
+    library.cache_clear()
+    assert library(folder).answer() == 42
+    assert [first] == _kept(tmp_path)
+    assert first.stat().st_mtime_ns == when
+    (folder / "answer.h").write_text("#define ANSWER 43\n")
+    library.cache_clear()
+    assert library(folder).answer() == 43
+    assert len(_kept(tmp_path)) == 2
+
+
+def test_a_damaged_one_is_made_again(folder: Path, tmp_path: Path) -> None:
+    assert library(folder).answer() == 42
+    (made,) = _kept(tmp_path)
+    made.unlink()
+    made.write_bytes(b"not a library")
+    library.cache_clear()
+    assert library(folder).answer() == 42
+
+
+def test_says_why_it_cannot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "answer.c").write_text("int answer(void) { return nothing; }\n")
+    with pytest.raises(CannotCompile, match=r"cc failed: .*answer\.c"):
+        library(folder)
+    assert _kept(tmp_path) == []
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
+    library.cache_clear()
+    with pytest.raises(CannotCompile, match=r"no C compiler was found \(cc, gcc, clang\)"):
+        library(folder)
+
+
+def test_a_home_that_cannot_be_written_is_done_without(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert library(folder).answer() == 42
+    assert list(tmp_path.glob("farfield-*/op-*.so"))

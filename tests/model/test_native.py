@@ -1,0 +1,123 @@
+"""The C code of score processors as a backend: equal to eager, and what it leaves to row blocks."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from position_methods import build, random_qkv
+
+from kernels.cdape_attention import host
+from megatron.errors import UserError
+from megatron.model.backends import native
+from megatron.model.backends.choose import RowBlocks, choose_backend
+from megatron.model.backends.eager import Eager
+from megatron.model.backends.native import Native
+from megatron.position.randomized import draw_positions
+from megatron.position.rows import Rows
+from megatron.position.shape import Span
+from tools.rounding import assert_alike
+
+compiled = pytest.mark.skipif(host.unavailable() is not None, reason=str(host.unavailable()))
+
+
+class Refused:
+    """Row blocks that nobody should need."""
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        raise AssertionError("left to row blocks")
+
+
+def rows_of(pair: tuple[str, str], length: int = 21, start: int = 0, **keys) -> Rows:
+    encoding, processor = build(*pair)
+    q, k, v = (x.requires_grad_() for x in random_qkv(length))
+    return Rows(q[:, :, start:], k, v, Span(start, length - start), Span(0, length), encoding, processor, **keys)
+
+
+def differentiated(backend, rows: Rows) -> list[torch.Tensor]:
+    out = backend(rows)
+    parameters = [x for module in (rows.encoding, rows.processor) for x in module.parameters()]
+    into = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    grads = torch.autograd.grad(out, [rows.q, rows.k, rows.v, *parameters], into, allow_unused=True)
+    return [out.detach(), *(torch.zeros(()) if x is None else x for x in grads)]
+
+
+@compiled
+@pytest.mark.parametrize("pair", [(e, p) for e in ("none", "alibi", "kerple_log", "t5") for p in ("dape", "cdape")])
+@pytest.mark.parametrize("keys", [{}, {"start": 9}, {"window": 6}, {"start": 20, "window": 5}], ids=str)
+def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
+    rows = rows_of(pair, **keys)
+    for ours, reference in zip(
+        differentiated(Native(Refused(), named=True), rows), differentiated(Eager(), rows), strict=True
+    ):
+        # Sums over a map of all heads, rows and columns, through two convolutions, there and back.
+        assert_alike(ours, reference, terms=2 * 4 * 21 * 21, sums=8)
+
+
+@pytest.mark.parametrize(
+    ("pair", "why"),
+    [
+        (("kerple_log", "none"), "it is for score processors"),
+        (("fire", "cdape"), "it cannot compute a bias that is not a function of the distance"),
+        (("cope", "cdape"), "it cannot compute a bias|it cannot add contextual terms"),
+        (("kerple_log", "mine"), "no C compiler"),
+    ],
+)
+def test_what_it_refuses_is_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pair[1] == "mine":
+        pair = pair[0], "cdape"
+        monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found")
+    with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
+        choose_backend("native", 4, *build(*pair))
+
+
+@compiled
+def test_what_it_leaves_to_row_blocks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    native._say.cache_clear()
+    rows = rows_of(("kerple_log", "cdape"))
+    drawn = draw_positions(21, 40, seed=0)
+    halves = {name: getattr(rows, name).bfloat16() for name in "qkv"}
+    left_out = {
+        "padding": replace(rows, key_mask=torch.ones(2, 21, dtype=torch.bool)),
+        "attention_dropout with a score processor": replace(rows, dropout=1e-9),
+        "a score processor over divided heads": replace(rows, v=rows.v[:, :2], heads=slice(0, 2)),
+        "randomized positions": replace(rows, query=Span(0, 21, drawn), key=Span(0, 21, drawn)),
+        "torch.bfloat16": replace(rows, **halves),
+    }
+    backend = choose_backend("native", 4, rows.encoding, rows.processor)
+    with caplog.at_level(logging.WARNING):
+        for each in [*left_out.values(), *left_out.values()]:
+            torch.manual_seed(0)
+            out = backend(each)
+            torch.manual_seed(0)
+            assert torch.equal(out, RowBlocks(4)(each))
+    said = [record.message for record in caplog.records]
+    assert said == [f"attention_backend native: {why} is left to PyTorch's row blocks" for why in left_out]
+
+
+@compiled
+def test_auto_takes_it_where_it_can_and_row_blocks_elsewhere_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    rows = rows_of(("kerple_log", "cdape"))
+    auto = choose_backend("auto", 4, rows.encoding, rows.processor)
+    assert torch.equal(auto(rows), choose_backend("native", 4, rows.encoding, rows.processor)(rows))
+    assert isinstance(choose_backend("auto", 4, *build("fire", "cdape")), RowBlocks)
+    masked = replace(rows, key_mask=torch.ones(2, 21, dtype=torch.bool))
+    caplog.clear()
+    assert torch.equal(auto(masked), RowBlocks(4)(masked))
+    assert not caplog.records
+
+
+def test_auto_does_without_a_compiler_and_says_what_that_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native._say_unavailable.cache_clear()
+    monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
+    rows = rows_of(("kerple_log", "cdape"))
+    auto = choose_backend("auto", 4, rows.encoding, rows.processor)
+    for _ in range(2):
+        assert torch.equal(auto(rows), RowBlocks(4)(rows))
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "score processors take several times as long on this CPU as they could: "
+        "no C compiler was found (cc, gcc, clang)"
+    ]
+    native._say_unavailable.cache_clear()
