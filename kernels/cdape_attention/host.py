@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels.cdape_attention.shapes import check
@@ -20,6 +21,8 @@ from kernels.cdape_attention.tables import shares as make_shares
 from kernels.host import CannotCompile, library
 
 NATIVE = Path(__file__).parent / "native"
+MOST_TAPS = 15
+"""Of a kernel: with more, tiles of native/problem.h would keep little of what they compute, and from 25 on nothing."""
 UNBOUNDED = 1 << 40
 """The window where there is none."""
 MOST_THREADS = 64
@@ -81,11 +84,15 @@ def cdape_attention(
 ) -> Tensor:
     """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a CPU.
 
-    Arguments, result and errors as in `op.cdape_attention`, but float32 alone, and any head dimension and width.
+    Arguments, result and errors as in `op.cdape_attention`, but float32 alone, any head dimension and width, and at
+    most MOST_TAPS taps.
     """
     check(q, k, v, bias, w1, b1, w2, b2, offset, window)
-    if q.dtype != torch.float32 or q.device.type != "cpu":
-        raise ValueError(f"q is {q.dtype} on {q.device}; it must be float32 on a CPU")
+    for name, x in (("q", q), ("k", k), ("v", v), ("w1", w1), ("w2", w2)):
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be float32 on a CPU")
+    if w1.shape[-1] > MOST_TAPS:
+        raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MOST_TAPS}")
     heads, rows = q.shape[1:3]
     table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
     residual = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
@@ -116,6 +123,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, largest, total = ctx.saved_tensors
         found = _Call(*inputs, *ctx.extent).backward(dout, out, largest, total)

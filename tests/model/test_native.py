@@ -14,6 +14,7 @@ from megatron.model.backends.choose import RowBlocks, choose_backend
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.native import Native
 from megatron.position.randomized import draw_positions
+from megatron.position.registry import build_processor
 from megatron.position.rows import Rows
 from megatron.position.shape import Span
 from tools.rounding import assert_alike
@@ -60,15 +61,21 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
         (("kerple_log", "none"), "it is for score processors"),
         (("fire", "cdape"), "it cannot compute a bias that is not a function of the distance"),
         (("cope", "cdape"), "it cannot compute a bias|it cannot add contextual terms"),
-        (("kerple_log", "mine"), "no C compiler"),
+        (("kerple_log", "cdape"), "no C compiler"),
     ],
 )
 def test_what_it_refuses_is_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if pair[1] == "mine":
-        pair = pair[0], "cdape"
-        monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found")
+    monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found")
     with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
         choose_backend("native", 4, *build(*pair))
+
+
+def test_kernels_that_are_too_long_are_refused_and_auto_leaves_them_to_row_blocks() -> None:
+    encoding, _ = build("kerple_log", "cdape")
+    wide = build_processor("cdape", encoding.shape, {"kernel_size": 17}, has_bias=True)
+    with pytest.raises(UserError, match="its kernels have a size of at most 15, not 17; choose from auto, eager"):
+        choose_backend("native", 4, encoding, wide)
+    assert isinstance(choose_backend("auto", 4, encoding, wide), RowBlocks)
 
 
 @compiled

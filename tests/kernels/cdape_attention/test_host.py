@@ -27,6 +27,7 @@ TILES = [
     Case(1, 2, 70, 230, 8, 6, 7, offset=160),
     Case(1, 2, 130, 130, 8, 6, 5, window=75),
     Case(2, 2, 66, 66, 8, 6, 3, has_bias=False),
+    Case(1, 2, 30, 130, 8, 3, host.MOST_TAPS, offset=100),
 ]
 """Several tiles of columns and units of rows."""
 
@@ -72,7 +73,7 @@ def test_with_vectors_of_any_length(case: Case) -> None:
         columns=st.just(0),
         dim=st.integers(1, 20),
         width=st.integers(1, 40),
-        size=st.sampled_from([1, 3, 5, 7, 9]),
+        size=st.sampled_from(range(1, host.MOST_TAPS + 1, 2)),
         offset=st.integers(0, 150),
         window=st.none() | st.integers(1, 150),
         residual_bias=st.booleans(),
@@ -143,5 +144,12 @@ def test_what_it_cannot_compute_is_refused_by_name() -> None:
     half = [x.bfloat16() for x in inputs[:3]]
     with pytest.raises(ValueError, match=r"q is torch\.bfloat16 on cpu; it must be float32 on a CPU"):
         cdape_attention(*half, *inputs[3:])
+    long = torch.zeros(3, 4, 1, host.MOST_TAPS + 2), inputs[5], torch.zeros(2, 3, 1, host.MOST_TAPS + 2), inputs[7]
+    with pytest.raises(ValueError, match=r"w1 is \[3, 4, 1, 17\]; k must be at most 15"):
+        cdape_attention(*inputs[:4], *long)
     with pytest.raises(ValueError, match="offset is 1 with 5 rows and 5 columns"):
         cdape_attention(*inputs, offset=1)
+    q = inputs[0].requires_grad_()
+    (grad,) = torch.autograd.grad(cdape_attention(*inputs).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
