@@ -15,6 +15,7 @@ from megatron.analysis.maps import layer_maps
 from megatron.analysis.observe import attentions, observed, read
 from megatron.analysis.receptive_field import finite
 from megatron.analysis.taps import processor_taps
+from megatron.model.backends.eager import Eager
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
 from megatron.position.shape import ALL_HEADS
@@ -218,7 +219,7 @@ def test_taps_of_a_linear_processor_are_its_weights() -> None:
     model = small_gpt(80, "kerple_log", "dape")
     for attention in attentions(model):
         shape = attention.processor.shape
-        attention.processor = Mixing(shape, has_bias=True)
+        attention.processor, attention.backend = Mixing(shape, has_bias=True), Eager()
     found = processor_taps(model, windows(2, 80))
     assert [(each.layer, each.reads) for each in found] == [(0, "score"), (0, "bias"), (1, "score"), (1, "bias")]
     of_score, of_bias = found[:2]

@@ -39,7 +39,9 @@ def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> No
         for step in (10, 20)
     )
     still = [name for name in before if torch.equal(before[name], after[name])]
-    assert still == []
+    # A constant for all of a head's logits is none under the softmax: its gradient is zero, or rounding where it is
+    # computed by convolutions.
+    assert [name for name in still if not name.endswith("processor.output.bias")] == []
 
 
 # Every encoding once, the processors taking turns, and every processor with a bias and without one, which decides how
