@@ -98,37 +98,26 @@ def cdape_attention(
     residual = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
-    return _Attention.apply(q * scale, k, v, table, residual, w1[:, :heads, 0], w2[:, :, 0], b2, offset, window)
+    return _Attention.apply(b2, offset, window, q * scale, k, v, table, residual, w1[:, :heads, 0], w2[:, :, 0])
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shares: Tensor,
-        residual: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        b2: Tensor,
-        offset: int,
-        window: int | None,
-    ) -> Tensor:
-        call = _Call(q, k, v, shares, residual, w1, w2, offset, window)
+    def forward(ctx: Any, b2: Tensor, offset: int, window: int | None, *inputs: Tensor) -> Tensor:
+        """`inputs` are _Call's."""
+        del b2  # a constant for all of a head's logits has no effect under the softmax
+        call = _Call(*inputs, offset=offset, window=window)
         out, largest, total = call.forward()
-        ctx.save_for_backward(q, k, v, shares, residual, w1, w2, out, largest, total)
-        ctx.extent = offset, window
+        ctx.save_for_backward(*inputs, out, largest, total)
+        ctx.extent = {"offset": offset, "window": window}
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, largest, total = ctx.saved_tensors
-        found = _Call(*inputs, *ctx.extent).backward(dout, out, largest, total)
-        # A constant for all of a head's logits has no effect under the softmax.
-        return *found, out.new_zeros(out.shape[1]), None, None
+        found = _Call(*inputs, **ctx.extent).backward(dout, out, largest, total)
+        return out.new_zeros(out.shape[1]), None, None, *found
 
 
 class _Call:
@@ -143,6 +132,7 @@ class _Call:
         residual: Tensor,
         w1: Tensor,
         w2: Tensor,
+        *,
         offset: int,
         window: int | None,
     ) -> None:

@@ -123,7 +123,11 @@ def test_gradients_with_and_without_recomputation(transformers: Any, exported: t
         model(tokens, labels=tokens).loss.backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(grad is not None for grad in found[0].values())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    # Not the same bits: where its factors lie at another place in memory, a product may add in another order.
+    # What moves nothing (a constant on all logits of a row) is held to a hundredth of the model's largest gradient.
+    largest = max(grad.abs().max().item() for grad in found[0].values())
+    for name, grad in found[0].items():
+        assert_alike(found[1][name], grad, TERMS, 2 * SUMS, size=largest / 100)
 
 
 def test_bfloat16(transformers: Any, exported: tuple[GPT, Path]) -> None:

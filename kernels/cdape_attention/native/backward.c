@@ -1,4 +1,4 @@
-/* The backward pass: logits are computed again, and everything that a tile of columns is the gradient of (README.md). */
+/* The backward pass (README.md): logits are computed again, a tile at a time, and the tile adds to every gradient. */
 #include "problem.h"
 #include "threads.h"
 
@@ -18,8 +18,10 @@ INLINE void add_lines(float *to, long by_to, const float *from, long lines, long
 
 /* Columns first … stop − 1 of one row, from its scores (first − 4p on) and dP (first − 2p on): what they add to the
    gradients of tables and weights, and dS (first on); P goes to `weights` (first on). */
-static void row_of(const Problem *x, long b, long row, long first, long stop, const float *scores, const float *dweights,
-                   float *weights, float *dscores, Space space) {
+static void row_of(
+    const Problem *x, long b, long row, long first, long stop, const float *scores, const float *dweights,
+    float *weights, float *dscores, Space space
+) {
     long p = x->taps / 2, heads = x->heads, width = x->width, position = x->offset + row, columns = stop - first;
     int all = vectors(columns + 4 * p), own = vectors(columns);
     hidden_of(x, row, first - 3 * p, vectors(columns + 6 * p), scores, space.hidden);
@@ -56,13 +58,14 @@ static void row_of(const Problem *x, long b, long row, long first, long stop, co
     /* What follows counts every column once: those of the tiles around it are left out. */
     clear_outside(space.dlogits, heads, first - 2 * p, first, stop, LINE);
     clear_outside(space.dhidden, width, first - p, first, stop, LINE);
-    Rows seen = {scores + 3 * p, LINE, (int)heads, (int)x->taps}, active = {space.hidden + 2 * p, LINE, (int)width,
-                                                                          (int)x->taps};
+    Rows seen = {scores + 3 * p, LINE, (int)heads, (int)x->taps};
+    Rows active = {space.hidden + 2 * p, LINE, (int)width, (int)x->taps};
     inner_products((int)width, space.dhidden + p, LINE, seen, own, space.dw1);
     inner_products((int)heads, space.dlogits + 2 * p, LINE, active, own, space.dw2);
     long start = reversed(x) - position + first, left = least(most(p - first, 0), columns);
     for (long w = 0; w < width; w++)
-        for (long c = 0; c < left; c++) space.dedge[(row * width + w) * p + first + c] += space.dhidden[w * LINE + p + c];
+        for (long c = 0; c < left; c++)
+            space.dedge[(row * width + w) * p + first + c] += space.dhidden[w * LINE + p + c];
     add_lines(space.dshares + start + left, line_of_shares(x), space.dhidden + p + left, width, columns - left);
     if (x->dbias) add_lines(space.dbias + start, line_of_bias(x), space.dlogits + 2 * p, heads, columns);
 }

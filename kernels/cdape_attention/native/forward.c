@@ -9,7 +9,8 @@ typedef struct {
     float *largest, *total; /* [unit, H] */
 } Space;
 
-/* The softmax's weights, not yet divided, in place of a row's logits in one tile; what came before is scaled to them. */
+/* Puts the softmax's weights in place of a row's logits in one tile: exponentials below the largest logit so far, to be
+   divided by their sum at the end. What earlier tiles left in `total` and `out` is scaled to a new largest one. */
 static void soften(float *logits, int count, float *largest, float *total, float *out, long dim) {
     Vector top = load(logits);
     for (int n = 1; n < count; n++) {
@@ -90,7 +91,8 @@ static void work(const void *given, long thread, long threads) {
     (void)thread, (void)threads;
     const Problem *x = given;
     long blocks = (x->rows + x->unit - 1) / x->unit, maps = x->unit * x->heads * LINE;
-    float *memory = aligned_alloc(64, (size_t)room(2 * maps + x->width * LINE + x->unit * x->heads * (x->wide_dim + 2)));
+    long floats = 2 * maps + x->width * LINE + x->unit * x->heads * (x->wide_dim + 2);
+    float *memory = aligned_alloc(64, (size_t)room(floats));
     if (!memory) abort();
     float *out = memory + 2 * maps + x->width * LINE, *largest = out + x->unit * x->heads * x->wide_dim;
     Space space = {memory, memory + maps, memory + 2 * maps, out, largest, largest + x->unit * x->heads};

@@ -4,8 +4,8 @@
    D width of the processor, k taps, p = k / 2. Row r stands at position i = offset + r. All numbers are float32.
 
    Everything that is a function of the distance n = i − j is handed over backwards, at N − 1 − n: the columns of a row
-   then stand in order, and begin at N − 1 − i. Every line has `margin` zeros on both sides, and every line of distances `unit`
-   more, so that whole vectors, and what is around a tile, can be read and written anywhere. */
+   then stand in order, and begin at N − 1 − i. Every line has `margin` zeros on both sides, and every line of distances
+   `unit` more, so that whole vectors, and what is around a tile, can be read and written anywhere. */
 #ifndef FARFIELD_PROBLEM_H
 #define FARFIELD_PROBLEM_H
 
@@ -14,8 +14,8 @@
 
 #include "vectors.h"
 
-#define TILE 96   /* columns of scores held at a time: hidden values and their shares stay in the first cache */
-#define LINE (TILE + 32) /* floats from one line of a tile to the next: 2p + LANES are read beyond it */
+#define TILE 96 /* columns of scores held at a time: hidden values and their shares stay in the first cache */
+#define LINE (TILE + 32) /* floats from one line of a tile to the next; up to 2p + LANES beyond the tile are read */
 
 typedef struct {
     long batch, heads, rows, columns, dim, width, taps, offset, window, threads;
@@ -64,9 +64,11 @@ INLINE void clear_outside(float *lines, long count, long first, long from, long 
     }
 }
 
-/* Scores of some rows [unit, H, LINE]: `count` vectors of columns from `first` on. Columns off the matrix give zeros. */
-static inline void scores_of(const Problem *x, long b, long row, long rows, long first, int count, const float *left,
-                      const float *right, float *scores) {
+/* Scores of some rows [unit, H, LINE]: `count` vectors of columns from `first` on, zeros off the matrix. */
+static inline void scores_of(
+    const Problem *x, long b, long row, long rows, long first, int count, const float *left, const float *right,
+    float *scores
+) {
     for (long h = 0; h < x->heads; h++) {
         Factor a = {left + ((b * x->heads + h) * x->rows + row) * x->wide_dim, x->wide_dim, 1};
         const float *columns = right + (b * x->heads + h) * x->dim * line_of_columns(x) + x->margin + first;
@@ -78,7 +80,9 @@ static inline void scores_of(const Problem *x, long b, long row, long rows, long
 /* Conv1 and LeakyReLU of one row: hidden values [D, LINE] in `count` vectors of columns from `first` on.
 
    `scores` [H, LINE] begin p columns before, and are zero where the row does not see them. */
-static inline void hidden_of(const Problem *x, long row, long first, int count, const float *scores, float *hidden) {
+static inline void hidden_of(
+    const Problem *x, long row, long first, int count, const float *scores, float *hidden
+) {
     long p = x->taps / 2, position = x->offset + row, line = line_of_shares(x);
     const float *start = x->shares + reversed(x) - position + first;
     Factor a = {x->w1, 1, x->width};
@@ -99,8 +103,10 @@ static inline void hidden_of(const Problem *x, long row, long first, int count, 
    from `stop` on.
 
    `scores` and `hidden` begin 2p and p columns before. */
-static inline void logits_of(const Problem *x, long row, long first, long stop, int count, const float *scores, const float *hidden,
-                      float *logits) {
+static inline void logits_of(
+    const Problem *x, long row, long first, long stop, int count, const float *scores, const float *hidden,
+    float *logits
+) {
     long p = x->taps / 2, position = x->offset + row, columns = count * LANES;
     Factor a = {x->w2, 1, x->heads};
     Rows y = {hidden, LINE, (int)x->width, (int)x->taps};

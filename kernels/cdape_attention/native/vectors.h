@@ -40,7 +40,9 @@ INLINE float sum_of(Vector x) {
     return sum;
 }
 
-/* e^x for x ≤ 0, within 2 units in the last place; 0 below −87.3, where float32 ends, and NaN for NaN. */
+/* e^x for x ≤ 0, within 2 units in the last place; 0 below −87.3, where float32 ends, and NaN for NaN.
+
+   x = n · ln 2 + r, and e^r by the polynomial of Cephes' expf (S. L. Moshier, 1989) on |r| ≤ ln 2 / 2. */
 INLINE Vector exponential(Vector x) {
     const Vector round = filled(12582912.f); /* adding 1.5 · 2^23 leaves the nearest integer in the last places */
     Integers below = x < filled(-87.3f);
@@ -109,11 +111,11 @@ INLINE void product_block(
             store(out + m * by_out + n * LANES, then == LEAKY ? leaky(sum[m][n], sum[m][n]) : sum[m][n]);
 }
 
-#define WIDTHS(tall)                                                                                                   \
-    switch (wide) {                                                                                                    \
-    case 1: product_block(tall, 1, then, a, b, start, by_start, out, by_out); break;                                         \
-    case 2: product_block(tall, 2, then, a, b, start, by_start, out, by_out); break;                                         \
-    default: product_block(tall, 3, then, a, b, start, by_start, out, by_out);                                               \
+#define WIDTHS(tall)                                                                                           \
+    switch (wide) {                                                                                            \
+    case 1: product_block(tall, 1, then, a, b, start, by_start, out, by_out); break;                           \
+    case 2: product_block(tall, 2, then, a, b, start, by_start, out, by_out); break;                           \
+    default: product_block(tall, 3, then, a, b, start, by_start, out, by_out);                                 \
     }
 
 /* out[m] = start[m] + Σ_j a[m, j] · b[j] over so many vectors of columns; start may be NULL (zeros) or out itself. */
@@ -150,7 +152,9 @@ INLINE void product_then(
 }
 #undef WIDTHS
 
-static inline void product(int rows, int wide, Factor a, Rows b, const float *start, long by_start, float *out, long by_out) {
+static inline void product(
+    int rows, int wide, Factor a, Rows b, const float *start, long by_start, float *out, long by_out
+) {
     product_then(PLAIN, rows, wide, a, b, start, by_start, out, by_out);
 }
 
@@ -161,8 +165,9 @@ static inline void leaky_product(
     product_then(LEAKY, rows, wide, a, b, start, by_start, out, by_out);
 }
 
-INLINE void inner_block(const int tall, const int wide, const float *const *a, const float *const *b, int count,
-                        float *sums, long by_sum) {
+INLINE void inner_block(
+    const int tall, const int wide, const float *const *a, const float *const *b, int count, float *sums, long by_sum
+) {
     Vector sum[6][4];
 #pragma GCC unroll 6
     for (int m = 0; m < tall; m++)

@@ -10,12 +10,27 @@ from megatron.position.processor import Processor
 from megatron.position.rows import Rows
 
 
-def refuses(encoding: Encoding, processor: Processor) -> str | None:
-    """Why no kernel can compute the combination, or None."""
+def refuses(
+    encoding: Encoding, processor: Processor, *, widest: int | None = None, most_taps: int | None = None
+) -> str | None:
+    """Why no kernel can compute the combination, or None.
+
+    Args:
+        encoding, processor: the combination.
+        widest, most_taps: the largest width and size of a convolution that a kernel takes, if it has such limits.
+    """
     if type(encoding).overrides("contextual"):
         return "it cannot add contextual terms"
-    if not isinstance(processor.form(), Convolutions):
+    if type(encoding).overrides("dense"):
+        return "it cannot compute a bias that is not a function of the distance"
+    convolutions = processor.form()
+    if not isinstance(convolutions, Convolutions):
         return "it cannot compute this processor"
+    width, *_, taps = convolutions.weight1.shape
+    if widest is not None and width > widest:
+        return f"its processors have a width of at most {widest}, not {width}"
+    if most_taps is not None and taps > most_taps:
+        return f"its kernels have a size of at most {most_taps}, not {taps}"
     return "it cannot multiply the scores before a processor" if encoding.has_weight() else None
 
 

@@ -13,7 +13,6 @@ from kernels.cdape_attention import host
 from megatron.model.backends import fused_processor
 from megatron.model.backends.backend import Backend
 from megatron.position.encoding import Encoding, Terms
-from megatron.position.forms import Convolutions
 from megatron.position.processor import Processor
 from megatron.position.rows import Rows
 from megatron.position.scores import table_for
@@ -40,12 +39,7 @@ class Native:
         """Why it refuses, wherever the model will run."""
         if processor is None:
             return "it is for score processors"
-        if type(encoding).overrides("dense"):
-            return "it cannot compute a bias that is not a function of the distance"
-        convolutions = processor.form()
-        if isinstance(convolutions, Convolutions) and convolutions.weight1.shape[-1] > host.MOST_TAPS:
-            return f"its kernels have a size of at most {host.MOST_TAPS}, not {convolutions.weight1.shape[-1]}"
-        return fused_processor.refuses(encoding, processor)
+        return fused_processor.refuses(encoding, processor, most_taps=host.MOST_TAPS)
 
     def __call__(self, rows: Rows) -> Tensor:
         why = _left_out(rows)

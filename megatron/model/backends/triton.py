@@ -22,7 +22,7 @@ from megatron.model.backends import fused_processor
 from megatron.model.backends.backend import Backend
 from megatron.model.backends.bias_matrix import attend_with_matrix, with_network_in_kernel
 from megatron.position.encoding import Encoding, Terms
-from megatron.position.forms import Convolutions, Network
+from megatron.position.forms import Network
 from megatron.position.processor import Processor
 from megatron.position.rows import Rows
 from megatron.position.scores import table_for
@@ -60,7 +60,11 @@ class Triton:
             return "it cannot add contextual terms"
         if type(encoding).overrides("dense"):
             return _refuses_network(encoding)
-        return None if processor is None else _refuses_processor(encoding, processor)
+        if processor is None:
+            return None
+        from kernels.cdape_attention.op import WIDEST
+
+        return fused_processor.refuses(encoding, processor, widest=WIDEST)
 
     def __call__(self, rows: Rows) -> Tensor:
         table = table_for(rows.encoding, rows.query, rows.key, rows.q.device) or Terms()
@@ -144,15 +148,6 @@ def _refuses_network(encoding: Encoding) -> str | None:
     if heads > MAX_HEADS or width > MAX_WIDTH:
         return f"its networks have at most {MAX_HEADS} heads and width {MAX_WIDTH}, not {heads} and {width}"
     return None
-
-
-def _refuses_processor(encoding: Encoding, processor: Processor) -> str | None:
-    from kernels.cdape_attention.op import WIDEST
-
-    convolutions = processor.form()
-    if isinstance(convolutions, Convolutions) and convolutions.weight1.shape[0] > WIDEST:
-        return f"its processors have a width of at most {WIDEST}, not {convolutions.weight1.shape[0]}"
-    return fused_processor.refuses(encoding, processor)
 
 
 def _biased(rows: Rows, table: Terms) -> Tensor:
