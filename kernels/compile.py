@@ -110,7 +110,20 @@ def resources(
     arch: int,
     options: Mapping[str, Any],
 ) -> Resources:
-    """Compile `kernel` for compute capability `arch` (80 or 90) and read its resources. Needs no GPU.
+    """Compile `kernel` as `compiled` does and read its resources."""
+    code = compiled(kernel, signature, constexprs, arch=arch, options=options)
+    return Resources(shared=code.metadata.shared, **_assembled(code.asm["ptx"], arch))
+
+
+def compiled(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    *,
+    arch: int,
+    options: Mapping[str, Any],
+) -> Any:
+    """Compile `kernel` for compute capability `arch` (80 or 90) with Triton, whose result this is. Needs no GPU.
 
     Args:
         kernel: a function decorated with `triton.jit`, in a process without TRITON_INTERPRET.
@@ -136,12 +149,11 @@ def resources(
         if text.startswith("*") or text.endswith(":16")
     }
     types = {name: text.removesuffix(":16") for name, text in types.items()}
-    compiled = triton.compile(
+    return triton.compile(
         ASTSource(kernel, types, constexprs=dict(constexprs), attrs=attributes),
         target=GPUTarget("cuda", arch, 32),
         options=dict(options),
     )
-    return Resources(shared=compiled.metadata.shared, **_assembled(compiled.asm["ptx"], arch))
 
 
 def _assembled(ptx: str, arch: int) -> dict[str, int]:

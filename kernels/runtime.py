@@ -1,6 +1,7 @@
 """Where kernels run: on a CUDA device, or on CPU tensors inside Triton's interpreter."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,27 @@ def capability(x: Tensor) -> int | None:
         raise RuntimeError(f"this kernel needs a CUDA device, its tensors are on {x.device}")
     major, minor = torch.cuda.get_device_capability(x.device)
     return major * 10 + minor
+
+
+class Machine(NamedTuple):
+    """What the size of a workspace depends on."""
+
+    memory: int
+    """Bytes."""
+    processors: int
+    """Streaming multiprocessors."""
+
+
+SMALLEST = Machine(40 << 30, 108)
+"""The smaller A100; taken where there is no GPU."""
+
+
+def machine_of(x: Tensor) -> Machine:
+    """The tensor's device."""
+    if x.device.type != "cuda":
+        return SMALLEST
+    found = torch.cuda.get_device_properties(x.device)
+    return Machine(found.total_memory, found.multi_processor_count)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -1,13 +1,15 @@
 """From the logits of a chunk to its output, and from the output's gradient to that of the logits.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as
-in `kernels.rows`. One program: BLOCK_M rows of one head, in blocks of BLOCK_N columns. Grid: row blocks · H · B.
+in `kernels.rows`. A program of the first two kernels: BLOCK_M rows of one head, in blocks of BLOCK_N columns; their
+grid: row blocks · H · B. The third has a program for each tile of all heads, since it stores these last (`heads.py`).
 The softmax is online (Dao 2023, FlashAttention-2, algorithm 1), its maximum and its sum kept apart.
 """
 
 import triton
 import triton.language as tl
 
+from kernels.cdape_attention.heads import GROUP, is_seen_at_all, joined, products, store_group
 from kernels.rows import load_rows, store_rows
 
 RUNTIME = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
@@ -102,48 +104,13 @@ def _attend_fwd_kernel(
     tl.store(of_row + pairs * R_total, total, mask=row < R)
 
 
-@triton.jit
-def probabilities_and_products(
-    logits_ptr,
-    v_ptr,
-    block,
-    extent,
-    c0,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DA: tl.constexpr,
-    BLOCK_DB: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-):
-    """P, zero where a row does not see the column, and dP = dO·Vᵀ, both float32, from column c0 on."""
-    do_a, do_b, top, total, row = block
-    R, C, first_row, first_column, window = extent
-    v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-    products = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
-    if BLOCK_DB:
-        v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-        products = tl.dot(do_b, tl.trans(v_b), products, input_precision=INPUT_PRECISION)
-    x = seen_logits(logits_ptr, row, c0 + tl.arange(0, BLOCK_N), R, C, first_row, first_column, window)
-    return tl.exp(x - top[:, None]) / total[:, None], products
-
-
-@triton.jit
-def store_zeros(ptr, row, first, last, R, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in the columns first … last − 1 of BLOCK_M rows of a map [R, C]."""
-    zeros = tl.zeros([BLOCK_M, BLOCK_N], ptr.dtype.element_ty)
-    for c0 in range(first, last, BLOCK_N):
-        column = c0 + tl.arange(0, BLOCK_N)
-        stored = (row < R)[:, None] & (column < last)[None, :]
-        tl.store(ptr + row[:, None] * C + column[None, :], zeros, mask=stored)
-
-
 @triton.jit(do_not_specialize=RUNTIME)
-def _attend_bwd_kernel(
-    logits_ptr,  # [B, H, R, C] float32, L; dL is written over it where a row sees the column
-    p_ptr,  # [B, H, R, C] compute type, P, written whole: zero where a row does not see the column
+def _attend_sums_kernel(
+    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum and sum of exponentials, at the chunk's first row
+    sums_ptr,  # [B, H, R_total] float32, at the chunk's first row
     R,
     C,
     first_row,
@@ -158,43 +125,141 @@ def _attend_bwd_kernel(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """dL = P ∘ (dP − Σ P ∘ dP), dP = dO·Vᵀ computed twice rather than stored.
+    """Each row's Σ P ∘ dP, dP = dO·Vᵀ.
 
-    The sum is taken over the row's own products and not as dO·O: where one probability is nearly 1 the difference
+    It is taken over the row's own products and not as dO·O: where one probability is nearly 1 the difference dP − Σ
     cancels, and the rounding of O to a half type would stay (four to eight times plain PyTorch's error in float16).
-    Maximum and sum are kept apart and not as one logarithm, whose rounding scales a whole row of P: then the row of dL
-    no longer sums to zero, on which Conv1's constant depends.
     """
     pair, pairs, start = place_of_program(R, BLOCK_M)
     row = start + tl.arange(0, BLOCK_M)
-    maps = pair * R * C
-    logits_ptr += maps
-    p_ptr += maps
+    logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
     do_ptr += pair * R_total * HEAD_DIM
-    of_row = stats_ptr + pair * R_total + row
-    top = tl.load(of_row, mask=row < R, other=0.0)
-    total = tl.load(of_row + pairs * R_total, mask=row < R, other=1.0)
+    of_row = pair * R_total + row
+    top = tl.load(stats_ptr + of_row, mask=row < R, other=0.0)
+    total = tl.load(stats_ptr + pairs * R_total + of_row, mask=row < R, other=1.0)
+    first, last = column_range(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
     do_a = load_rows(do_ptr, start, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     do_b = do_a
     if BLOCK_DB:
         do_b = load_rows(do_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-    first, last = column_range(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
-    block, extent = (do_a, do_b, top, total, row), (R, C, first_row, first_column, window)
-    # fmt: off
-    mean = tl.zeros([BLOCK_M], tl.float32)
+    found = tl.zeros([BLOCK_M], tl.float32)
     for c0 in range(first, last, BLOCK_N):
-        p, products = probabilities_and_products(logits_ptr, v_ptr, block, extent, c0, HEAD_DIM, BLOCK_DA, BLOCK_DB,
-                                                 BLOCK_N, INPUT_PRECISION)
-        mean += tl.sum(p * products, 1)
-    for c0 in range(first, last, BLOCK_N):
-        p, products = probabilities_and_products(logits_ptr, v_ptr, block, extent, c0, HEAD_DIM, BLOCK_DA, BLOCK_DB,
-                                                 BLOCK_N, INPUT_PRECISION)
+        v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
+        x = seen_logits(logits_ptr, row, c0 + tl.arange(0, BLOCK_N), R, C, first_row, first_column, window)
+        found += tl.sum(tl.exp(x - top[:, None]) * dp, 1)
+    tl.store(sums_ptr + of_row, found / total, mask=row < R)
+
+
+@triton.jit
+def head_gradient(
+    pointers,
+    row,
+    column,
+    extent,
+    HEAD: tl.constexpr,
+    H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """dL of a head on a tile, float32; stores the tile of P. Zeros for a head that only fills up the last group."""
+    logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
+    R, C, first_row, first_column, window, R_total, C_total = extent
+    if HEAD < H:
+        v_ptr += tl.cast(C_total, tl.int64) * (HEAD * HEAD_DIM)
+        do_ptr += tl.cast(R_total, tl.int64) * (HEAD * HEAD_DIM)
+        map_start = tl.cast(R, tl.int64) * C * HEAD
+        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        of_row = tl.cast(R_total, tl.int64) * HEAD + rows
+        top = tl.load(stats_ptr + of_row, mask=rows < R, other=0.0)
+        share = 1.0 / tl.load(stats_ptr + pairs * R_total + of_row, mask=rows < R, other=1.0)
+        mean = tl.load(sums_ptr + of_row, mask=rows < R, other=0.0)
+        # fmt: off
+        dp = products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
+                      INPUT_PRECISION)
         # fmt: on
-        column = c0 + tl.arange(0, BLOCK_N)
-        stored = (row < R)[:, None] & (column < C)[None, :]
-        place = row[:, None] * C + column[None, :]
-        tl.store(logits_ptr + place, p * (products - mean[:, None]), mask=stored)
-        tl.store(p_ptr + place, p.to(p_ptr.dtype.element_ty), mask=stored)
-    store_zeros(p_ptr, row, 0, first, R, C, BLOCK_M, BLOCK_N)
-    store_zeros(p_ptr, row, first + tl.cdiv(last - first, BLOCK_N) * BLOCK_N, C, R, C, BLOCK_M, BLOCK_N)
+        x = seen_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window)
+        p = tl.exp(x - top[:, None]) * share[:, None]
+        store_map(p_ptr + map_start, p, rows, columns, R, C)
+        found = p * (dp - mean[:, None])
+    else:
+        found = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return found
+
+
+@triton.jit
+def store_map(ptr, tile, rows, columns, R, C):
+    """A tile of a map [R, C]."""
+    stored = (rows < R)[:, None] & (columns < C)[None, :]
+    tl.store(ptr + rows[:, None] * C + columns[None, :], tile.to(ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _attend_bwd_kernel(
+    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
+    do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
+    stats_ptr,  # [2, B, H, R_total] float32, maximum and sum of exponentials, at the chunk's first row
+    sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
+    p_ptr,  # [B, H, R, C] compute type, P, written whole: zero where a row does not see the column
+    dlogits_ptr,  # [B, R, C, CHANNELS] float32, dL, written where a tile holds a column that a row sees
+    R,
+    C,
+    first_row,
+    first_column,
+    window,
+    R_total,
+    C_total,
+    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """dL = P ∘ (dP − Σ P ∘ dP), dP = dO·Vᵀ. One program: a tile of all heads. Grid: columns, rows, batch.
+
+    Maximum and sum are kept apart and not as one logarithm, whose rounding scales a whole row of P: then the row of dL
+    no longer sums to zero, on which Conv1's constant depends.
+    """
+    column, row, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M, tl.program_id(2).to(tl.int64)
+    pairs = tl.num_programs(2).to(tl.int64) * H
+    maps = batch * H * R * C
+    p_ptr += maps
+    if is_seen_at_all(row, column, R, first_row, first_column, window, BLOCK_M, BLOCK_N):
+        of_rows = batch * H * R_total
+        pointers = (
+            logits_ptr + maps,
+            v_ptr + batch * H * C_total * HEAD_DIM,
+            do_ptr + of_rows * HEAD_DIM,
+            stats_ptr + of_rows,
+            sums_ptr + of_rows,
+            p_ptr,
+            pairs,
+        )
+        dlogits_ptr += batch * R * C * CHANNELS
+        extent = (R, C, first_row, first_column, window, R_total, C_total)
+        for group in tl.static_range(CHANNELS // GROUP):
+            tiles = ()
+            for member in tl.static_range(GROUP):
+                # fmt: off
+                tile = head_gradient(pointers, row, column, extent, group * GROUP + member, H,
+                                     HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+                # fmt: on
+                tiles += (tile,)  # type: ignore[assignment]
+            store_group(dlogits_ptr, joined(tiles), row, column, R, C, group, CHANNELS, BLOCK_M, BLOCK_N)
+    else:
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], p_ptr.dtype.element_ty)
+        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        for head in range(H):
+            store_map(p_ptr + tl.cast(R, tl.int64) * C * head, zeros, rows, columns, R, C)

@@ -1,8 +1,9 @@
 """Backward mixer kernels: gradient of the logits of a chunk → gradients of scores, tables and weights.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KH: k·H padded. Tiles as in `tiles.py`. Every sum over
-rows, batch and programs has one order: a program adds up its own rows, PyTorch adds up the programs. No atomics.
+p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles as in `tiles.py`, maps as in
+`heads.py`. Every sum over rows, batch and programs has one order: a program adds up its own rows, PyTorch adds up the
+programs. No atomics.
 """
 
 import triton
@@ -47,7 +48,7 @@ def dhidden_tile(
     pixels,
     hidden,
     extent,
-    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -62,7 +63,7 @@ def dhidden_tile(
     for tap in tl.static_range(K):
         reach = K // 2 - tap
         seen = is_seen(row, n - reach, j + reach, R, window)
-        taken = map_tile(dlogits_ptr, row, j + reach, seen, R, C, first_column, H, BLOCK_H)
+        taken = map_tile(dlogits_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
         dhidden = tl.dot(taken.to(w2_ptr.dtype.element_ty), weight, dhidden, input_precision=INPUT_PRECISION)
     return through_activation(dhidden, hidden, alive, SATURATE)
@@ -78,8 +79,8 @@ def store_channels(ptr, tile, entry, stored, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _mix_bwd_kernel(
-    scores_ptr,  # [B, H, R, C] compute type
-    dlogits_ptr,  # [B, H, R, C] float32, of the logits
+    scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
+    dlogits_ptr,  # [B, R, C, CHANNELS] float32, of the logits, zero in channels beyond H
     shares_ptr,  # [p + N + rows·p, D] float32
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
@@ -96,6 +97,7 @@ def _mix_bwd_kernel(
     window,
     split_blocks,  # blocks of rows per split
     H: tl.constexpr,
+    CHANNELS: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -118,7 +120,10 @@ def _mix_bwd_kernel(
     program = (batch * tl.num_programs(1) + split).to(tl.int64)
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     channel = head.to(tl.int64)
-    maps = batch.to(tl.int64) * H * R * C
+    maps = batch.to(tl.int64) * R * C
+    scores_ptr += maps * CHANNELS
+    dlogits_ptr += maps * CHANNELS
+    dscores_ptr += maps * H
     pixel = tl.arange(0, PIXELS)
     m = pixel % BLOCK_N
     n = block * KEPT + KEPT - 1 + PADDING - m
@@ -136,10 +141,10 @@ def _mix_bwd_kernel(
         alive = (row < R) & (j >= 0)
         pixels = (row, n, j, alive)
         # fmt: off
-        hidden = hidden_tile(scores_ptr + maps, shares_ptr, w1_ptr, pixels, extent,
-                             H, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
-        dhidden = dhidden_tile(dlogits_ptr + maps, w2_ptr, pixels, hidden, extent,
-                               H, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
+        hidden = hidden_tile(scores_ptr, shares_ptr, w1_ptr, pixels, extent,
+                             CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+        dhidden = dhidden_tile(dlogits_ptr, w2_ptr, pixels, hidden, extent,
+                               CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
         # fmt: on
 
         inner = tl.where((own & (j >= PADDING))[:, None], dhidden, 0.0)
@@ -150,7 +155,7 @@ def _mix_bwd_kernel(
             store_channels(dedge_ptr, dhidden, entry, at_edge, D)
 
         kept = is_seen(row, n, j, R, window) & middle
-        result = map_tile(dlogits_ptr + maps, row, j, kept, R, C, first_column, H, BLOCK_H)
+        result = map_tile(dlogits_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H)
         if HAS_BIAS:
             bias_sum += tl.sum(tl.reshape(result, (BLOCK_M, BLOCK_N, BLOCK_H)), 0)
         narrow = dhidden.to(w1_ptr.dtype.element_ty)
@@ -162,7 +167,7 @@ def _mix_bwd_kernel(
             result += part
         place = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
         result = saturate(result, SATURATE).to(dscores_ptr.dtype.element_ty)
-        tl.store(dscores_ptr + maps + place, result, mask=kept[:, None] & (head < H)[None, :])
+        tl.store(dscores_ptr + place, result, mask=kept[:, None] & (head < H)[None, :])
 
     m = tl.arange(0, BLOCK_N)
     n = block * KEPT + KEPT - 1 + PADDING - m
@@ -176,12 +181,12 @@ def _mix_bwd_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _mix_bwd_dw_kernel(
-    scores_ptr,  # [B, H, R, C] compute type
-    dlogits_ptr,  # [B, H, R, C] float32, of the logits
+    scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
+    dlogits_ptr,  # [B, R, C, CHANNELS] float32, of the logits, zero in channels beyond H
     shares_ptr,  # [p + N + rows·p, D] float32
-    w1_ptr,  # [BLOCK_KH, BLOCK_D] compute type, row t·H + h
-    w2_ptr,  # [BLOCK_KH, BLOCK_D] compute type, row t·H + h
-    dw_ptr,  # partial sums [programs, 2, BLOCK_KH, BLOCK_D] float32, of w1 and w2
+    w1_ptr,  # [BLOCK_KC, BLOCK_D] compute type, row t·CHANNELS + h
+    w2_ptr,  # [BLOCK_KC, BLOCK_D] compute type, the same with its taps mirrored
+    dw_ptr,  # partial sums [programs, 2, BLOCK_KC, BLOCK_D] float32, of w1 and w2
     R,
     C,
     first_row,
@@ -191,9 +196,10 @@ def _mix_bwd_dw_kernel(
     window,
     split_blocks,
     H: tl.constexpr,
+    CHANNELS: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_KH: tl.constexpr,
+    BLOCK_KC: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -202,44 +208,42 @@ def _mix_bwd_dw_kernel(
 ):
     """One program: BLOCK_N distances, from −p on, of a split of the rows. Grid: distances, splits, batch.
 
-    Taps and heads are one axis of k·H channels, so that a pixel's neighbourhood is one row of a matrix and each
-    weight's gradient one product with one accumulator.
+    Taps and channels are one axis, so that a pixel's neighbourhood, which lies in one piece, is one row of a matrix and
+    each weight's gradient one product with one accumulator.
     """
     PADDING: tl.constexpr = K // 2
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (batch * tl.num_programs(1) + split).to(tl.int64) * tl.num_programs(0) + block
-    maps = batch.to(tl.int64) * H * R * C
+    maps = batch.to(tl.int64) * R * C * CHANNELS
     compute = w1_ptr.dtype.element_ty
     pixel = tl.arange(0, PIXELS)
     n = block * BLOCK_N + BLOCK_N - 1 - PADDING - pixel % BLOCK_N
-    channel, width = tl.arange(0, BLOCK_KH), tl.arange(0, BLOCK_D)
-    head, reach = (channel % H).to(tl.int64), channel // H - PADDING
+    channel, width = tl.arange(0, BLOCK_KC), tl.arange(0, BLOCK_D)
+    reach = channel // CHANNELS - PADDING
     of_weight = channel[:, None] * BLOCK_D + width[None, :]
-    first_sum = tl.zeros((BLOCK_KH, BLOCK_D), tl.float32)
-    second_sum = tl.zeros((BLOCK_KH, BLOCK_D), tl.float32)
+    first_sum = tl.zeros((BLOCK_KC, BLOCK_D), tl.float32)
+    second_sum = tl.zeros((BLOCK_KC, BLOCK_D), tl.float32)
     first = tl.maximum(split * split_blocks, (block * BLOCK_N - PADDING - first_row) // BLOCK_M)
     last = tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M))
     for row_block in range(first, last):
         row = row_block * BLOCK_M + pixel // BLOCK_N
         j = first_row + row - n
         alive = (row < R) & (j >= 0)
-        place = (head * R * C)[None, :] + (row * C + j - first_column)[:, None]
-        real = (channel < K * H)[None, :]
-
-        seen = is_seen(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window) & real
-        patch = tl.load(scores_ptr + maps + place + reach[None, :], mask=seen, other=0.0)
+        seen = is_seen(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window)
+        seen = seen & (channel < K * CHANNELS)[None, :]
+        place = maps + ((row * C + j - first_column - PADDING) * CHANNELS)[:, None] + channel[None, :]
+        patch = tl.load(scores_ptr + place, mask=seen, other=0.0)
         hidden = share_tile(shares_ptr, row, n, j, alive, share_count, edge_row, PADDING, D, BLOCK_D)
         hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
 
-        seen = is_seen(row[:, None], n[:, None] + reach[None, :], j[:, None] - reach[None, :], R, window) & real
-        output = tl.load(dlogits_ptr + maps + place - reach[None, :], mask=seen, other=0.0).to(compute)
+        output = tl.load(dlogits_ptr + place, mask=seen, other=0.0).to(compute)
         dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
         dhidden = through_activation(dhidden, hidden, alive, SATURATE)
 
         first_sum = tl.dot(tl.trans(patch), dhidden.to(compute), first_sum, input_precision=INPUT_PRECISION)
         hidden = saturate(hidden, SATURATE)
-        active = tl.where(alive[:, None], tl.where(hidden > 0, hidden, SLOPE * hidden), 0.0).to(compute)
+        active = tl.where(alive[:, None], tl.maximum(hidden, hidden * SLOPE), 0.0).to(compute)
         second_sum = tl.dot(tl.trans(output), active, second_sum, input_precision=INPUT_PRECISION)
-    tl.store(dw_ptr + program * 2 * BLOCK_KH * BLOCK_D + of_weight, first_sum)
-    tl.store(dw_ptr + (program * 2 + 1) * BLOCK_KH * BLOCK_D + of_weight, second_sum)
+    tl.store(dw_ptr + program * 2 * BLOCK_KC * BLOCK_D + of_weight, first_sum)
+    tl.store(dw_ptr + (program * 2 + 1) * BLOCK_KC * BLOCK_D + of_weight, second_sum)

@@ -7,16 +7,27 @@ linear in R and C.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel
+from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.cdape_attention.backward import _mix_bwd_dw_kernel, _mix_bwd_kernel
-from kernels.cdape_attention.configs import attend_constants, attend_tile, mixer_constants, mixer_tile, splits
+from kernels.cdape_attention.configs import (
+    attend_constants,
+    attend_tile,
+    heads_constants,
+    heads_tile,
+    mixer_constants,
+    mixer_tile,
+    splits,
+)
 from kernels.cdape_attention.forward import _mix_fwd_kernel
+from kernels.cdape_attention.heads import channels
+from kernels.cdape_attention.scores import _scores_kernel
 from kernels.launch import Tile
 from kernels.rows import padded
 
@@ -72,30 +83,48 @@ class Problem:
         """Of a mixer kernel."""
         return mixer_constants(kernel, self.heads, self.width, self.size, self.dtype, tile, has_bias=self.has_bias)
 
+    # Packed once for all chunks.
+
+    @cached_property
     def packed_w1(self) -> Tensor:
         """[k, HP, DP]."""
         packed = self.w1.new_zeros(self.size, padded(self.heads), padded(self.width), dtype=self.dtype)
         packed[:, : self.heads, : self.width] = self.w1.permute(2, 1, 0)
         return packed
 
+    @cached_property
     def packed_w2(self) -> Tensor:
         """[k, DP, HP]."""
         packed = self.w2.new_zeros(self.size, padded(self.width), padded(self.heads), dtype=self.dtype)
         packed[:, : self.width, : self.heads] = self.w2.permute(2, 1, 0)
         return packed
 
+    @cached_property
     def packed_b2(self) -> Tensor:
         """[HP]."""
         packed = self.b2.new_zeros(padded(self.heads), dtype=torch.float32)
         packed[: self.heads] = self.b2
         return packed
 
-    def taps_and_heads(self, weight: Tensor) -> Tensor:
-        """A weight [D, H, k] as [KC, DP], row t·H + h."""
-        flat = weight.permute(2, 1, 0).flatten(0, 1)
-        packed = flat.new_zeros(padded(flat.shape[0]), padded(self.width), dtype=self.dtype)
-        packed[: flat.shape[0], : self.width] = flat
+    @cached_property
+    def patch_weights(self) -> tuple[Tensor, Tensor]:
+        """Both weights as [KC, DP], row t·channels + h, the taps of the second mirrored: it is read backwards."""
+        return self._of_patches(self.w1), self._of_patches(self.w2.transpose(0, 1).flip(2))
+
+    def _of_patches(self, weight: Tensor) -> Tensor:
+        """A weight [D, H, k]."""
+        count = channels(self.heads)
+        packed = weight.new_zeros(padded(self.size * count), padded(self.width), dtype=self.dtype)
+        by_tap = packed[: self.size * count].view(self.size, count, -1)
+        by_tap[:, : self.heads, : self.width] = weight.permute(2, 1, 0)
         return packed
+
+    def from_patches(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients [D, H, k] of both weights out of [2, KC, DP]."""
+        count = channels(self.heads)
+        by_tap = sums[:, : self.size * count].unflatten(1, (self.size, count))
+        first, second = by_tap[:, :, : self.heads, : self.width].permute(0, 3, 2, 1)
+        return first, second.flip(2)
 
 
 @dataclass(frozen=True)
@@ -145,25 +174,23 @@ def chunks(problem: Problem, size: int) -> Iterator[Chunk]:
 
 @dataclass(frozen=True)
 class Maps:
-    """The maps of one chunk, [B, H, R, C]: its workspace. Two buffers hold a gradient once their values are used up.
+    """The maps of one chunk: its workspace. What the mixer reads has its heads last, [B, R, C, channels] (`heads.py`);
+    what matrix products and the softmax read has them first, [B, H, R, C].
 
     The forward pass uses scores and logits. The backward pass fills, in this order: `scores`; `logits`; with one kernel
-    `probabilities`, whole, and over the logits `dlogits`; then over the probabilities `dscores`. The kernels write
-    gradients where a row sees a column. Elsewhere `dscores` must be zero, for it is multiplied with whole matrices:
-    the probabilities beneath it are.
+    `probabilities`, whole, and `dlogits`; then over the probabilities `dscores`. The kernels write gradients where a
+    row sees a column. Elsewhere `dscores` must be zero, for it is multiplied with whole matrices: the probabilities
+    beneath it are.
     """
 
     scores: Tensor
-    """S = scale · q·k, compute type."""
+    """S = scale · q·k, compute type, heads last."""
     logits: Tensor
     """L, float32; undefined where a row does not see the column."""
     probabilities: Tensor
     """P, compute type; zero where a row does not see the column."""
-
-    @property
-    def dlogits(self) -> Tensor:
-        """dL, in the place of `logits`."""
-        return self.logits
+    dlogits: Tensor
+    """dL, float32, heads last; undefined where a row does not see the column."""
 
     @property
     def dscores(self) -> Tensor:
@@ -171,20 +198,38 @@ class Maps:
         return self.probabilities
 
 
-def scores_of(chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
-    """S of a chunk, in the compute type."""
-    return torch.matmul(chunk.of_rows(scaled), chunk.of_columns(k).transpose(-1, -2))
+def scores_of(problem: Problem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
+    """S of a chunk, heads last, in the compute type; what a row does not see is left as it was."""
+    batch, heads, columns, dim = k.shape
+    tile = heads_tile(chunk.rows, problem.dtype)
+    width = chunk.right - chunk.left
+    scores = torch.empty(batch, chunk.rows, width, channels(heads), dtype=k.dtype, device=k.device)
+    _scores_kernel[tiles_of_heads(chunk, tile, batch)](
+        *(chunk.of_rows(scaled), chunk.of_columns(k), scores),
+        **chunk.extent(problem),
+        R_total=problem.rows,
+        C_total=columns,
+        **heads_constants(heads, dim, tile),
+        **tile.options,
+    )
+    return scores
+
+
+def tiles_of_heads(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
+    """The grid of a kernel whose programs take a tile of all heads."""
+    return triton.cdiv(chunk.right - chunk.left, tile.block_n), triton.cdiv(chunk.rows, tile.block_m), batch
 
 
 def logits_of(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
     """Logits of a chunk, float32 [B, H, R, C]; what a row does not see is left as it was."""
-    logits = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    batch, rows, columns, _ = scores.shape
+    logits = torch.empty(batch, problem.heads, rows, columns, dtype=torch.float32, device=scores.device)
     tile = problem.tile("mix_fwd", chunk.rows)
     kept = tile.block_n - 2 * problem.padding
     reach = min(chunk.right, problem.window)
     _mix_fwd_kernel[(triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.block_m), scores.shape[0])](
         *(scores, logits, problem.shares, problem.bias),
-        *(problem.packed_w1(), problem.packed_w2(), problem.packed_b2()),
+        *(problem.packed_w1, problem.packed_w2, problem.packed_b2),
         bias_count=problem.bias.shape[1],
         **chunk.mixer_extent(problem),
         **problem.constants("mix_fwd", tile),
@@ -214,7 +259,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, siz
     stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=q.device)
     scaled = q * scale
     for chunk in chunks(problem, size):
-        logits = logits_of(problem, chunk, scores_of(chunk, scaled, k))
+        logits = logits_of(problem, chunk, scores_of(problem, chunk, scaled, k))
         grid, options = attend_launch("attend_fwd", problem, chunk, v)
         _attend_fwd_kernel[grid](
             logits, chunk.of_columns(v), chunk.of_rows(output), stats[..., chunk.first :], **options
@@ -243,9 +288,8 @@ def backward(
     sums = Sums(*(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in shapes))
     scaled, dq = q * scale, torch.empty_like(q)
     for chunk in chunks(problem, size):
-        scores = scores_of(chunk, scaled, k)
-        maps = Maps(scores, logits_of(problem, chunk, scores), torch.empty_like(scores))
-        _softmax_backward(problem, chunk, maps, v, dout, stats)
+        maps = _maps(problem, chunk, scaled, k)
+        softmax_backward(problem, chunk, maps, v, dout, stats)
         chunk.of_columns(sums.v).add_(torch.matmul(maps.probabilities.transpose(-1, -2), chunk.of_rows(dout)))
         _weights_backward(problem, chunk, maps, sums)
         _mixer_backward(problem, chunk, maps, sums)  # dS over P
@@ -254,12 +298,30 @@ def backward(
     return dq, sums.k.to(k.dtype), sums.v.to(v.dtype), sums.shares, sums.bias, sums.w1, sums.w2.transpose(0, 1)
 
 
-def _softmax_backward(problem: Problem, chunk: Chunk, maps: Maps, v: Tensor, dout: Tensor, stats: Tensor) -> None:
-    """P, and dL over L."""
-    grid, options = attend_launch("attend_bwd", problem, chunk, v)
-    _attend_bwd_kernel[grid](
-        *(maps.logits, maps.probabilities, chunk.of_columns(v), chunk.of_rows(dout), stats[..., chunk.first :]),
-        **options,
+def _maps(problem: Problem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Maps:
+    """Scores and logits, and room for the rest."""
+    scores = scores_of(problem, chunk, scaled, k)
+    logits = logits_of(problem, chunk, scores)
+    return Maps(
+        scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores, dtype=torch.float32)
+    )
+
+
+def softmax_backward(problem: Problem, chunk: Chunk, maps: Maps, v: Tensor, dout: Tensor, stats: Tensor) -> None:
+    """P and dL."""
+    batch, heads, columns, dim = v.shape
+    sums = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)
+    given = maps.logits, chunk.of_columns(v), chunk.of_rows(dout), stats[..., chunk.first :], sums[..., chunk.first :]
+    grid, options = attend_launch("attend_sums", problem, chunk, v)
+    _attend_sums_kernel[grid](*given, **options)
+    tile = heads_tile(chunk.rows, problem.dtype)
+    _attend_bwd_kernel[tiles_of_heads(chunk, tile, batch)](
+        *(*given, maps.probabilities, maps.dlogits),
+        **chunk.extent(problem),
+        R_total=problem.rows,
+        C_total=columns,
+        **heads_constants(heads, dim, tile),
+        **tile.options,
     )
 
 
@@ -277,7 +339,7 @@ def _mixer_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) -> N
     dedge = torch.zeros(batch, chunk.rows, padding, problem.width, **float32)
     extent = chunk.mixer_extent(problem)
     _mix_bwd_kernel[(blocks, parts, batch)](
-        *(maps.scores, maps.dlogits, problem.shares, problem.packed_w1(), problem.packed_w2()),
+        *(maps.scores, maps.dlogits, problem.shares, problem.packed_w1, problem.packed_w2),
         *(maps.dscores, dshares, dbias, dedge),
         split_blocks=triton.cdiv(row_blocks, parts),
         **extent,
@@ -301,7 +363,7 @@ def _weights_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) ->
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
     blocks, row_blocks = triton.cdiv(reach, tile.block_n), triton.cdiv(chunk.rows, tile.block_m)
     parts = splits(blocks, batch, row_blocks)
-    w1, w2 = problem.taps_and_heads(problem.w1), problem.taps_and_heads(problem.w2.transpose(0, 1))
+    w1, w2 = problem.patch_weights
     partial = torch.empty(batch * parts * blocks, 2, *w1.shape, dtype=torch.float32, device=maps.scores.device)
     _mix_bwd_dw_kernel[(blocks, parts, batch)](
         *(maps.scores, maps.dlogits, problem.shares, w1, w2, partial),
@@ -310,7 +372,6 @@ def _weights_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) ->
         **problem.constants("mix_bwd_dw", tile),
         **tile.options,
     )
-    used = partial.sum(0)[:, : problem.size * problem.heads, : problem.width]
-    first, second = used.unflatten(1, (problem.size, problem.heads)).permute(0, 3, 2, 1)
+    first, second = problem.from_patches(partial.sum(0))
     sums.w1.add_(first)
     sums.w2.add_(second)

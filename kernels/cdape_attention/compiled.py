@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 
-from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel
+from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.cdape_attention.backward import _mix_bwd_dw_kernel, _mix_bwd_kernel
-from kernels.cdape_attention.configs import attend_constants, attend_tile, mixer_constants, mixer_tile
+from kernels.cdape_attention.configs import (
+    attend_constants,
+    attend_tile,
+    heads_constants,
+    heads_tile,
+    mixer_constants,
+    mixer_tile,
+)
 from kernels.cdape_attention.forward import _mix_fwd_kernel
+from kernels.cdape_attention.scores import _scores_kernel
 from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration, signature_of
+from kernels.instructions import Launch
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = [
@@ -25,9 +34,10 @@ HEAD_DIMS = (32, 64, 80, 128)
 ROWS = 256
 DECODED = 1
 MIXER = {"mix_fwd": _mix_fwd_kernel, "mix_bwd": _mix_bwd_kernel, "mix_bwd_dw": _mix_bwd_dw_kernel}
-ATTEND = {"attend_fwd": _attend_fwd_kernel, "attend_bwd": _attend_bwd_kernel}
+ATTEND = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_kernel}
+ALL_HEADS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 FLOAT32 = (
-    *("logits_ptr", "dlogits_ptr", "shares_ptr", "bias_ptr", "b2_ptr", "stats_ptr"),
+    *("logits_ptr", "dlogits_ptr", "shares_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
     *("dshares_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
 )
 
@@ -63,6 +73,21 @@ def _attend(name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Con
     )
 
 
+def _all_heads(name: str, heads: int, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
+    """`odd` as above."""
+    kernel: Any = ALL_HEADS[name]
+    tile = heads_tile(rows, TYPES[kind])
+    constants = heads_constants(heads, dim, tile)
+    return Configuration(
+        name=f"{name}{' decode' if rows == DECODED else ' odd' if odd else ''} H={heads} d={dim} {kind}",
+        kernel=kernel,
+        signature=signature_of(kernel, constants, kind, FLOAT32, () if odd or rows == DECODED else ("C",)),
+        constexprs=constants,
+        options=tile.options,
+        spill=SPILL_BUDGET_FLOAT32 if kind == "fp32" else SPILL_BUDGET,
+    )
+
+
 def configurations() -> Iterator[Configuration]:
     """Every kernel at every shape in bfloat16, and at one shape in the other types."""
     for heads, width, size in SHAPES:
@@ -78,4 +103,29 @@ def configurations() -> Iterator[Configuration]:
                 yield _attend(name, dim, kind, ROWS)
         for name in ATTEND:
             yield _attend(name, dim, "bf16", ROWS, odd=True)
+    for heads, dim in ((4, 32), (12, 64), (16, 64), (32, 80), (16, 128)):
+        for kind in TYPES if (heads, dim) == (12, 64) else ("bf16",):
+            for name in ALL_HEADS:
+                yield _all_heads(name, heads, dim, kind, ROWS)
     yield _attend("attend_fwd", 64, "bf16", DECODED)
+    yield _all_heads("scores", 12, 64, "bf16", DECODED)
+    yield _all_heads("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
+
+
+def step() -> Iterator[Launch]:
+    """The kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16."""
+    heads, width, size, dim, kind = 12, 32, 3, 64, "bf16"
+    every = mixer_tile("mix_bwd_dw", heads, width, size, ROWS, TYPES[kind])
+    of_heads = heads_tile(ROWS, TYPES[kind])
+    tiles = {name: mixer_tile(name, heads, width, size, ROWS, TYPES[kind]) for name in ("mix_fwd", "mix_bwd")}
+    kept = {name: tile.block_m * (tile.block_n - 2 * (size // 2)) for name, tile in tiles.items()}
+    yield Launch(
+        _all_heads("scores", heads, dim, kind, ROWS), of_heads.block_m * of_heads.block_n, looped=False, times=2
+    )
+    yield Launch(_mixer("mix_fwd", heads, width, size, kind, ROWS), kept["mix_fwd"], looped=False, times=2)
+    for name in ATTEND:
+        tile = attend_tile(name, ROWS, TYPES[kind])
+        yield Launch(_attend(name, dim, kind, ROWS), tile.block_m * tile.block_n / heads, looped=True)
+    yield Launch(_all_heads("attend_bwd", heads, dim, kind, ROWS), of_heads.block_m * of_heads.block_n, looped=False)
+    yield Launch(_mixer("mix_bwd_dw", heads, width, size, kind, ROWS), every.block_m * every.block_n, looped=True)
+    yield Launch(_mixer("mix_bwd", heads, width, size, kind, ROWS), kept["mix_bwd"], looped=True)

@@ -1,8 +1,8 @@
 """Tile sizes by shape: a static table, so that all ranks of a run agree.
 
-Chosen by compiling for sm_80 and sm_90 (`compiled.py`): the most pixels per thread that spill little at k = 3 (16 bytes
-at most in half types). One table serves both, since no speed has been measured on either; what differs between chips
-belongs here once it has.
+Chosen by compiling for sm_80 and sm_90 (`compiled.py`): of the tiles that spill little, the one that takes the fewest
+instructions for a score (`kernels/instructions.py`). One table serves both, since no speed has been measured on either;
+what differs between chips belongs here once it has.
 
 H heads, D processor width, k kernel size, p = k//2, R query rows.
 """
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from kernels.cdape_attention.heads import channels
 from kernels.launch import INPUT_PRECISION, Tile
 from kernels.rows import head_dim_constants, padded
+from kernels.runtime import Machine
 
 STAGES = 1
 """Of the mixer's kernels: their loops recompute rather than stream, so loading ahead gains nothing and costs memory."""
@@ -27,15 +29,15 @@ def mixer_tile(kernel: str, heads: int, width: int, size: int, rows: int, dtype:
         rows: query rows of a chunk; few rows (decoding) are covered by flat, wide tiles.
     """
     wide = padded(heads) * padded(width) > 512
-    distances = max(32, padded(2 * size))
+    distances = max(64, padded(2 * size))
     if kernel == "mix_fwd":
-        chosen = Tile(4, distances, 8 if wide else 4, STAGES)
+        chosen = Tile(2 if wide and size > 3 else 4, distances, 4, STAGES)
     elif kernel == "mix_bwd":
-        chosen = Tile(4, distances, 8, STAGES) if wide and width <= 32 else Tile(2, distances, 8 if wide else 4, STAGES)
-    elif padded(heads * size) * padded(width) > 2048:
-        chosen = Tile(1, distances, 8, STAGES)
+        chosen = Tile(1, distances, 4, STAGES)
+    elif padded(channels(heads) * size) * padded(width) > 2048:
+        chosen = Tile(1, distances // 2, 8, STAGES)
     else:
-        chosen = Tile(2, distances, 4, STAGES)
+        chosen = Tile(2, distances // 2, 4, STAGES)
     if dtype == torch.float32:  # exact products keep both operands in registers, in full width
         chosen = replace(
             chosen, block_m=max(chosen.block_m // 2, 1), num_warps=8 if kernel == "mix_bwd_dw" else chosen.num_warps
@@ -52,13 +54,25 @@ def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     the columns of a chunk are no multiple of 16 and each logit needs an address of its own.
 
     Args:
-        kernel: attend_fwd or attend_bwd.
+        kernel: attend_fwd or attend_sums.
         rows: query rows of a chunk; a few (decoding) take the lowest block that a matrix product accepts.
     """
     few = rows <= 16
     if dtype == torch.float32:
-        return Tile(16 if few else 32 if kernel == "attend_bwd" else 64, 32, 8, 2)
+        return Tile(16 if few else 32 if kernel == "attend_sums" else 64, 32, 8, 2)
     return Tile(16, 64, 4, 3) if few else Tile(64, 32, 8, 3)
+
+
+def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
+    """The tile of a kernel whose programs take all heads of a tile: scores and attend_bwd.
+
+    Args:
+        rows: query rows of a chunk.
+        dtype: the compute type.
+    """
+    if dtype == torch.float32:
+        return Tile(16 if rows <= 16 else 32, 32, 8, STAGES)
+    return Tile(16, 64, 4, STAGES) if rows <= 16 else Tile(64, 32, 4, STAGES)
 
 
 def mixer_constants(
@@ -67,6 +81,7 @@ def mixer_constants(
     """The constants of a mixer kernel."""
     constants = {
         "H": heads,
+        "CHANNELS": channels(heads),
         "D": width,
         "K": size,
         "BLOCK_D": padded(width),
@@ -75,7 +90,7 @@ def mixer_constants(
         "INPUT_PRECISION": INPUT_PRECISION,
     }
     if kernel == "mix_bwd_dw":
-        return constants | {"BLOCK_KH": padded(size * heads)}
+        return constants | {"BLOCK_KC": padded(size * channels(heads))}
     return constants | {"BLOCK_H": padded(heads), "HAS_BIAS": has_bias}
 
 
@@ -84,14 +99,38 @@ def attend_constants(dim: int, tile: Tile) -> dict[str, Any]:
     return {**head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
 
 
-WORKSPACE = 1 << 26
-"""Entries of one map [B, H, R, C] of a chunk; the backward pass holds three (`chunks.Maps`)."""
+def heads_constants(heads: int, dim: int, tile: Tile) -> dict[str, Any]:
+    """The constants of a kernel whose programs take all heads of a tile."""
+    return {"H": heads, "CHANNELS": channels(heads), **attend_constants(dim, tile)}
 
 
-def chunk_rows(batch: int, heads: int, rows: int, columns: int) -> int:
-    """Query rows per chunk: at most 256, fewer where the maps would be large, so that memory stays linear in C."""
-    chunk = 256
-    while chunk > 16 and batch * heads * chunk * columns > WORKSPACE:
+WORKSPACE = 12
+"""A chunk's maps take at most this part of a device's memory: one twelfth."""
+LEAST_ROWS, USUAL_ROWS, MOST_ROWS = 16, 256, 2048
+"""Of a chunk."""
+
+
+def map_bytes(heads: int, dtype: torch.dtype) -> int:
+    """Of all maps of a chunk in the backward pass, for each row and column of a sequence.
+
+    S and P are in the compute type, L and dL in float32; S and dL have channels that fill up their groups.
+    """
+    return (channels(heads) + heads) * (dtype.itemsize + 4)
+
+
+def most_rows(heads: int, columns: int) -> int:
+    """Of a chunk: places in a map with its heads last are 32 bits."""
+    return ((1 << 31) - 1) // (channels(heads) * columns)
+
+
+def chunk_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, machine: Machine) -> int:
+    """Query rows per chunk: so many that the softmax, which has a program for a head's block of rows, keeps the
+    processors busy, and fewer where the maps would be large, so that memory stays linear in C."""
+    chunk, block = USUAL_ROWS, attend_tile("attend_fwd", USUAL_ROWS, dtype).block_m
+    while chunk < MOST_ROWS and batch * heads * (chunk // block) < machine.processors:
+        chunk *= 2
+    room = machine.memory // WORKSPACE // (batch * columns * map_bytes(heads, dtype))
+    while chunk > LEAST_ROWS and chunk > min(room, most_rows(heads, columns)):
         chunk //= 2
     return max(min(chunk, rows), 1)
 

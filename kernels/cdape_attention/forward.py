@@ -14,7 +14,7 @@ RUNTIME = ["R", "C", "first_row", "first_column", "share_count", "edge_row", "bi
 
 @triton.jit(do_not_specialize=RUNTIME)  # these change with every step of decoding
 def _mix_fwd_kernel(
-    scores_ptr,  # [B, H, R, C] compute type
+    scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
     logits_ptr,  # [B, H, R, C] float32, written where a row sees a column
     shares_ptr,  # [p + N + rows·p, D] float32, from tables.shares
     bias_ptr,  # [H, bias_count] float32, added to the logits
@@ -30,6 +30,7 @@ def _mix_fwd_kernel(
     bias_count,
     window,
     H: tl.constexpr,
+    CHANNELS: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -53,14 +54,15 @@ def _mix_fwd_kernel(
     n = block * KEPT + KEPT - 1 + PADDING - m
     j = first_row + row - n
     alive = (row < R) & (j >= 0)
-    maps = batch.to(tl.int64) * H * R * C
+    logits_ptr += batch.to(tl.int64) * H * R * C
+    scores_ptr += batch.to(tl.int64) * R * C * CHANNELS
     extent = (R, C, first_column, share_count, edge_row, window)
     # fmt: off
-    hidden = hidden_tile(scores_ptr + maps, shares_ptr, w1_ptr, (row, n, j, alive), extent,
-                         H, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+    hidden = hidden_tile(scores_ptr, shares_ptr, w1_ptr, (row, n, j, alive), extent,
+                         CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
     # fmt: on
     hidden = saturate(hidden, SATURATE)
-    active = tl.where(alive[:, None], tl.where(hidden > 0, hidden, SLOPE * hidden), 0.0).to(w2_ptr.dtype.element_ty)
+    active = tl.where(alive[:, None], tl.maximum(hidden, hidden * SLOPE), 0.0).to(w2_ptr.dtype.element_ty)
 
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     processed = tl.zeros((PIXELS, BLOCK_H), tl.float32) + tl.load(b2_ptr + head)[None, :]
@@ -73,10 +75,10 @@ def _mix_fwd_kernel(
     result = saturate(processed, SATURATE)
 
     kept = is_seen(row, n, j, R, window) & (m >= PADDING) & (m < BLOCK_N - PADDING)
-    result += map_tile(scores_ptr + maps, row, j, kept, R, C, first_column, H, BLOCK_H).to(tl.float32)
+    result += map_tile(scores_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
     stored = kept[:, None] & (head < H)[None, :]
     channel = head.to(tl.int64)
     if HAS_BIAS:
         result += tl.load(bias_ptr + (channel * bias_count)[None, :] + n[:, None], mask=stored, other=0.0)
     place = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
-    tl.store(logits_ptr + maps + place, result, mask=stored)
+    tl.store(logits_ptr + place, result, mask=stored)

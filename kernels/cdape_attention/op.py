@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention import chunks
-from kernels.cdape_attention.configs import chunk_rows
+from kernels.cdape_attention.configs import LEAST_ROWS, chunk_rows, most_rows
 from kernels.cdape_attention.reference import at_least_float32
 from kernels.cdape_attention.shapes import check
 from kernels.cdape_attention.tables import shares as make_shares
 from kernels.rows import MAX_HEAD_DIM
-from kernels.runtime import DTYPES, capability, on_device_of
+from kernels.runtime import DTYPES, capability, machine_of, on_device_of
 
 WIDEST = 64
 """Widths beyond would need other tiles."""
@@ -79,7 +79,7 @@ def cdape_attention(
         offset,
         chunks.UNBOUNDED if window is None else min(window, chunks.UNBOUNDED),
         dim**-0.5 if scale is None else scale,
-        chunk_rows(batch, heads, rows, offset + rows) if chunk is None else min(chunk, rows),
+        chunk_rows(batch, heads, rows, offset + rows, q.dtype, machine_of(q)) if chunk is None else min(chunk, rows),
     )[0]
 
 
@@ -96,10 +96,11 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
         raise ValueError(f"w1 is {list(w1.shape)}; D must be from 1 to {WIDEST}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
-    if chunk is not None and min(chunk, rows) * (offset + rows) >= 1 << 31:
-        raise ValueError(
-            f"chunk is {chunk}; chunk times columns must stay below 2³¹, here with {offset + rows} columns"
-        )
+    most = most_rows(q.shape[1], offset + rows)
+    if most < LEAST_ROWS:
+        raise ValueError(f"{offset + rows} columns; with {q.shape[1]} heads there must be fewer")
+    if chunk is not None and min(chunk, rows) > most:
+        raise ValueError(f"chunk is {chunk}; it must be at most {most} with {offset + rows} columns")
 
 
 def _problem(

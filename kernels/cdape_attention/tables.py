@@ -31,40 +31,36 @@ def repeated(b1: Tensor, count: int) -> Tensor:
     return b1.double().expand(count, -1).to(b1.dtype)
 
 
-def share_of_distances(table: Tensor, w1: Tensor, b1: Tensor) -> Tensor:
-    """U [p + N, D] at n = −p … N − 1: b1 + Σ_t w1[:, :, t] · table[n − t + p], zero off the table.
+def neighbourhoods(table: Tensor, size: int) -> Tensor:
+    """What the taps of Conv1 see of a table [H, N] at distances −p − 1 … N − 1: [p + N + 1, H, k], zero off the table.
+
+    The last tap comes first: it stands furthest right, at the least distance.
+    """
+    return F.pad(table, (size, size // 2)).unfold(1, size, 1).transpose(0, 1).contiguous()
+
+
+def product(seen: Tensor, weight: Tensor) -> Tensor:
+    """Σ over heads and taps: [·, H, k] with a weight [D, H, k] gives [·, D].
+
+    A product of matrices is deterministic on every device, unlike a convolution's backward pass.
+    """
+    return seen.flatten(1) @ weight.flatten(1).T
+
+
+def share_at_left_edge(seen: Tensor, weight: Tensor, rows: int, offset: int) -> list[Tensor]:
+    """For each column j < p, the bias half of Conv1 at rows offset …, without the taps left of column 0: [R, D].
 
     Args:
-        table: [H, N], from `seen_table`.
-        w1: bias half of Conv1 [D, H, k].
+        seen: from `neighbourhoods`, with N = offset + R.
+        weight: bias half of Conv1 [D, H, k], its last tap first.
     """
-    size = w1.shape[-1]
-    count = table.shape[-1] + size // 2
-    padded = F.pad(table, (size - 1, size // 2))
-    share = repeated(b1, count)
-    for tap in range(size):  # k small products: deterministic on every device, unlike a convolution's backward
-        first = size - 1 - tap
-        share = share + padded[:, first : first + count].T @ w1[:, :, tap].T
-    return share
-
-
-def share_at_left_edge(table: Tensor, w1: Tensor, b1: Tensor, rows: int, offset: int) -> Tensor:
-    """E [R, p, D]: the bias half of Conv1 at columns j < p of rows offset …, without the taps left of column 0.
-
-    Args:
-        table: [H, N ≥ offset + R], from `seen_table`.
-    """
-    size = w1.shape[-1]
-    padding = size // 2
-    padded = F.pad(table, (size, 0))  # columns right of a row's own are at negative distances: zero
+    padding = weight.shape[-1] // 2
     columns = []
     for column in range(padding):
-        share = repeated(b1, rows)
-        for tap in range(padding - column, size):
-            first = size + offset - (column + tap - padding)
-            share = share + padded[:, first : first + rows].T @ w1[:, :, tap].T
-        columns.append(share)
-    return torch.stack(columns, dim=1) if columns else b1.new_empty(rows, 0, b1.shape[0])
+        first = offset + padding + 1 - column
+        there = F.pad(weight[:, :, : padding + column + 1], (0, padding - column))
+        columns.append(product(seen[first : first + rows], there))
+    return columns
 
 
 def shares(
@@ -80,10 +76,13 @@ def shares(
         dtype: the compute type, which decides what saturates.
     """
     count, padding = offset + rows, w1.shape[-1] // 2
-    b1 = at_least_float32(b1)
+    constant = repeated(at_least_float32(b1), padding + count + rows * padding)
     if bias is None:
-        return repeated(b1, padding + count + rows * padding)
+        return constant
     table = seen_table(bias, count, window, dtype)
-    half = at_least_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype)
-    edge = share_at_left_edge(table, half, b1, rows, offset)
-    return torch.cat([share_of_distances(table, half, b1), edge.flatten(0, 1)])
+    weight = at_least_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype).flip(-1)
+    seen = neighbourhoods(table, weight.shape[-1])
+    found = [product(seen[1:], weight)]
+    if padding:
+        found.append(torch.stack(share_at_left_edge(seen, weight, rows, offset), dim=1).flatten(0, 1))
+    return torch.cat(found) + constant

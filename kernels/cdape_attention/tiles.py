@@ -38,12 +38,14 @@ def is_seen(row, n, j, R, window):
 
 
 @triton.jit
-def map_tile(map_ptr, row, j, seen, R, C, first_column, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Entries (h, row, j) of a map [H, R, C] as [PIXELS, BLOCK_H], zero where not seen."""
-    head = tl.arange(0, BLOCK_H)
-    channel = head.to(tl.int64) * R * C
-    place = row * C + j - first_column
-    return tl.load(map_ptr + channel[None, :] + place[:, None], mask=seen[:, None] & (head < H)[None, :], other=0.0)
+def map_tile(map_ptr, row, j, seen, C, first_column, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Entries (row, j) of a map [R, C, CHANNELS] as [PIXELS, BLOCK_H], zero where not seen."""
+    channel = tl.arange(0, BLOCK_H)
+    place = (row * C + j - first_column) * CHANNELS
+    there = seen[:, None]
+    if CHANNELS < BLOCK_H:
+        there = there & (channel < CHANNELS)[None, :]
+    return tl.load(map_ptr + place[:, None] + channel[None, :], mask=there, other=0.0)
 
 
 @triton.jit
@@ -64,7 +66,7 @@ def hidden_tile(
     w1_ptr,
     pixels,
     extent,
-    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -79,7 +81,7 @@ def hidden_tile(
     for tap in tl.static_range(K):
         reach = tap - K // 2
         seen = is_seen(row, n - reach, j + reach, R, window)
-        taken = map_tile(scores_ptr, row, j + reach, seen, R, C, first_column, H, BLOCK_H)
+        taken = map_tile(scores_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
         weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[:, None] * BLOCK_D + width[None, :])
         hidden = tl.dot(taken, weight, hidden, input_precision=INPUT_PRECISION)
     return hidden

@@ -3,6 +3,7 @@
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention import chunks
-from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel
-from kernels.cdape_attention.chunks import UNBOUNDED, Chunk, Problem, attend_launch
-from kernels.cdape_attention.configs import attend_tile
+from kernels.cdape_attention.attend import _attend_fwd_kernel
+from kernels.cdape_attention.chunks import UNBOUNDED, Chunk, Maps, Problem, attend_launch, scores_of, softmax_backward
+from kernels.cdape_attention.configs import attend_tile, heads_tile
 from kernels.runtime import on_device_of
 from tools.rounding import assert_rounding_alone
 
@@ -36,6 +37,11 @@ CASES = [
 """Windows, offsets and chunks that end with a block, and inside one."""
 
 
+def _sizes(columns: int) -> Callable[..., Callable[..., object]]:
+    """A table of tiles with other blocks."""
+    return lambda table: lambda *args: replace(table(*args), block_m=16, block_n=columns)
+
+
 def _maps(
     device: str, rows: int, offset: int, window: int | None, dim: int, size: int
 ) -> tuple[Problem, Chunk, Tensor, Tensor]:
@@ -56,7 +62,8 @@ def test_equals_the_softmax_and_its_gradient(
     case: tuple[int, int, int | None, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(chunks, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=columns))
+    monkeypatch.setattr(chunks, "attend_tile", _sizes(columns)(attend_tile))
+    monkeypatch.setattr(chunks, "heads_tile", _sizes(columns)(heads_tile))
     problem, chunk, seen, logits = _maps(device, *case)
     rows, dim = problem.rows, case[3]
     v = torch.randn(BATCH, HEADS, chunk.right + 3, dim).to(device)
@@ -79,15 +86,37 @@ def test_equals_the_softmax_and_its_gradient(
     assert output[:, :, : chunk.first].isnan().all()
     assert statistics[..., : chunk.first].isnan().all()
 
-    probabilities = torch.empty_like(logits)
-    grid, options = attend_launch("attend_bwd", problem, chunk, v)
-    gradient = logits.clone()
-    arguments = (gradient, probabilities, chunk.of_columns(v), chunk.of_rows(into), statistics[..., chunk.first :])
+    last = torch.empty(BATCH, *seen.shape, 8, device=device)
+    maps = Maps(torch.empty_like(last), logits, torch.empty_like(logits), last)
     with on_device_of(v):
-        _attend_bwd_kernel[grid](*arguments, **options)
-    assert (probabilities[..., ~seen] == 0).all()
-    found = {"output": chunk.of_rows(output), "probabilities": probabilities}
-    assert_rounding_alone(found | {"gradient": gradient.masked_fill(~seen, 0)}, compute, torch.float32)
+        softmax_backward(problem, chunk, maps, v, into, statistics)
+    assert (maps.probabilities[..., ~seen] == 0).all()
+    gradient = last.movedim(-1, 1).masked_fill(~seen, 0)
+    assert (gradient[:, HEADS:] == 0).all()
+    found = {"output": chunk.of_rows(output), "probabilities": maps.probabilities, "gradient": gradient[:, :HEADS]}
+    assert_rounding_alone(found, compute, torch.float32)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 11])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_lie_heads_last_beside_zeros(
+    case: tuple[int, int, int | None, int, int, int], heads: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *case, columns = case
+    monkeypatch.setattr(chunks, "heads_tile", _sizes(columns)(heads_tile))
+    problem, chunk, seen, _ = _maps(device, *case)
+    q = torch.randn(BATCH, heads, problem.rows, case[3]).to(device)
+    k = torch.randn(BATCH, heads, chunk.right + 3, case[3]).to(device)
+    with on_device_of(q):
+        scores = scores_of(problem, chunk, q, k).movedim(-1, 1)[..., seen]
+    assert scores.shape[1] % 8 == 0
+    assert (scores[:, heads:] == 0).all()
+    left, right = (x.cpu().double() for x in (chunk.of_rows(q), chunk.of_columns(k)))
+    assert_rounding_alone(
+        {"scores": scores[:, :heads]},
+        lambda: {"scores": (left @ right.transpose(-1, -2))[..., seen.cpu()]},
+        torch.float32,
+    )
 
 
 def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,61 @@
 """The static tables of sizes, and the chunks: nothing is left out and memory stays linear."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, Problem, chunks
-from kernels.cdape_attention.configs import WORKSPACE, chunk_rows, mixer_tile, splits
+from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, Maps, Problem, chunks
+from kernels.cdape_attention.configs import (
+    LEAST_ROWS,
+    WORKSPACE,
+    chunk_rows,
+    map_bytes,
+    mixer_tile,
+    most_rows,
+    splits,
+)
+from kernels.cdape_attention.heads import channels
 from kernels.rows import padded
+from kernels.runtime import Machine
 
 TYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1 << 17))
-def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(batch: int, heads: int, rows: int, columns: int) -> None:
-    chunk = chunk_rows(batch, heads, rows, columns)
+A100 = Machine(40 << 30, 108)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1 << 17), TYPES)
+def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
+    batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    chunk = chunk_rows(batch, heads, rows, columns, dtype, A100)
     assert 1 <= chunk <= rows
-    assert chunk <= 16 or batch * heads * chunk * columns <= WORKSPACE
+    assert chunk <= LEAST_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.memory / WORKSPACE
+    assert chunk <= most_rows(heads, columns)
+
+
+@pytest.mark.parametrize(
+    ("batch", "columns", "machine", "expected"),
+    [
+        (1, 131_072, Machine(141 << 30, 132), 512),
+        (1, 131_072, A100, 128),
+        (8, 2_048, A100, 256),
+        (1, 2_048, A100, 1_024),
+    ],
+)
+def test_a_chunk_has_work_for_all_processors_where_memory_allows(
+    batch: int, columns: int, machine: Machine, expected: int
+) -> None:
+    assert chunk_rows(batch, 12, columns, columns, torch.bfloat16, machine) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [4, 12, 17])
+def test_the_bytes_of_the_maps_are_those_of_their_tensors(heads: int, dtype: torch.dtype) -> None:
+    last, first = torch.empty(1, 5, 7, channels(heads)), torch.empty(1, heads, 5, 7)
+    maps = Maps(last.to(dtype), first, first.to(dtype), last)
+    assert sum(x.nbytes for x in vars(maps).values()) == 5 * 7 * map_bytes(heads, dtype)
 
 
 @given(

@@ -1,0 +1,55 @@
+"""Instructions are counted in a loop's body, or in the whole program."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.instructions import count
+
+ROOT = Path(__file__).parents[2]
+DISASSEMBLY = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   FADD R2, R2, R3 ;
+.L_x_0:
+        /*0020*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*0030*/              @!P0 BRA `(.L_x_0) ;
+        /*0040*/                   IADD3 R5, R5, 0x1, RZ ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_2:
+        /*0070*/                   BRA `(.L_x_2);
+        /*0080*/                   NOP;
+"""
+
+
+def test_the_longest_loop_is_counted_where_there_is_one() -> None:
+    assert count(DISASSEMBLY, looped=True) == 5
+    assert count(DISASSEMBLY, looped=False) == 8
+
+
+def test_a_kernel_without_a_loop_is_not_taken_for_one_that_has_it() -> None:
+    with pytest.raises(ValueError, match="no loop"):
+        count("\n".join(line for line in DISASSEMBLY.splitlines() if "P" not in line), looped=True)
+
+
+def test_the_kernels_of_a_step_are_counted() -> None:
+    """All launches are told; one is compiled and disassembled."""
+    script = (
+        "from kernels.instructions import clocks\n"
+        "from kernels.cdape_attention.compiled import step\n"
+        "launches = list(step())\n"
+        "print(*(launch.configuration.name.split()[0] for launch in launches))\n"
+        "assert 0 < clocks(launches[0], 80) < 100\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        *("scores", "mix_fwd", "attend_fwd", "attend_sums"),
+        *("attend_bwd", "mix_bwd_dw", "mix_bwd"),
+    ]
