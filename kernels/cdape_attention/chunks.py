@@ -201,7 +201,7 @@ class Maps:
 def scores_of(problem: Problem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     """S of a chunk, heads last, in the compute type; what a row does not see is left as it was."""
     batch, heads, columns, dim = k.shape
-    tile = heads_tile(chunk.rows, problem.dtype)
+    tile = heads_tile(chunk.rows, dim, problem.dtype)
     width = chunk.right - chunk.left
     scores = torch.empty(batch, chunk.rows, width, channels(heads), dtype=k.dtype, device=k.device)
     _scores_kernel[tiles_of_heads(chunk, tile, batch)](
@@ -314,7 +314,7 @@ def softmax_backward(problem: Problem, chunk: Chunk, maps: Maps, v: Tensor, dout
     given = maps.logits, chunk.of_columns(v), chunk.of_rows(dout), stats[..., chunk.first :], sums[..., chunk.first :]
     grid, options = attend_launch("attend_sums", problem, chunk, v)
     _attend_sums_kernel[grid](*given, **options)
-    tile = heads_tile(chunk.rows, problem.dtype)
+    tile = heads_tile(chunk.rows, dim, problem.dtype)
     _attend_bwd_kernel[tiles_of_heads(chunk, tile, batch)](
         *(*given, maps.probabilities, maps.dlogits),
         **chunk.extent(problem),

@@ -76,7 +76,7 @@ def _attend(name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Con
 def _all_heads(name: str, heads: int, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
     """`odd` as above."""
     kernel: Any = ALL_HEADS[name]
-    tile = heads_tile(rows, TYPES[kind])
+    tile = heads_tile(rows, dim, TYPES[kind])
     constants = heads_constants(heads, dim, tile)
     return Configuration(
         name=f"{name}{' decode' if rows == DECODED else ' odd' if odd else ''} H={heads} d={dim} {kind}",
@@ -116,7 +116,7 @@ def step() -> Iterator[Launch]:
     """The kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16."""
     heads, width, size, dim, kind = 12, 32, 3, 64, "bf16"
     every = mixer_tile("mix_bwd_dw", heads, width, size, ROWS, TYPES[kind])
-    of_heads = heads_tile(ROWS, TYPES[kind])
+    of_heads = heads_tile(ROWS, dim, TYPES[kind])
     tiles = {name: mixer_tile(name, heads, width, size, ROWS, TYPES[kind]) for name in ("mix_fwd", "mix_bwd")}
     kept = {name: tile.block_m * (tile.block_n - 2 * (size // 2)) for name, tile in tiles.items()}
     yield Launch(

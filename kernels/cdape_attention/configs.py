@@ -63,16 +63,17 @@ def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     return Tile(16, 64, 4, 3) if few else Tile(64, 32, 8, 3)
 
 
-def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
+def heads_tile(rows: int, dim: int, dtype: torch.dtype) -> Tile:
     """The tile of a kernel whose programs take all heads of a tile: scores and attend_bwd.
 
     Args:
         rows: query rows of a chunk.
+        dim: of a head; beyond 64 its rows are more than the registers of four warps hold.
         dtype: the compute type.
     """
     if dtype == torch.float32:
         return Tile(16 if rows <= 16 else 32, 32, 8, STAGES)
-    return Tile(16, 64, 4, STAGES) if rows <= 16 else Tile(64, 32, 4, STAGES)
+    return Tile(16, 64, 4, STAGES) if rows <= 16 else Tile(64, 32, 4 if dim <= 64 else 8, STAGES)
 
 
 def mixer_constants(
