@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron.errors import UserError
 from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
+from megatron.model.loss import token_losses
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
+from megatron.model.options import MOST_LOGITS
 from megatron.model.shared_attention import gather_vocabulary
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Number
@@ -58,6 +60,7 @@ class GPT(GPTModel):
         self.position = position
         self.randomized = randomized
         self.checkpoint_layers = checkpoint_layers
+        self.most_logits = MOST_LOGITS
         self.why_row_blocks = why_row_blocks
         self.elsewhere: tuple[str, ...] = ()
         """How the names of parameters begin that only other pipeline stages hold."""
@@ -208,13 +211,23 @@ class GPT(GPTModel):
         """What `forward` returns, from the hidden states after the last layer."""
         if self.decoder.final_layernorm is not None:
             hidden = self.decoder.final_layernorm(hidden)
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=tied)  # [T, B, V]
         if labels is None:
-            return rearrange(gather_vocabulary(logits, self.processes), "t b v -> b t v")
+            return rearrange(gather_vocabulary(self._logits(hidden), self.processes), "t b v -> b t v")
+        vocabulary = self.vocab_size // self.processes.mesh.tensor.size
+        return token_losses(self._losses, hidden, labels, vocabulary, self.most_logits)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Of this rank's part of the vocabulary, [T, B, V]."""
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits: Tensor = self.output_layer(hidden, weight=tied)[0]
+        return logits
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Of each token, float32 [B, T], from hidden states [T, B, D]."""
+        logits = self._logits(hidden).float()
         if self.processes.mesh.tensor.size > 1:
-            return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).t()
-        flat = rearrange(logits.float(), "t b v -> (t b) v")
+            return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
+        flat = rearrange(logits, "t b v -> (t b) v")
         losses = F.cross_entropy(flat, rearrange(labels, "b t -> (t b)"), reduction="none")
         return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 

@@ -158,6 +158,15 @@ def feed_forward_size(model: ModelOptions) -> int:
     return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
 
 
+MOST_LOGITS = 1 << 30
+"""That the loss holds at once: 12 GB in float32, with their gradients. At a vocabulary of 50,304: 21,000 tokens."""
+
+
+def scored_at_once(length: int, batch: int, vocabulary: int, most: int = MOST_LOGITS) -> int:
+    """Tokens of each of `batch` sequences whose logits the loss holds together."""
+    return length if length * batch * vocabulary <= most else max(most // (batch * vocabulary), 1)
+
+
 def padded_vocabulary(model: ModelOptions, vocabulary: int) -> int:
     """Rows of the embedding: the tokens that there are, rounded up."""
     multiple = model.make_vocab_size_divisible_by

@@ -22,7 +22,7 @@ Not in it: what CUDA, NCCL and the allocator take for themselves, which the tent
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.model.options import padded_vocabulary
+from megatron.model.options import padded_vocabulary, scored_at_once
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
 from megatron.planning import activations
@@ -123,7 +123,11 @@ def _of_stage(config: Config, sizes: Sizes, vocabulary: int, backend: str | None
         # cross_entropy: log-probabilities, the loss's gradient and the logits', in float32. Divided over ranks it works
         # in place: the copy in float32, and beside it the logits or their gradient in a half type.
         per_logit = 12 if sizes.tensor == 1 else 4 + (b if b < 4 else 0)
-        logits = n * padded_vocabulary(config.model, vocabulary) // sizes.tensor * per_logit
+        part, batch = (
+            padded_vocabulary(config.model, vocabulary) // sizes.tensor,
+            config.training.train_micro_batch_size_per_gpu,
+        )
+        logits = scored_at_once(n // batch, batch, part) * batch * part * per_logit
     # A stage receives each micro-batch, and each gradient, into a buffer of its own.
     received = steps * hidden * ((not first) + (not last))
     return Memory(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron.model.build import build_model
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.model.options import MOST_LOGITS, ModelOptions, PositionOptions
 from megatron.parallel.parameters import division
 from megatron.parallel.processes import Processes
 
@@ -13,7 +13,9 @@ VOCABULARY = 30  # padded to 32: 16 for each rank
 LENGTH = 14
 
 
-def gradients(processes: Processes, model: dict[str, Any], position: dict[str, Any]) -> dict[str, Any]:
+def gradients(
+    processes: Processes, model: dict[str, Any], position: dict[str, Any], most_logits: int = MOST_LOGITS
+) -> dict[str, Any]:
     """Losses, logits and gradients of a fresh model on fixed tokens."""
     options = ModelOptions(
         **{
@@ -28,6 +30,7 @@ def gradients(processes: Processes, model: dict[str, Any], position: dict[str, A
         }
     )
     gpt = build_model(options, PositionOptions(**position), VOCABULARY, processes=processes, seed=11)
+    gpt.most_logits = most_logits
     generator = torch.Generator().manual_seed(3)
     x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator)
     with torch.no_grad():

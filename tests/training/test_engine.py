@@ -133,6 +133,17 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[st
         torch.testing.assert_close(got[name], weight, rtol=0, atol=moved, msg=name)
 
 
+def test_zero_3_gathers_the_output_layer_for_each_piece_of_the_loss() -> None:
+    chosen = config(3, "fp32", eps=1e-2)
+    losses, norms, _ = plain(chosen, 3, 1e-2, 1)
+    engine = start(chosen)
+    engine.model.most_logits = 500
+    assert engine.model.most_logits < TOKENS[0, :, 1:].numel() * VOCABULARY / 2  # so there are pieces
+    assert run(engine, 3, 1e-2, 1) == pytest.approx(losses, rel=apart(TERMS, SUMS))
+    assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=apart(TERMS, 2 * SUMS))
+    engine.close()
+
+
 def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
     """How many values of the float32 masters lie outside their bounds, and how many exactly on one."""
     weights = masters(engine.deepspeed)

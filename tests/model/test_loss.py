@@ -1,0 +1,65 @@
+"""The loss of some tokens at a time is the loss of all: values, gradients, and what is kept."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.model.build import build_model
+from megatron.model.gpt import GPT
+from megatron.model.options import ModelOptions, PositionOptions, scored_at_once
+from megatron.parallel.processes import alone
+from tools.rounding import assert_alike, sums_of_gpt
+
+VOCABULARY, LENGTH, WIDTH = 300, 40, 16
+TERMS, SUMS = sums_of_gpt(WIDTH, layers=1)
+TOKENS, LABELS = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def gpt(**keys: object) -> GPT:
+    options = ModelOptions(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        seq_length=LENGTH,
+        make_vocab_size_divisible_by=4,
+        **keys,
+    )
+    return build_model(options, PositionOptions(pos_emb="rotary"), VOCABULARY, processes=alone(), seed=5)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("together", [1, 7, 20, LENGTH - 1])
+def test_losses_and_gradients_are_those_of_all_tokens_at_once(together: int, untied: bool) -> None:
+    model = gpt(no_weight_tying=untied)
+    found = []
+    for most in (2 * VOCABULARY * LENGTH, 2 * VOCABULARY * together + 1):
+        model.most_logits = most
+        losses = model(TOKENS, LABELS)
+        # Tokens weigh differently, as under a mask.
+        grads = torch.autograd.grad((losses * torch.linspace(0, 2, LENGTH)).sum(), list(model.parameters()))
+        found.append([losses.detach(), *grads])
+    for whole, pieces in zip(*found, strict=True):
+        assert_alike(pieces, whole, max(TERMS, 2 * LENGTH), 2 * SUMS, size=0.0)
+
+
+def test_no_logits_are_kept_for_the_backward_pass() -> None:
+    model = gpt()
+
+    def largest() -> int:
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            model(TOKENS, LABELS)
+        return max(sizes)
+
+    assert largest() == 2 * LENGTH * VOCABULARY
+    model.most_logits = 2 * VOCABULARY * 4
+    assert largest() < 2 * LENGTH * VOCABULARY / 2
+
+
+@given(st.integers(1, 5000), st.integers(1, 9), st.integers(1, 600), st.integers(1, 10**6))
+def test_so_many_are_scored_at_once_as_fit(length: int, batch: int, vocabulary: int, most: int) -> None:
+    found = scored_at_once(length, batch, vocabulary, most)
+    assert 1 <= found <= length
+    assert found == 1 or found * batch * vocabulary <= most
+    assert found == length or (found + 1) * batch * vocabulary > most
