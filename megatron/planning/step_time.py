@@ -2,7 +2,8 @@
 
     computing       FLOPs of the slowest pipeline stage, its own share of them, with what it computes again
                     (`checkpoint_activations`: the layers' forward pass; attention in recomputed blocks of rows: its
-                    scores once more; fused attention: half of them), at `mfu` × the GPU's peak
+                    scores once more; fused attention: half of them; the output layer's, where the loss takes some
+                    tokens at a time), at `mfu` × the GPU's peak
     waiting         the pipeline's bubble: P - 1 micro-batches of the slowest stage more than the m of the step
     communicating   bytes of each collective over the link that it takes, nothing of it hidden behind computing
 
@@ -31,7 +32,7 @@ layouts and for the order of magnitude. docs/planning.md compares it with publis
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.model.options import keys_width
+from megatron.model.options import MOST_LOGITS, keys_width, padded_vocabulary
 from megatron.parallel.gpus import Gpu
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
@@ -117,6 +118,8 @@ class _Stage:
         self.b = BYTES[config.training.compute_type]
         self.keys = self.n * keys_width(config.model) * self.b
         self.again = 1 if config.model.checkpoint_activations else 0
+        logits = self.n * padded_vocabulary(config.model, vocabulary) // sizes.tensor
+        self.scored_again = 1 if logits > MOST_LOGITS else 0
         self.processor = processor(config.position)
         self.parameters = held(config, sizes, vocabulary, stage)
 
@@ -129,7 +132,7 @@ class _Stage:
         scores = passes + activations.layer(self.config, self.sizes).again
         layer = one.matrices * passes / tensor + (one.scores + one.processor) * scores * share
         last = self.stage == self.sizes.pipeline - 1
-        return self.n * (self.layers * layer + last * TRAINING * one.output / tensor)
+        return self.n * (self.layers * layer + last * (TRAINING + self.scored_again) * one.output / tensor)
 
     def talking(self) -> float:
         """Seconds in one micro-batch."""

@@ -43,6 +43,14 @@ def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
     assert again.total - plain.total == pytest.approx(forward * tokens / (0.45 * 312e12))
 
 
+def test_an_output_layer_whose_logits_are_too_many_is_computed_once_more() -> None:
+    one = flops(load(["2-7B", "none"]).config, VOCABULARY)
+    # 10 sequences of 2,048 tokens have fewer than 2^30 logits, 11 have more.
+    fits, exceeds = (timed(Sizes(), "none", train_micro_batch_size_per_gpu=n, train_batch_size=8 * n) for n in (10, 11))
+    more = exceeds.computing - fits.computing * 11 / 10
+    assert more == pytest.approx(one.output * 8 * 11 * 2048 / (0.45 * 312e12))
+
+
 @pytest.mark.parametrize("steps", [4, 32])
 def test_a_pipeline_waits_for_its_bubble(steps: int) -> None:
     found = timed(Sizes(pipeline=4), gradient_accumulation_steps=steps, train_batch_size=steps)
