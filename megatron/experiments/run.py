@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -38,10 +39,12 @@ from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
 from megatron.quantities import duration, flop
 from megatron.reports import tables
-from megatron.reports.grids import Grid
-from megatron.reports.records import Record
+from megatron.reports.records import RESULTS, Record
 from megatron.training.records import METRICS
 from megatron.training.signals import acknowledged
+
+if TYPE_CHECKING:
+    from megatron.reports.experiment import Experiment
 
 # What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
 
@@ -128,7 +131,7 @@ def _run(
     found = floors_last(found)
     tables.show(console, found)
     options = sweep.options
-    for grid in _judged(sweep, found) if options.published or options.against or options.differences else ():
+    for grid in _experiment(sweep).grids(found) if options.published or options.against or options.differences else ():
         console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
     files = ", ".join(str(sweep.output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
     say(f"{files} ({duration(time.monotonic() - begun)})")
@@ -232,12 +235,15 @@ def floors_last(found: Sequence[Record]) -> list[Record]:
 
 def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     """Rewrite the results and the report of what is measured so far."""
-    from megatron.reports import report
+    from megatron.reports import experiment, report
     from megatron.reports.folder import write_results
+    from megatron.reports.section import Section
 
     output = sweep.output
     found = floors_last(found)
     write_results(output, found)
+    told = _experiment(sweep)
+    experiment.write(output / RESULTS, told)
     measured = {(record.method, record.seed) for record in found}
     texts = dict(sweep.texts)
     done = [member for member in sweep.members if (member.variant, member.seed) in measured]
@@ -245,36 +251,22 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     missing = len(sweep.members) - len(done)
     report.write(
         output / "report.html",
-        found,
-        title=sweep.options.title,
+        [Section(sweep.options.title, found, told.grids(found))],
         missing=missing,
         configurations=texts,
-        grids=_judged(sweep, found),
     )
 
 
-def _judged(sweep: Sweep, found: Sequence[Record]) -> list[Grid]:
-    """What the results say, and papers' tables beside them."""
-    from megatron.reports import published
-    from megatron.reports.layout import layouts
-    from megatron.reports.together import judged
+def _experiment(sweep: Sweep) -> "Experiment":
+    from megatron.reports.experiment import Experiment
+    from megatron.reports.published import Published
 
-    options, groups = sweep.options, layouts(found)
-    there = any(options.against in layout.methods and len(layout.methods) > 1 for layout in groups)
-    grids = judged(groups, options.against if there else None)
-    for each in options.published:
-        table = published.Published(
-            source=each.source,
-            train_length=each.train_length,
-            metric=each.metric,
-            lengths=tuple(each.lengths),
-            rows=dict(each.rows),
-        )
-        grids += published.grids(table, groups)
-    if options.differences:
-        sentences = tuple((sentence, ()) for sentence in options.differences)
-        grids.append(Grid("What the papers did otherwise, or did not say", "there and here", (), sentences))
-    return grids
+    options = sweep.options
+    tables = tuple(
+        Published(each.source, each.train_length, each.metric, tuple(each.lengths), dict(each.rows))
+        for each in options.published
+    )
+    return Experiment(options.title, options.against, tables, tuple(options.differences))
 
 
 def _lines(console: Console) -> Callable[[str], None]:

@@ -13,12 +13,12 @@ from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.reports.axes import multiple
 from megatron.reports.document import document, machine_and_software
-from megatron.reports.grids import Grid
 from megatron.reports.html_tables import Cell, Column, table
 from megatron.reports.layout import Layout, layouts
 from megatron.reports.pictures import embedded
 from megatron.reports.plots import png
 from megatron.reports.records import Record
+from megatron.reports.section import Section
 from megatron.reports.tables import html_table
 
 NAMED = 4
@@ -49,60 +49,85 @@ _PROTOCOLS = {
 
 def write(
     path: str | Path,
-    records: Sequence[Record],
+    sections: Sequence[Section],
     *,
     title: str | None = None,
     missing: int = 0,
     configurations: Mapping[str, str] | None = None,
-    grids: Sequence[Grid] = (),
 ) -> Path:
     """Write the report.
 
     Args:
         path: the HTML file.
-        records: what to show.
-        title: heading of the page; if None, what is shown of which methods at which lengths.
+        sections: what to show, under each other.
+        title: heading of the page; if None, that of its only section, or what is shown of which methods at which
+            lengths.
         missing: runs that are still to come, which the heading says.
         configurations: name → text of a configuration file, shown folded at the end.
-        grids: further tables, shown below those of the records.
 
     Raises:
         UserError: there are no records.
     """
-    page = render(records, title=title, missing=missing, configurations=configurations, grids=grids)
-    return write_text(path, page)
+    return write_text(path, render(sections, title=title, missing=missing, configurations=configurations))
 
 
 def render(
-    records: Sequence[Record],
+    sections: Sequence[Section],
     *,
     title: str | None = None,
     missing: int = 0,
     configurations: Mapping[str, str] | None = None,
-    grids: Sequence[Grid] = (),
 ) -> str:
     """The report as a string of HTML; arguments as for `write`."""
+    records = [record for each in sections for record in each.records]
     if not records:
         raise UserError("no records to report")
-    groups = layouts(records)
+    groups = [layout for each in sections for layout in layouts(each.records)]
     metrics = list(dict.fromkeys(layout.metric for layout in groups))
     to_come = f" ({missing} run{'s' * (missing > 1)} to come)" if missing else ""
-    judged = ["<h2>What it says</h2>", *(each.html() for each in grids)] if grids else []
     defined = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
+    several = len(sections) > 1
+    if title is None:
+        title = _title(groups) if several or sections[0].title is None else sections[0].title
     parts = [
-        f"<p>{' '.join(html.escape(_summary(layout)) for layout in groups)}</p>",
-        embedded(lambda narrow: png(records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
-        *(html_table(layout) for layout in groups),
-        *judged,
+        *([_contents(sections)] if several else []),
+        *(part for number, each in enumerate(sections) for part in _results(each, number, headed=several)),
         "<h2>What was measured</h2>",
-        *(f"<p>{_measured(layout)}</p>" for layout in groups),
+        *dict.fromkeys(f"<p>{_measured(layout)}</p>" for layout in groups),
         "<h2>Models</h2>",
         _models(records),
         machine_and_software(_facts(records)),
         _configurations(configurations or {}),
         f"<footer>{html.escape(defined)}</footer>",
     ]
-    return document((title or _title(groups)) + to_come, parts)
+    return document(title + to_come, parts)
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    """Links to the sections."""
+    items = "".join(
+        f'<li><a href="#section-{number}">{html.escape(_heading(each))}</a></li>'
+        for number, each in enumerate(sections)
+    )
+    return f"<ul>{items}</ul>"
+
+
+def _heading(section: Section) -> str:
+    return _title(layouts(section.records)) if section.title is None else section.title
+
+
+def _results(section: Section, number: int, *, headed: bool) -> list[str]:
+    """A section's summary, picture and tables."""
+    groups = layouts(section.records)
+    says = [] if headed or not section.grids else ["<h2>What it says</h2>"]
+    return [
+        *([f'<h2 id="section-{number}">{html.escape(_heading(section))}</h2>'] if headed else []),
+        f"<p>{' '.join(html.escape(_summary(layout)) for layout in groups)}</p>",
+        embedded(lambda narrow: png(section.records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
+        *(html_table(layout) for layout in groups),
+        *says,
+        *(each.html() for each in section.grids),
+    ]
 
 
 def _drawn(groups: Sequence[Layout]) -> str:

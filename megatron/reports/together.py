@@ -1,15 +1,17 @@
 """`./deepy.py report RESULTS…`: records of several files in one page, and what they say."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.reports import across, extrapolation, records, significance, tables
-from megatron.reports.grids import Grid
-from megatron.reports.layout import Layout, layouts
+from megatron.reports import experiment, extrapolation, records, tables
+from megatron.reports.judgement import judged
+from megatron.reports.layout import layouts
 from megatron.reports.records import RESULTS, Record
+from megatron.reports.section import Section
 from megatron.suggest import choose_from
 
 
@@ -24,42 +26,50 @@ def together(
 ) -> list[Record]:
     """Show the tables of several files, and write them into a page if one is named.
 
+    Each experiment is a section of its own, with papers' tables beside its own; the rest is put together.
+
     Args:
         results: results.json files, or folders that hold one.
         console: takes the tables.
         output: the page.
-        against: the method that others are compared with.
+        against: the method that others are compared with; an experiment's own if None.
         delta: the bound of the criterion of extrapolation.
         title: of the page.
 
     Raises:
         UserError: there is no such file, it holds no records, or no table has the method.
     """
-    found = [record for path in results for record in records.read(path / RESULTS if path.is_dir() else path)]
-    if not found:
-        raise UserError(f"{', '.join(map(str, results))}: no results")
-    grids = judged(layouts(found), against, delta)
-    tables.show(console, found)
-    for each in grids:
-        console.print(f"\n{each.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
+    sections = _sections(results, against, delta)
+    for each in sections:
+        if each.title is not None:
+            console.print(f"\n{each.title}\n", markup=False, highlight=False, soft_wrap=True)
+        tables.show(console, each.records)
+        for grid in each.grids:
+            console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
     if output is not None:
         from megatron.reports import report  # matplotlib takes a while
 
-        report.write(output, found, title=title, grids=grids)
+        report.write(output, sections, title=title)
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
-    return found
+    return [record for each in sections for record in each.records]
 
 
-def judged(groups: Sequence[Layout], against: str | None = None, delta: float = extrapolation.DELTA) -> list[Grid]:
-    """What tables say: models of several training lengths side by side, who extrapolates, and who differs from a
-    method. Raises UserError if no table has the method."""
-    grids = across.grids(groups)
-    grids += [grid for layout in groups if (grid := extrapolation.grid(layout, delta)) is not None]
-    if against is None:
-        return grids
-    with_it = [layout for layout in groups if against in layout.methods and len(layout.methods) > 1]
-    if not with_it:
-        methods = list(dict.fromkeys(method for layout in groups for method in layout.methods))
-        hint = "it is alone in its table" if against in methods else choose_from(against, methods)
-        raise UserError(f"--against {against}: nothing to compare with it; {hint}")
-    return grids + [significance.grid(layout, against) for layout in with_it]
+def _sections(results: Sequence[Path], against: str | None, delta: float) -> list[Section]:
+    """What belongs to no experiment first, all together."""
+    files = [path / RESULTS if path.is_dir() else path for path in results]
+    found = {path: records.read(path) for path in files}
+    known = {path: experiment.read(path) for path in files}
+    sections = []
+    rest = [record for path in files if known[path] is None for record in found[path]]
+    if rest:
+        sections.append(Section(None, rest, judged(layouts(rest), against, delta)))
+    for path, each in known.items():
+        if each is not None and found[path]:
+            chosen = each if against is None else replace(each, against=against)
+            sections.append(Section(each.title, found[path], chosen.grids(found[path], delta)))
+    if not sections:
+        raise UserError(f"{', '.join(map(str, results))}: no results")
+    methods = list(dict.fromkeys(record.method for each in sections for record in each.records))
+    if against is not None and against not in methods:
+        raise UserError(f"--against {against}: nothing to compare with it; {choose_from(against, methods)}")
+    return sections

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from models import build_model
+from pages import page_of
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from megatron.evaluation.exercise import Questions, learned_task, questions
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.subject import Scoring
 from megatron.model.options import PositionOptions
-from megatron.reports import report, tables
+from megatron.reports import tables
 from megatron.reports.layout import layouts
 from megatron.tasks.chosen import exercise
 from megatron.tasks.floors import CONSTANT, PLACE
@@ -162,7 +163,7 @@ def test_floors_stand_beside_the_models() -> None:
     assert text.count("floor: ") == 2
     assert "causal decoder" in text
     assert "encoder" in text
-    page = report.render([*model, *found])
+    page = page_of([*model, *found])
     assert "the same 200 fresh sequences" in page
     assert "window" not in page.split("What was measured")[1].split("Models")[0]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from pages import page_of
 
 from megatron.errors import UserError
-from megatron.reports import plots, records, report, tables
+from megatron.reports import plots, records, tables
 from megatron.reports.layout import layouts
 from megatron.reports.metrics import METRICS, Metric, find, number
 from megatron.reports.records import Record, of_row
@@ -55,7 +56,7 @@ def test_accuracy_in_a_plot_and_a_page() -> None:
     assert axes.get_ylabel() == "accuracy in %"
     assert axes.get_yscale() == "linear"
     assert axes.yaxis.get_major_formatter()(0.5, 0) == "50"
-    page = report.render(accuracies())
+    page = page_of(accuracies())
     assert "accuracy in % at 160 tokens (4×, protocol task): cdape 97.00 (+1.00 from 40 tokens, holds), rotary" in page
     assert 'alt="Accuracy over length' in page
     assert "rightly. Higher is better." in page
@@ -83,7 +84,7 @@ def test_an_entry_of_the_registry_is_all_that_a_metric_needs(monkeypatch: pytest
     (layout,) = layouts(found)
     assert [str(cell) for cell in layout.cells.values()] == ["-0.25*", "-740.5", "0.002*", "-1.50"]
     assert found[0].interval == (-0.25 - 0.98, -0.25 + 0.98)
-    assert "Gain in nats" in report.render(found)
+    assert "Gain in nats" in page_of(found)
 
 
 def test_no_metric_is_called_like_a_field_of_a_record() -> None:

@@ -6,11 +6,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from pages import page_of
 
 from megatron.errors import UserError
 from megatron.reports import plots, report
 from megatron.reports.layout import layouts
 from megatron.reports.records import Record, of_row
+from megatron.reports.section import Section
 
 from .conftest import record
 
@@ -45,7 +47,7 @@ class Page(HTMLParser):
 
 
 def test_it_stands_alone_and_embeds_the_plot(story: list[Record], tmp_path: Path) -> None:
-    path = report.write(tmp_path / "deep" / "report.html", story)
+    path = report.write(tmp_path / "deep" / "report.html", [Section(None, story)])
     content = path.read_text(encoding="utf-8")
     page = Page(content)
     assert "script" not in page.tags
@@ -66,7 +68,7 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
         "train_tokens": 1_024_000, "position": "cdape(width=16)+kerple_log", "backend": "chunked", "dtype": "float32",
         "date": "2025-01-02T03:04:05+00:00", "device": "cpu", "seconds": 1.5,
     }  # fmt: skip
-    text = Page(report.render([r.replace(**known) for r in story], title="A & B")).text
+    text = Page(page_of([r.replace(**known) for r in story], title="A & B")).text
     for part in (
         *("A & B", "Only the last 64 tokens", "the same 61 places", "the same 4,096 tokens", "861,234"),
         *("data/python/test_text_document", "1,024,000", "cdape(width=16)+kerple_log", "chunked, float32, 4.5 s"),
@@ -77,15 +79,15 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
 
 
 def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
-    summary = re.search(r"perplexity per token at 2,048 tokens.*?\.\s*\n", Page(report.render(story)).text).group()
+    summary = re.search(r"perplexity per token at 2,048 tokens.*?\.\s*\n", Page(page_of(story)).text).group()
     assert summary.index("cdape") < summary.index("kerple_log") < summary.index("rotary")
 
 
 def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
-    assert 'alt="Perplexity over length, one curve per method"' in report.render(story)
+    assert 'alt="Perplexity over length, one curve per method"' in page_of(story)
     here = {"metric": "loss", "axis": "depth"}
     probed = [story[0].replace(**here, place=place, value=value) for place, value in ((0.25, 3.0), (1.0, 2.0))]
-    page = report.render([*story, *probed])
+    page = page_of([*story, *probed])
     assert 'alt="Perplexity over length; Loss over depth, one curve per method"' in page
     assert "at depth 100% (protocol last): rotary 2.00 (-1.00 from 25%)." in Page(page).text
     where = {"axis": "position", "place": 64.0}
@@ -95,7 +97,7 @@ def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
 
 def test_the_summary_says_what_is_beyond_chance() -> None:
     change = {"change": 6.0, "change_low": 5.0, "change_high": 7.0, "change_from": 64}
-    page = Page(report.render([record("rotary", 64, 5.0), record("rotary", 2048, 30.0, **change)]))
+    page = Page(page_of([record("rotary", 64, 5.0), record("rotary", 2048, 30.0, **change)]))
     assert "rotary 30.00 (+500% from 64 tokens, rises)" in page.text
     assert "draw the same windows at both lengths" in page.text
 
@@ -103,39 +105,39 @@ def test_the_summary_says_what_is_beyond_chance() -> None:
 def test_records_with_required_fields_only(story: list[Record]) -> None:
     bare = of_row({"method": "x", "train_length": 64, "length": 64, "protocol": "mine", "perplexity": 5.0, "tokens": 10,
                    "seed": 0})  # fmt: skip
-    assert "Protocol mine" in Page(report.render([bare])).text
+    assert "Protocol mine" in Page(page_of([bare])).text
     with pytest.raises(UserError, match="no records"):
-        report.render([])
+        page_of([])
 
 
 def test_nothing_from_outside_becomes_markup() -> None:
     evil = "</td><script>alert(1)</script>"
     hostile = record(evil, 64, 5.0, dataset=evil, position=evil, machine=evil, run=evil, tokenizer=evil)
-    page = Page(report.render([hostile], title=evil, configurations={evil: evil}))
+    page = Page(page_of([hostile], title=evil, configurations={evil: evil}))
     assert "script" not in page.tags
     assert page.text.count("alert(1)") >= 7
     # Template's own placeholder sign is harmless too.
-    assert "$plot" in Page(report.render([record("$plot", 64, 5.0)])).text
+    assert "$plot" in Page(page_of([record("$plot", 64, 5.0)])).text
 
 
 def test_the_title_says_what_is_shown(story: list[Record]) -> None:
     title = "<h1>Perplexity of rotary, kerple_log and cdape at 64 to 2,048 tokens, trained at 64"
-    assert f"{title}</h1>" in report.render(story)
-    assert f"{title} (2 runs to come)</h1>" in report.render(story, missing=2)
+    assert f"{title}</h1>" in page_of(story)
+    assert f"{title} (2 runs to come)</h1>" in page_of(story, missing=2)
     many = [record(f"m{i}", 64, 5.0) for i in range(5)]
-    assert "<h1>Perplexity of 5 methods at 64 tokens, trained at 64</h1>" in report.render(many)
-    assert "<h1>A &amp; B</h1>" in report.render(story, title="A & B")
+    assert "<h1>Perplexity of 5 methods at 64 tokens, trained at 64</h1>" in page_of(many)
+    assert "<h1>A &amp; B</h1>" in page_of(story, title="A & B")
 
 
 def test_configurations_are_folded(story: list[Record]) -> None:
-    page = Page(report.render(story, configurations={"rotary.yml": "pos_emb: rotary\n"}))
+    page = Page(page_of(story, configurations={"rotary.yml": "pos_emb: rotary\n"}))
     assert "details" in page.tags
     assert "pos_emb: rotary" in page.text
-    assert "details" not in Page(report.render(story)).tags
+    assert "details" not in Page(page_of(story)).tags
 
 
 def test_every_cell_names_its_column_for_narrow_screens(story: list[Record]) -> None:
-    content = report.render(story)
+    content = page_of(story)
     cells = re.findall(r"<td[^>]*>", content)
     assert len(cells) == 3 * 3 + 3 * 5  # lengths, and facts of the models
     assert all(re.search(r'data-label="[^"]+"', cell) for cell in cells)

@@ -1,14 +1,17 @@
 """The criterion of extrapolation, tables of words, and `./deepy.py report` from files to a page."""
 
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.reports import across, extrapolation, records
+from megatron.reports import across, experiment, extrapolation, records
+from megatron.reports.experiment import Experiment
 from megatron.reports.grids import Grid
 from megatron.reports.layout import layouts
+from megatron.reports.published import Published
 from megatron.reports.records import Record
 from megatron.reports.together import together
 
@@ -123,6 +126,40 @@ def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
         assert text in page
     assert "Extrapolation beyond 64 tokens" in printed
     assert "p: paired two-sided t-test over 2 seeds, of logarithms" in printed
+
+
+def test_experiments_are_sections_with_their_papers_tables(story: list[Record], tmp_path: Path) -> None:
+    table = Published("A paper, table 1", 512, "perplexity", (512, 4096), {"rotary": [4.0, 9.0], "cdape": [3.0, None]})
+    told = Experiment("Its first table", "cdape", (table,), ("They had <more> text.",))
+    first = records.write(tmp_path / "first.json", story)
+    experiment.write(first, told)
+    assert experiment.read(first) == told
+    second = records.write(tmp_path / "second" / "results.json", story)
+    experiment.write(second, Experiment(None, "nobody yet"))
+    alone = records.write(tmp_path / "alone.json", story)
+    assert experiment.read(alone) is None
+    console = Console(record=True, width=200)
+    found = together([first, second.parent, alone], console, output=tmp_path / "page.html", title="All")
+    assert found == [*story] * 3
+    page, printed = (tmp_path / "page.html").read_text(), console.export_text()
+    assert page.count("Theirs | ours: A paper, table 1") == 1
+    assert page.count("compared with cdape") == 1
+    assert "They had &lt;more&gt; text." in page
+    assert page.count("<img") == 3
+    # What belongs to no experiment comes first; links lead to the headings.
+    assert re.findall(r'href="#section-(\d)"', page) == re.findall(r'id="section-(\d)"', page) == ["0", "1", "2"]
+    assert page.index('id="section-0"') < page.index("Its first table</h2>") < page.index('id="section-2"')
+    assert printed.index("Its first table") < printed.index("order agreement τ")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "no JSON", '{"title": "x", "against": null, "published": [{}], "differences": []}']
+)
+def test_an_experiment_that_is_none_is_refused(text: str, story: list[Record], tmp_path: Path) -> None:
+    path = records.write(tmp_path / "results.json", story)
+    (tmp_path / "results.experiment.json").write_text(text)
+    with pytest.raises(UserError, match=r"results\.experiment\.json: no experiment of a sweep"):
+        together([path], silent())
 
 
 def test_what_cannot_be_put_together_is_one_line(story: list[Record], tmp_path: Path) -> None:
