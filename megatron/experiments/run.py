@@ -243,7 +243,8 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     found = floors_last(found)
     write_results(output, found)
     told = _experiment(sweep)
-    experiment.write(output / RESULTS, told)
+    if told.of_a_paper:  # the results of other sweeps may be put together with others
+        experiment.write(output / RESULTS, told)
     measured = {(record.method, record.seed) for record in found}
     texts = dict(sweep.texts)
     done = [member for member in sweep.members if (member.variant, member.seed) in measured]

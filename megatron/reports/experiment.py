@@ -1,7 +1,7 @@
 """What an experiment adds to its results: its name, papers' tables to stand beside, and what was done otherwise there.
 
-A sweep writes it beside its results.json, as results.experiment.json, so that a page of several experiments can say of
-each what its own report says.
+A sweep of a paper's table writes it beside its results.json, as results.experiment.json, so that a page of several
+experiments can say of each what its own report says.
 """
 
 import json
@@ -31,6 +31,11 @@ class Experiment:
     published: tuple[Published, ...] = ()
     differences: tuple[str, ...] = ()
     """What the papers did otherwise, or do not say: a sentence each."""
+
+    @property
+    def of_a_paper(self) -> bool:
+        """Is there something of a paper to tell?"""
+        return bool(self.published or self.differences)
 
     def grids(self, records: Sequence[Record], delta: float = DELTA) -> list[Grid]:
         """What the results say, and the papers' tables beside them; `against` counts once its records are there."""

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron.errors import RunError, UserError
 from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
 from megatron.experiments.spec import read
+from megatron.reports.together import together
 
 from .conftest import BASE, Initialiser, Trainer, run, write
 
@@ -32,6 +34,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert [item["perplexity"] for item in stored] == [r.value for r in found]
     files = ("results.csv", "results.md", "results.png", "mine/seed_1234.yml", "mine/seed_1234/metrics.jsonl")
     assert all((place / "out" / name).stat().st_size > 0 for name in files)
+    assert not Path("out/results.experiment.json").exists()
     report = Path("out/report.html").read_text()
     assert "cdape(width=4)+alibi" in report
     assert "sweep.yml" in report
@@ -223,6 +226,10 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
     for text in ("Ours and theirs", "A paper, table 2", "They had more text.", "compared with rotary", "99.50 |"):
         assert text in page
     assert "order agreement τ" in said
+    together([Path("out")], Console(quiet=True), output=Path("page.html"))
+    page = Path("page.html").read_text()
+    assert "<h1>Ours and theirs</h1>" in page
+    assert "A paper, table 2" in page
 
 
 def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Trainer) -> None:
