@@ -14,6 +14,7 @@ from kernels.cdape_attention.tiles import (
     SLOPE,
     hidden_tile,
     is_seen,
+    leaky,
     map_tile,
     saturate,
     share_tile,
@@ -243,7 +244,7 @@ def _mix_bwd_dw_kernel(
 
         first_sum = tl.dot(tl.trans(patch), dhidden.to(compute), first_sum, input_precision=INPUT_PRECISION)
         hidden = saturate(hidden, SATURATE)
-        active = tl.where(alive[:, None], tl.maximum(hidden, hidden * SLOPE), 0.0).to(compute)
+        active = tl.where(alive[:, None], leaky(hidden), 0.0).to(compute)
         second_sum = tl.dot(tl.trans(output), active, second_sum, input_precision=INPUT_PRECISION)
     tl.store(dw_ptr + program * 2 * BLOCK_KC * BLOCK_D + of_weight, first_sum)
     tl.store(dw_ptr + (program * 2 + 1) * BLOCK_KC * BLOCK_D + of_weight, second_sum)

@@ -105,8 +105,8 @@ def heads_constants(heads: int, dim: int, tile: Tile) -> dict[str, Any]:
     return {"H": heads, "CHANNELS": channels(heads), **attend_constants(dim, tile)}
 
 
-WORKSPACE = 12
-"""A chunk's maps take at most this part of a device's memory: one twelfth."""
+WORKSPACE_SHARE = 1 / 12
+"""Of a device's memory: what a chunk's maps take at most."""
 LEAST_ROWS, USUAL_ROWS, MOST_ROWS = 16, 256, 2048
 """Of a chunk."""
 
@@ -125,12 +125,15 @@ def most_rows(heads: int, columns: int) -> int:
 
 
 def chunk_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, machine: Machine) -> int:
-    """Query rows per chunk: so many that the softmax, which has a program for a head's block of rows, keeps the
-    processors busy, and fewer where the maps would be large, so that memory stays linear in C."""
+    """Query rows per chunk.
+
+    So many that the softmax, which has a program for a head's block of rows, keeps the processors busy, and fewer where
+    the maps would be large, so that memory stays linear in C.
+    """
     chunk, block = USUAL_ROWS, attend_tile("attend_fwd", USUAL_ROWS, dtype).block_m
     while chunk < MOST_ROWS and batch * heads * (chunk // block) < machine.processors:
         chunk *= 2
-    room = machine.memory // WORKSPACE // (batch * columns * map_bytes(heads, dtype))
+    room = int(machine.memory * WORKSPACE_SHARE) // (batch * columns * map_bytes(heads, dtype))
     while chunk > LEAST_ROWS and chunk > min(room, most_rows(heads, columns)):
         chunk //= 2
     return max(min(chunk, rows), 1)

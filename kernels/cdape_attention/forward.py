@@ -7,7 +7,7 @@ p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`. Tiles as in `tiles.py`.
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.tiles import SLOPE, hidden_tile, is_seen, map_tile, saturate, shifted
+from kernels.cdape_attention.tiles import hidden_tile, is_seen, leaky, map_tile, saturate, shifted
 
 RUNTIME = ["R", "C", "first_row", "first_column", "share_count", "edge_row", "bias_count", "window"]
 
@@ -62,7 +62,7 @@ def _mix_fwd_kernel(
                          CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
     # fmt: on
     hidden = saturate(hidden, SATURATE)
-    active = tl.where(alive[:, None], tl.maximum(hidden, hidden * SLOPE), 0.0).to(w2_ptr.dtype.element_ty)
+    active = tl.where(alive[:, None], leaky(hidden), 0.0).to(w2_ptr.dtype.element_ty)
 
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     processed = tl.zeros((PIXELS, BLOCK_H), tl.float32) + tl.load(b2_ptr + head)[None, :]

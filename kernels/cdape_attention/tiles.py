@@ -25,6 +25,12 @@ def saturate(x, SATURATE: tl.constexpr):
 
 
 @triton.jit
+def leaky(x):
+    """LeakyReLU, for a slope below 1."""
+    return tl.maximum(x, x * SLOPE)
+
+
+@triton.jit
 def shifted(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
     """x [PIXELS, BLOCK_H] read `by` pixels further on. What crosses a row's end lands in the halo, not kept."""
     pixel = tl.minimum(tl.maximum(tl.arange(0, PIXELS) + by, 0), PIXELS - 1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, Maps, Problem, chunks
 from kernels.cdape_attention.configs import (
     LEAST_ROWS,
-    WORKSPACE,
+    WORKSPACE_SHARE,
     chunk_rows,
     map_bytes,
     mixer_tile,
@@ -31,7 +31,7 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
 ) -> None:
     chunk = chunk_rows(batch, heads, rows, columns, dtype, A100)
     assert 1 <= chunk <= rows
-    assert chunk <= LEAST_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.memory / WORKSPACE
+    assert chunk <= LEAST_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.memory * WORKSPACE_SHARE
     assert chunk <= most_rows(heads, columns)
 
 
