@@ -83,7 +83,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if path in worlds.STARTED_BY:
             item.add_marker("ranks")
-    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)  # ranks first: see worlds.py
+        if any(path == waiting or path.startswith(f"{waiting}/") for waiting in worlds.WAITING):
+            item.add_marker("waits")
+    items[:] = worlds.ordered(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: some tests wait most of their time (see worlds.py)."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -89,6 +89,7 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=30

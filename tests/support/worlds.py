@@ -3,6 +3,9 @@
 Ranks of a world meet at every collective, so each waits until the operating system runs the others. With two worlds of
 two ranks on two processors a step takes several times as long as twice one world's. So such tests come first, and take
 one of as many turns as there are pairs of processors; other tests run beside them.
+
+Tests that wait for SLURM, for connections or for a rank that hangs take minutes and little of a processor. They come
+first too, on another worker than those of ranks.
 """
 
 import fcntl
@@ -12,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Tests that wait more than they compute (for SLURM, for a rank that hangs) are not among them.
+import pytest
+
 STARTED_BY = (
     "checkpoint/test_any_layout.py",
     "checkpoint/test_layouts.py",
@@ -28,8 +32,21 @@ STARTED_BY = (
     "training/test_tasks.py",
 )
 """Files whose tests start ranks that compute."""
+WAITING = ("cluster", "launch/test_nodes.py", "training/test_watch.py")
+"""Folders and files whose tests start processes, and wait more than they compute."""
 
 TURNS = max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def ordered(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Tests of ranks at the head of the first worker's share, tests that wait at that of the second's.
+
+    At first xdist gives each worker one piece of the list, all of one size (`--dist worksteal`).
+    """
+    ranks, waiting = ([item for item in items if item.get_closest_marker(mark)] for mark in ("ranks", "waits"))
+    rest = [item for item in items if item not in {*ranks, *waiting}]
+    second = max(0, len(items) // workers - len(ranks))
+    return [*ranks, *rest[:second], *waiting, *rest[second:]]
 
 
 @contextmanager
