@@ -88,11 +88,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = worlds.ordered(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: some tests wait most of their time (see worlds.py)."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Tests that start ranks wait for their turn, before their fixtures do anything."""

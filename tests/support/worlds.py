@@ -44,7 +44,8 @@ def ordered(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     At first xdist gives each worker one piece of the list, all of one size (`--dist worksteal`).
     """
     ranks, waiting = ([item for item in items if item.get_closest_marker(mark)] for mark in ("ranks", "waits"))
-    rest = [item for item in items if item not in {*ranks, *waiting}]
+    placed = {*ranks, *waiting}
+    rest = [item for item in items if item not in placed]
     second = max(0, len(items) // workers - len(ranks))
     return [*ranks, *rest[:second], *waiting, *rest[second:]]
 
