@@ -170,7 +170,7 @@ def head_gradient(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """dL of a head on a tile, float32; stores the tile of P. Zeros for a head that only fills up the last group."""
+    """dL of a head on a tile, compute type; P is stored. Zeros for a head that only fills up the last group."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
     R, C, first_row, first_column, window, R_total, C_total = extent
     if HEAD < H:
@@ -192,7 +192,7 @@ def head_gradient(
         found = p * (dp - mean[:, None])
     else:
         found = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    return found
+    return found.to(do_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def _attend_bwd_kernel(
     stats_ptr,  # [2, B, H, R_total] float32, maximum and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
     p_ptr,  # [B, H, R, C] compute type, P, written whole: zero where a row does not see the column
-    dlogits_ptr,  # [B, R, C, CHANNELS] float32, dL, written where a tile holds a column that a row sees
+    dlogits_ptr,  # [B, R, C, CHANNELS] compute type, dL, written where a tile holds a column that a row sees
     R,
     C,
     first_row,

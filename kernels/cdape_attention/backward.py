@@ -34,12 +34,12 @@ RUNTIME = [
 
 
 @triton.jit
-def through_activation(dlogits_ptr, hidden, alive, SATURATE: tl.constexpr):
+def through_activation(gradient, hidden, alive, SATURATE: tl.constexpr):
     """The gradient before LeakyReLU and saturation."""
-    dlogits_ptr = dlogits_ptr * tl.where(hidden > 0, 1.0, SLOPE)
+    gradient = gradient * tl.where(hidden > 0, 1.0, SLOPE)
     if SATURATE:
-        dlogits_ptr = tl.where((hidden < LARGEST) & (hidden > -LARGEST), dlogits_ptr, 0.0)
-    return tl.where(alive[:, None], dlogits_ptr, 0.0)
+        gradient = tl.where((hidden < LARGEST) & (hidden > -LARGEST), gradient, 0.0)
+    return tl.where(alive[:, None], gradient, 0.0)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def dhidden_tile(
         seen = is_seen(row, n - reach, j + reach, R, window)
         taken = map_tile(dlogits_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
-        dhidden = tl.dot(taken.to(w2_ptr.dtype.element_ty), weight, dhidden, input_precision=INPUT_PRECISION)
+        dhidden = tl.dot(taken, weight, dhidden, input_precision=INPUT_PRECISION)
     return through_activation(dhidden, hidden, alive, SATURATE)
 
 
@@ -81,7 +81,7 @@ def store_channels(ptr, tile, entry, stored, COUNT: tl.constexpr):
 @triton.jit(do_not_specialize=RUNTIME)
 def _mix_bwd_kernel(
     scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
-    dlogits_ptr,  # [B, R, C, CHANNELS] float32, of the logits, zero in channels beyond H
+    dlogits_ptr,  # [B, R, C, CHANNELS] compute type, of the logits, zero in channels beyond H
     shares_ptr,  # [p + N + rows·p, D] float32
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
@@ -156,7 +156,7 @@ def _mix_bwd_kernel(
             store_channels(dedge_ptr, dhidden, entry, at_edge, D)
 
         kept = is_seen(row, n, j, R, window) & middle
-        result = map_tile(dlogits_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H)
+        result = map_tile(dlogits_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
         if HAS_BIAS:
             bias_sum += tl.sum(tl.reshape(result, (BLOCK_M, BLOCK_N, BLOCK_H)), 0)
         narrow = dhidden.to(w1_ptr.dtype.element_ty)
@@ -183,7 +183,7 @@ def _mix_bwd_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def _mix_bwd_dw_kernel(
     scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
-    dlogits_ptr,  # [B, R, C, CHANNELS] float32, of the logits, zero in channels beyond H
+    dlogits_ptr,  # [B, R, C, CHANNELS] compute type, of the logits, zero in channels beyond H
     shares_ptr,  # [p + N + rows·p, D] float32
     w1_ptr,  # [BLOCK_KC, BLOCK_D] compute type, row t·CHANNELS + h
     w2_ptr,  # [BLOCK_KC, BLOCK_D] compute type, the same with its taps mirrored
@@ -238,7 +238,7 @@ def _mix_bwd_dw_kernel(
         hidden = share_tile(shares_ptr, row, n, j, alive, share_count, edge_row, PADDING, D, BLOCK_D)
         hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
 
-        output = tl.load(dlogits_ptr + place, mask=seen, other=0.0).to(compute)
+        output = tl.load(dlogits_ptr + place, mask=seen, other=0.0)
         dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
         dhidden = through_activation(dhidden, hidden, alive, SATURATE)
 

@@ -190,7 +190,7 @@ class Maps:
     probabilities: Tensor
     """P, compute type; zero where a row does not see the column."""
     dlogits: Tensor
-    """dL, float32, heads last; undefined where a row does not see the column."""
+    """dL, compute type, heads last; undefined where a row does not see the column."""
 
     @property
     def dscores(self) -> Tensor:
@@ -302,9 +302,7 @@ def _maps(problem: Problem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Maps:
     """Scores and logits, and room for the rest."""
     scores = scores_of(problem, chunk, scaled, k)
     logits = logits_of(problem, chunk, scores)
-    return Maps(
-        scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores, dtype=torch.float32)
-    )
+    return Maps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
 
 
 def softmax_backward(problem: Problem, chunk: Chunk, maps: Maps, v: Tensor, dout: Tensor, stats: Tensor) -> None:

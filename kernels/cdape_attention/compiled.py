@@ -37,7 +37,7 @@ MIXER = {"mix_fwd": _mix_fwd_kernel, "mix_bwd": _mix_bwd_kernel, "mix_bwd_dw": _
 ATTEND = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_kernel}
 ALL_HEADS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 FLOAT32 = (
-    *("logits_ptr", "dlogits_ptr", "shares_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
+    *("logits_ptr", "shares_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
     *("dshares_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
 )
 

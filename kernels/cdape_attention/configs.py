@@ -114,9 +114,9 @@ LEAST_ROWS, USUAL_ROWS, MOST_ROWS = 16, 256, 2048
 def map_bytes(heads: int, dtype: torch.dtype) -> int:
     """Of all maps of a chunk in the backward pass, for each row and column of a sequence.
 
-    S and P are in the compute type, L and dL in float32; S and dL have channels that fill up their groups.
+    S, P and dL are in the compute type, L in float32; S and dL have channels that fill up their groups.
     """
-    return (channels(heads) + heads) * (dtype.itemsize + 4)
+    return 2 * channels(heads) * dtype.itemsize + heads * (dtype.itemsize + 4)
 
 
 def most_rows(heads: int, columns: int) -> int:

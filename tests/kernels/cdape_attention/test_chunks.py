@@ -54,7 +54,7 @@ def test_a_chunk_has_work_for_all_processors_where_memory_allows(
 @pytest.mark.parametrize("heads", [4, 12, 17])
 def test_the_bytes_of_the_maps_are_those_of_their_tensors(heads: int, dtype: torch.dtype) -> None:
     last, first = torch.empty(1, 5, 7, channels(heads)), torch.empty(1, heads, 5, 7)
-    maps = Maps(last.to(dtype), first, first.to(dtype), last)
+    maps = Maps(last.to(dtype), first, first.to(dtype), last.to(dtype))
     assert sum(x.nbytes for x in vars(maps).values()) == 5 * 7 * map_bytes(heads, dtype)
 
 
