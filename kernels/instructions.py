@@ -1,13 +1,14 @@
 """How many instructions kernels issue: what can be told of their speed without a GPU.
 
-    python -m kernels.instructions cdape_attention [--arch 80 90] [--json FILE]
+    python -m kernels.instructions OP [--arch 80 90] [--json FILE]
 
 A processor of a GPU issues at most one instruction of a warp per clock in each of its four parts, so a kernel that is
 bound by neither memory nor latency takes at least (instructions × warps / 4) clocks for the scores that a program
 computes in them. A score here is a pair of a row and a column, with all heads. Of a kernel that loops over rows or
-columns the loop's body is counted, and not what comes once before and after it.
+columns the body of the loop that runs most is counted, and not what comes once before and after it.
 
-`kernels/OP/compiled.py` says which kernels a step launches (`step() -> Iterator[Launch]`).
+`kernels/OP/compiled.py` says which kernels a step launches (`passes(arch) -> dict[str, list[Launch]]`: the op's forward
+and backward pass, by what it computes).
 """
 
 import argparse
@@ -17,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ PARTS = 4
 """Of a processor, each with a scheduler of its own (NVIDIA A100 and H100 whitepapers)."""
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
+PRODUCT = re.compile(r"\bH?G?MMA\b")
+"""Of matrices: HMMA on sm_80, HGMMA on sm_90."""
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_[\w.]+)\)")
 
 
@@ -46,12 +49,15 @@ class Launch:
 
 
 def count(disassembly: str, *, looped: bool) -> int:
-    """Instructions of the longest loop, or of the whole program; NOPs are not counted.
+    """Instructions of the loop that runs most, or of the whole program; NOPs are not counted.
+
+    Of the loops that multiply matrices that is the shortest: others contain it, or mask the ends of a row besides.
 
     Raises:
         ValueError: there is no loop.
     """
     places: list[int] = []
+    products: list[int] = []
     labels: dict[str, int] = {}
     branches: list[tuple[int, str]] = []
     waiting: list[str] = []
@@ -64,16 +70,18 @@ def count(disassembly: str, *, looped: bool) -> int:
             waiting = []
             if not found[2].startswith("NOP"):
                 places.append(place)
+            if PRODUCT.search(found[2]) is not None:
+                products.append(place)
             if (branch := BRANCH.search(found[2])) is not None:
                 branches.append((place, branch[1]))
     if not looped:
         return len(places)
     # Code ends in a branch to itself, which is no loop.
     loops = [(labels[label], place) for place, label in branches if labels.get(label, place) < place]
+    loops = [(first, last) for first, last in loops if any(first <= place <= last for place in products)]
     if not loops:
-        raise ValueError("there is no loop in it")
-    first, last = max(loops, key=lambda loop: loop[1] - loop[0])
-    return sum(first <= place <= last for place in places)
+        raise ValueError("there is no loop with matrix products in it")
+    return min(sum(first <= place <= last for place in places) for first, last in loops)
 
 
 def disassembled(code: Any) -> str:
@@ -92,15 +100,15 @@ def clocks(launch: Launch, arch: int) -> float:
     return count(disassembled(code), looped=launch.looped) * one.options["num_warps"] / PARTS / launch.scores
 
 
-def table(op: str, arch: int) -> Iterator[tuple[str, int, float]]:
-    """Name, how often it runs, and clocks of each kernel of a step."""
-    for launch in importlib.import_module(f"kernels.{op}.compiled").step():
+def table(launches: Iterable[Launch], arch: int) -> Iterator[tuple[str, int, float]]:
+    """Name, how often it runs, and clocks of each kernel of a pass."""
+    for launch in launches:
         yield launch.configuration.name, launch.times, clocks(launch, arch)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.instructions", description="Count kernels' instructions.")
-    parser.add_argument("op", choices=["cdape_attention"])
+    parser.add_argument("op", choices=["biased_attention", "cdape_attention"])
     parser.add_argument("--arch", nargs="+", type=int, default=[80, 90], choices=sorted(SHARED_LIMIT))
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
@@ -108,12 +116,15 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--json {options.json}: its folder does not exist")
     record: dict[str, Any] = {"triton": triton.__version__, "unit": "clocks of a processor for a score, at least"}
     for arch in options.arch:
-        rows = list(table(options.op, arch))
-        for name, times, least in rows:
-            print(f"sm_{arch} {name}: {least:.1f}{'' if times == 1 else f', {times} times'}", flush=True)
-        total = sum(times * least for _, times, least in rows)
-        print(f"sm_{arch} forward and backward: {total:.1f}", flush=True)
-        record[f"sm_{arch}"] = {name: {"times": times, "clocks": round(least, 2)} for name, times, least in rows}
+        record[f"sm_{arch}"] = {}
+        for name, launches in importlib.import_module(f"kernels.{options.op}.compiled").passes(arch).items():
+            rows = list(table(launches, arch))
+            for kernel, times, least in rows:
+                print(f"sm_{arch} {kernel}: {least:.2f}{'' if times == 1 else f', {times} times'}", flush=True)
+            total = sum(times * least for _, times, least in rows)
+            print(f"sm_{arch} {name}, forward and backward: {total:.1f}", flush=True)
+            counted = {kernel: {"times": times, "clocks": round(least, 2)} for kernel, times, least in rows}
+            record[f"sm_{arch}"][name] = counted
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -13,6 +13,7 @@ from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import _fwd_kernel
 from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration, signature_of
+from kernels.instructions import Launch
 
 HEAD_DIMS = (32, 64, 80, 128)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,6 +49,19 @@ def _kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterator[Co
                 arches=(arch,),
                 spill=SPILL_BUDGET_FLOAT32 if kind == "fp32" else SPILL_BUDGET,
             )
+
+
+def passes(arch: int) -> dict[str, list[Launch]]:
+    """The kernels of a forward and backward pass with 12 heads of 64 in bfloat16, with a learned bias and without."""
+    return {name: list(_pass(tables, arch)) for name, tables in (("learned bias", "bias"), ("no bias", "plain"))}
+
+
+def _pass(tables: str, arch: int) -> Iterator[Launch]:
+    heads, dim = 12, 64
+    for configuration in _kernels(tables, dim, "bf16", windowed=False):
+        if configuration.arches == (arch,):
+            tile = configuration.constexprs["BLOCK_M"] * configuration.constexprs["BLOCK_N"]
+            yield Launch(configuration, tile / heads, looped=True)
 
 
 def _absent(kernel: Any, has_bias: bool, has_weight: bool) -> dict[str, None]:

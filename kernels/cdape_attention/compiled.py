@@ -112,8 +112,15 @@ def configurations() -> Iterator[Configuration]:
     yield _all_heads("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
 
 
-def step() -> Iterator[Launch]:
-    """The kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16."""
+def passes(arch: int) -> dict[str, list[Launch]]:
+    """The kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16.
+
+    Their tiles are the same for each architecture.
+    """
+    return {"CDAPE": list(_pass())}
+
+
+def _pass() -> Iterator[Launch]:
     heads, width, size, dim, kind = 12, 32, 3, 64, "bf16"
     every = mixer_tile("mix_bwd_dw", heads, width, size, ROWS, TYPES[kind])
     of_heads = heads_tile(ROWS, dim, TYPES[kind])
