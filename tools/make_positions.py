@@ -8,6 +8,7 @@ import inspect
 import math
 import sys
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from megatron.position.shape import ALL_HEADS, Span
 
 PAGE = Path("docs/positions.md")
 LAYERS = 12
+WRAPPED = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 HOOKS = {
     "embed": "adds to the embeddings",
     "rotate": "turns queries and keys",
@@ -330,7 +332,7 @@ def _traits(encoding: Encoding) -> str:
 
 
 def _facts(facts: dict[str, str]) -> str:
-    return "".join(f"- **{name}:** {text}\n" for name, text in facts.items() if text)
+    return "".join(WRAPPED.fill(f"- **{name}:** {text}") + "\n" for name, text in facts.items() if text)
 
 
 def _options_text(method: type[Any], defaults: dict[str, Any]) -> str:
