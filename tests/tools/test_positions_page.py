@@ -57,6 +57,11 @@ def described(kind: str) -> dict[str, dict[str, str]]:
     return found
 
 
+def section_of(page: str, name: str) -> str:
+    """What the page says of a method, each fact on one line again."""
+    return page.split(f"\n### {name}\n")[1].split("\n### ")[0].replace("\n  ", " ")
+
+
 def test_page_has_what_the_files_say(page: str) -> None:
     methods = described("encodings") | described("processors")
     assert len(methods) == 24  # counted by hand: 22 encodings, 2 processors
@@ -64,7 +69,7 @@ def test_page_has_what_the_files_say(page: str) -> None:
     assert methods["cdape"]["option kernel_size"] == "`kernel_size`"
     for name, said in methods.items():
         assert {"formula", "source", "advice"} <= set(said), name
-        section = page.split(f"\n### {name}\n")[1].split("\n### ")[0]
+        section = section_of(page, name)
         for what, text in said.items():
             assert text.strip(), (name, what)
             assert text in section, (name, what)
@@ -118,8 +123,7 @@ def test_same_pictures_every_time() -> None:
     ],
 )
 def test_counts_and_traits(name: str, text: str, page: str) -> None:
-    section = page.split(f"\n### {name}\n")[1].split("\n### ")[0]
-    assert text in section
+    assert text in section_of(page, name)
 
 
 def _lines(name: str, panel: int = 0) -> dict[str, np.ndarray]:
