@@ -127,8 +127,11 @@ class Case:
 
 
 def possible(case: Case) -> bool:
-    """Half precision without ZeRO cannot divide a model: a run takes stage 1 by itself."""
+    """Half precision without ZeRO cannot divide a model: a run takes stage 1 by itself. Tensor ranks share out the
+    heads of keys and values."""
     layout = case.layout
+    if METHODS[case.method].get("num_kv_heads", HEADS) % layout.tensor:
+        return False
     return case.precision == "fp32" or layout.stage > 0 or layout.tensor * layout.pipeline == 1
 
 
