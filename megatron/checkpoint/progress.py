@@ -62,6 +62,8 @@ class Progress:
         path = Path(folder) / PROGRESS
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError("it is no object")
             known = {field.name for field in fields(Progress)}
             progress = Progress(**{key: value for key, value in values.items() if key in known})
             if not all(isinstance(n, int) for n in (progress.step, progress.train_samples, progress.consumed_samples)):
@@ -69,6 +71,8 @@ class Progress:
             if not isinstance(progress.directory, str | None):
                 raise ValueError("its directory is not text")
             _ = progress.sizes  # a layout that cannot be
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise RunError(f"{path}: cannot be read ({error.strerror or error})") from None
+        except (ValueError, TypeError, AttributeError) as error:
             raise RunError(f"{path}: not the progress of a checkpoint ({error})") from None
         return progress

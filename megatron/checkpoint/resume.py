@@ -184,15 +184,18 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
             )
 
 
-def check_vocabulary(start: Start, size: int, name: str) -> None:
+def check_vocabulary(start: Start, size: int, name: str, task: str | None) -> None:
     """Refuse data of another tokenizer, or another task, than the checkpoint's. Raises UserError."""
     if start.checkpoint is None:
         return
     stored = Progress.read(start.checkpoint).vocabulary
     if stored is not None and stored != {"size": size, "name": name}:
+        before = config_of(start.checkpoint).data.task
+        both = (task is None) != (before is None)
+        keys = "train_data_paths, task" if both else "train_data_paths" if task is None else "task"
         raise UserError(
-            f"train_data_paths, task: the data have the vocabulary {name} ({size} tokens), but {start.checkpoint} was "
-            f"trained on {stored.get('name')} ({stored.get('size')} tokens)"
+            f"{keys}: the data have the vocabulary {name} ({size} tokens), but {start.checkpoint} was trained with the "
+            f"vocabulary {stored.get('name')} ({stored.get('size')} tokens)"
         )
 
 

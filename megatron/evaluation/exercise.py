@@ -46,6 +46,8 @@ MULTIPLES = [1.0, 2.0, 4.0, 8.0]
 
 FITTED = 2048
 """Sequences from which trivial predictors take their answers, at each length."""
+FITTED_TOKENS = 1 << 26
+"""Of these sequences at most: half a gigabyte; beyond 30,000 tokens there are fewer of them."""
 
 SEED = 20_230_609
 
@@ -66,12 +68,15 @@ class Questions:
         name = hashlib.blake2b(self.exercise.identity.encode(), digest_size=8).digest()
         origin = [SEED, int.from_bytes(name, "big"), length, int(fitting)]
         generator = np.random.Generator(np.random.PCG64(origin))
-        return self.exercise.task.draw(generator, FITTED if fitting else self.count, length)
+        count = self.count
+        if fitting:
+            count = max(1, min(FITTED, FITTED_TOKENS // self.exercise.task.places(length)))
+        return self.exercise.task.draw(generator, count, length)
 
     @cached_property
     def digest(self) -> str:
         """Equal digests, equal sequences at every length that both have."""
-        return hashlib.sha256(f"{SEED} {self.exercise.identity} {self.count}".encode()).hexdigest()[:16]
+        return _hash(f"{SEED} {self.exercise.identity} {self.count}")
 
     @property
     def about(self) -> dict[str, Any]:
@@ -83,7 +88,7 @@ class Questions:
             "train_length": self.exercise.longest,
             "protocol": "task",
             "dataset": f"task {self.exercise.identity}",
-            "text_digest": self.digest,
+            "text_digest": _hash(f"{SEED} {self.exercise.identity}"),  # however many sequences are drawn from it
             "target_digest": self.digest,
             "windows": self.count,
             "blocks": self.count,
@@ -144,6 +149,10 @@ class Questions:
                 told = about | {"method": f"floor: {name}", "metric": "accuracy", "tokens": int(drawn.counted.sum())}
                 found.setdefault(name, []).append(Counted(Record(**told, value=value)))
         return [record for counted in found.values() for record in summed_up(counted)]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def learned_task(runs: Sequence[Run]) -> bool:

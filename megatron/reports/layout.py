@@ -93,13 +93,13 @@ class Layout:
         """What was counted and how to read the cells, a sentence each."""
         tokens = sorted({record.tokens for record in self.records})
         counted = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        notes = [f"{counted} tokens scored {self.axis.each}; {self.metric.better} is better."]
+        each = "in all" if self.metric.over_lengths else self.axis.each
+        notes = [f"{counted} tokens scored {each}; {self.metric.better} is better."]
         if self.repeats > 1:
             notes.append(f"Cells are mean ± standard deviation of {self.repeats} seeds.")
             if self.metric.tells_best:
-                notes.append(
-                    f"The best of them at {self.axis.shown(self.places[-1])}: {', '.join(self._best_seeds())}."
-                )
+                at = "" if self.metric.over_lengths else f" at {self.axis.shown(self.places[-1])}"
+                notes.append(f"The best of them{at}: {', '.join(self._best_seeds())}.")
         if any(cell.best for cell in self.cells.values()):
             notes.append("* best of its column.")
         metric = self.metric
@@ -128,6 +128,8 @@ class Layout:
 
     def heads(self) -> list[tuple[str, str]]:
         """The two heads of every column: multiple of the training length, tokens."""
+        if self.metric.over_lengths:
+            return [("mean", "beyond training")] * len(self.places)
         return [self.axis.heads(place, self.train_length) for place in self.places]
 
     def change_head(self) -> tuple[str, str]:

@@ -47,6 +47,8 @@ class Metric:
     """What is shown is the value times this: 100 for shares that are shown in percent."""
     tells_best: bool = False
     """Is the best of several seeds told beside their mean, because that is what is published?"""
+    over_lengths: bool = False
+    """Is a value the mean over several lengths, of which its record names the largest?"""
     scale: Literal["linear", "logarithmic"] = "linear"
     """Of a plot's axis. A logarithmic one is used only where values differ by more than a factor of 4."""
 
@@ -205,6 +207,7 @@ METRICS = {
                 highest=1.0,
                 factor=100.0,
                 tells_best=name == "mean_accuracy",
+                over_lengths=name == "mean_accuracy",
             )
             for name, title, share in (
                 ("accuracy", "Accuracy", "the share of scored tokens that the model predicts rightly"),
@@ -237,9 +240,12 @@ def bounded_exp(nats: float) -> float:
 
 
 def number(value: float) -> str:
-    """Two decimals, fewer where the number is large, more where two would say nothing: 0.0034, 4.87, 152.3, 16,443."""
+    """Two decimals, fewer where the number is large, more where two would say nothing: 0.0034, 4.87, 152.3, 16,443.
+
+    From ten million on a perplexity says that a model has diverged: 3.2e+17.
+    """
     size = abs(value)
-    if 0 < size < 0.005:
+    if 0 < size < 0.005 or size >= 1e7:
         return f"{value:.2g}"
     return f"{value:.2f}" if size < 100 else f"{value:,.1f}" if size < 1000 else f"{value:,.0f}"
 

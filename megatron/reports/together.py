@@ -1,13 +1,15 @@
 """`./deepy.py report RESULTS…`: records of several files in one page, and what they say."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron.errors import UserError
+from megatron.files import check_folder
 from megatron.reports import experiment, extrapolation, records, tables
+from megatron.reports.apart import contradictions, told_apart
 from megatron.reports.judgement import judged
 from megatron.reports.layout import layouts
 from megatron.reports.records import RESULTS, Record
@@ -39,7 +41,13 @@ def together(
     Raises:
         UserError: there is no such file, it holds no records, or no table has the method.
     """
-    sections = _sections(results, against, delta)
+    if output is not None:
+        _check_page(output)
+    files = _files(results)
+    found = {path: records.read(path) for path in files}
+    sections = _sections(found, against, delta)
+    for line in contradictions(found):
+        console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     for each in sections:
         if each.title is not None:
             console.print(f"\n{each.title}\n", markup=False, highlight=False, soft_wrap=True)
@@ -54,13 +62,27 @@ def together(
     return [record for each in sections for record in each.records]
 
 
-def _sections(results: Sequence[Path], against: str | None, delta: float) -> list[Section]:
-    """What belongs to no experiment first, all together."""
+def _check_page(output: Path) -> None:
+    """Raises UserError if the page cannot be written."""
+    if output.suffix not in (".html", ".htm"):
+        raise UserError(f"--output {output}: is a page, and its name ends in .html")
+    if output.is_dir():
+        raise UserError(f"--output {output}: is a folder")
+    check_folder("--output", output.parent)
+
+
+def _files(results: Sequence[Path]) -> list[Path]:
+    """The files with records. What a sweep says of its experiment lies beside its records and is read with them."""
     files = [path / RESULTS if path.is_dir() else path for path in results]
-    found = {path: records.read(path) for path in files}
-    known = {path: experiment.read(path) for path in files}
+    beside = {experiment.beside(path) for path in files}
+    return [path for path in dict.fromkeys(files) if path not in beside]
+
+
+def _sections(found: Mapping[Path, list[Record]], against: str | None, delta: float) -> list[Section]:
+    """What belongs to no experiment first, all together."""
+    known = {path: experiment.read(path) for path in found}
     sections = []
-    rest = [record for path in files if known[path] is None for record in found[path]]
+    rest = told_apart([record for path in found if known[path] is None for record in found[path]])
     if rest:
         sections.append(Section(None, rest, judged(layouts(rest), against, delta)))
     for path, each in known.items():
@@ -68,7 +90,7 @@ def _sections(results: Sequence[Path], against: str | None, delta: float) -> lis
             chosen = each if against is None else replace(each, against=against)
             sections.append(Section(each.title, found[path], chosen.grids(found[path], delta)))
     if not sections:
-        raise UserError(f"{', '.join(map(str, results))}: no results")
+        raise UserError(f"{', '.join(map(str, found))}: no results")
     methods = list(dict.fromkeys(record.method for each in sections for record in each.records))
     if against is not None and against not in methods:
         raise UserError(f"--against {against}: nothing to compare with it; {choose_from(against, methods)}")

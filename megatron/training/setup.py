@@ -113,7 +113,7 @@ def assemble(config: Config, session: Session, start: Start, console: ConsoleRep
     training, processes = config.training, session.processes
     resume.check_engine(start, config, processes.mesh.sizes)
     known = vocabulary(config.data)
-    resume.check_vocabulary(start, known.size, known.name)
+    resume.check_vocabulary(start, known.size, known.name, config.data.task)
     check_position(config.model, config.position)  # before the data leave anything behind
     datasets, train_samples = _datasets(config, start, processes)
 

@@ -105,7 +105,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: edited(c / "progress.json", '"step": 2', '"step": 1'),
         "holds the states of step 2, but progress.json is of step 1",
     ),
-    "no progress": (lambda c: (c / "progress.json").write_text("[]"), "not the progress of a checkpoint"),
+    "no progress": (
+        lambda c: (c / "progress.json").write_text("[]"),
+        "not the progress of a checkpoint (it is no object)",
+    ),
     "random states cut short": (
         lambda c: (c / "random_states" / "rank_00000.pt").write_bytes(b"no"),
         "rank_00000.pt: is damaged",

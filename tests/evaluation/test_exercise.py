@@ -18,7 +18,7 @@ from megatron.config.schema import Config
 from megatron.data.options import DataOptions
 from megatron.errors import RunError, UserError
 from megatron.evaluation.answers import answers
-from megatron.evaluation.exercise import Questions, learned_task, questions
+from megatron.evaluation.exercise import FITTED, Questions, learned_task, questions
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.subject import Scoring
 from megatron.model.options import PositionOptions
@@ -213,6 +213,13 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
         asked.score(loaded(model, of), Scoring())
 
 
+def test_predictors_are_fitted_to_fewer_sequences_where_these_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = questions(EvaluationOptions(lengths=[4, 40]), [config("reverse_string", 4)])
+    assert [asked.draw(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [FITTED] * 2
+    monkeypatch.setattr("megatron.evaluation.exercise.FITTED_TOKENS", 800)
+    assert [asked.draw(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [100, 10]
+
+
 def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.evaluation.run import evaluate_runs
     from megatron.reports import records
@@ -231,6 +238,8 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
     assert records.read("runs/a/results.json") == found
     assert "causal decoder" in out.getvalue()
     assert not Path("runs/a/tokenizer").exists()
+    other = evaluate_runs(["runs/a"], EvaluationOptions(windows=8))
+    assert records.read("runs/a/results.json") == other  # other sequences of the same task
     again = evaluate_runs(["runs/a"], EvaluationOptions(windows=16, multiples=[1.0, 8.0]))
     assert records.read("runs/a/results.json") == again  # the same is replaced
     same = {(r.method, r.metric, r.length): r.value for r in found}

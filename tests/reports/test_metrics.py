@@ -141,7 +141,7 @@ def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: P
 @pytest.mark.parametrize(
     ("value", "text"),
     [(4.866, "4.87"), (99.994, "99.99"), (152.34, "152.3"), (16443.4, "16,443"), (-0.254, "-0.25"), (0.00341, "0.0034"),
-     (0.0, "0.00")],
+     (0.0, "0.00"), (9_876_543.0, "9,876,543"), (3.2e17, "3.2e+17")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text

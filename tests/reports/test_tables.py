@@ -208,6 +208,6 @@ def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
     ]
     text = shown(found)
     assert "mean ± standard deviation of 3 seeds. The best" in " ".join(text.split())
-    assert "The best of them at 500: rotary 99.98.\n" in text
+    assert "The best of them: rotary 99.98.\n" in text
     accuracy = [each.replace(metric="accuracy") for each in found]
     assert "The best of them" not in shown(accuracy)

@@ -139,7 +139,9 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
     alone = records.write(tmp_path / "alone.json", story)
     assert experiment.read(alone) is None
     console = Console(record=True, width=200)
-    found = together([first, second.parent, alone], console, output=tmp_path / "page.html", title="All")
+    found = together(
+        [first, experiment.beside(first), second.parent, alone], console, output=tmp_path / "page.html", title="All"
+    )
     assert found == [*story] * 3
     page, printed = (tmp_path / "page.html").read_text(), console.export_text()
     assert page.count("Theirs | ours: A paper, table 1") == 1

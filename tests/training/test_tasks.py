@@ -77,5 +77,5 @@ def test_learning(tmp_path: Path) -> None:
 def test_another_task_does_not_go_on(tmp_path: Path) -> None:
     train(task_config(tmp_path / "run", train_iters=1))
     keys = {"task": "duplicate_string", "task_length": 5, "seq_length": 15, "load": str(tmp_path / "run")}
-    with pytest.raises(UserError, match=r"of task duplicate_string .* of task reverse_string"):
+    with pytest.raises(UserError, match=r"^task: .* of task duplicate_string .* of task reverse_string"):
         train(task_config(tmp_path / "other", **keys, finetune=True))

@@ -131,7 +131,8 @@ class Probe(ABC):
     def _about(self) -> dict[str, Any]:
         longest = self.lengths[-1]
         targets = self.sequences(longest, self.marks(longest)[0])[:, -self.scored :]
-        digest = hashlib.sha256(f"{self.name} {self.vocabulary.name}".encode() + targets.astype("<i8").tobytes())
+        source = f"{self.name} {self.vocabulary.name}".encode()
+        digest = hashlib.sha256(source + targets.astype("<i8").tobytes())
         return {
             "protocol": self.name,
             "axis": self.axis,
@@ -140,7 +141,7 @@ class Probe(ABC):
             "windows": self.count,
             "blocks": self.count,
             "dataset": f"probe {self.name}",
-            "text_digest": digest.hexdigest()[:16],
+            "text_digest": hashlib.sha256(source).hexdigest()[:16],  # however many sequences are drawn from it
             "target_digest": digest.hexdigest()[:16],
             "tokenizer": self.vocabulary.name,
             "remark": self.remark,

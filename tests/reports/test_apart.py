@@ -1,0 +1,74 @@
+"""A name stands for one thing in a report of several files."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron.errors import UserError
+from megatron.reports import records
+from megatron.reports.apart import contradictions, told_apart
+from megatron.reports.layout import layouts
+from megatron.reports.records import Record
+from megatron.reports.together import together
+
+from .conftest import record
+
+
+def names(found: list[Record]) -> list[str]:
+    return [each.method for each in told_apart(found)]
+
+
+def test_seeds_of_one_method_are_averaged() -> None:
+    found = [record("a", 64, 5.0, seed=seed, run=f"runs/x/a/seed_{seed}", step=10) for seed in (1, 2)]
+    assert told_apart(found) == found
+
+
+def test_two_runs_of_one_seed_are_two_methods_everywhere() -> None:
+    found = [
+        record("a", length, 5.0, seed=seed, run=f"runs/{sweep}/a/seed_{seed}", step=10)
+        for sweep in ("x", "y")
+        for seed, length in ((1, 64), (2, 64), (2, 128))
+        if (sweep, seed) != ("y", 2)
+    ]
+    assert names(found) == ["a [runs/x/a]"] * 3 + ["a [runs/y/a]"]
+    (layout,) = layouts(told_apart(found))
+    assert layout.cells["a [runs/x/a]", 64].deviation == 0
+    assert layout.cells["a [runs/y/a]", 64].deviation is None
+
+
+def test_runs_of_different_numbers_of_steps_are_too() -> None:
+    found = [record("a", 64, 5.0, seed=seed, run=f"runs/{seed}", step=10 * seed) for seed in (1, 2)]
+    assert names(found) == ["a [runs/1]", "a [runs/2]"]
+
+
+def test_other_tables_do_not_mix() -> None:
+    found = [record("a", 64, 5.0, seed=1, run=f"runs/{length}", train_length=length) for length in (32, 64)]
+    assert told_apart(found) == found
+
+
+def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
+    for name, factor in (("one", 1.0), ("two", 1.5), ("same", 1.5)):
+        rows = [record("a", length, factor * length, seed=1, run="runs/a") for length in (64, 128)]
+        records.write(tmp_path / f"{name}.json", rows)
+    files = {path: records.read(path) for path in (tmp_path / f"{name}.json" for name in ("one", "two", "same"))}
+    (line,) = contradictions(files)
+    one, two, _ = files
+    assert line == f"{two}: has 2 numbers of runs of which {one} has others; these here are shown"
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("page.pdf", r"^--output .*page\.pdf: is a page, and its name ends in \.html$"),
+        ("folder.html", r"^--output .*folder\.html: is a folder$"),
+        ("file/page.html", r"^--output is .*file, which is a file"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(
+    output: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=message):
+        together([tmp_path / "nowhere.json"], Console(quiet=True), output=tmp_path / output)
