@@ -59,8 +59,7 @@ def load_model(
         RunError: the checkpoint is damaged.
     """
     checkpoint = folder.resolve(path)
-    if (problem := manifest.damage(checkpoint, manifest.MODEL_FILES)) is not None:
-        raise RunError(f"{checkpoint}: is damaged: {problem}; {_others(checkpoint)}")
+    manifest.refuse_damage(checkpoint, manifest.MODEL_FILES)
     progress = Progress.read(checkpoint)
     config = config_of(checkpoint)
     if progress.vocabulary is None:
@@ -79,13 +78,3 @@ def load_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too
     return LoadedModel(model, config, asdict(progress), checkpoint, manifest.has_checksums(checkpoint), position)
-
-
-def _others(checkpoint: Path) -> str:
-    """What else of the same run can be loaded, in words."""
-    run = folder.run_of_checkpoint(checkpoint)
-    others = [path for path in folder.checkpoints(run) if path.name != checkpoint.name]
-    whole = [path.name for path in others if manifest.damage(path, manifest.MODEL_FILES) is None]
-    if whole:
-        return f"name one of {', '.join(whole)} instead"
-    return "its other checkpoints are damaged too" if others else "there is no other"

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints
+from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints, run_of_checkpoint
 from megatron.errors import RunError, reason
 
 MANIFEST = "manifest.json"
@@ -153,6 +153,21 @@ def damage(
         if found != entries[name].crc32:
             return f"{name} is not as it was written: its checksum is {found}, not {entries[name].crc32}"
     return None
+
+
+def refuse_damage(checkpoint: Path, only: Collection[str]) -> None:
+    """Raises RunError, with what else of its run can be read, if one of these files of a checkpoint is damaged."""
+    if (problem := damage(checkpoint, only)) is not None:
+        raise RunError(f"{checkpoint}: is damaged: {problem}; {_others(checkpoint)}")
+
+
+def _others(checkpoint: Path) -> str:
+    """What else of the same run can be read, in words."""
+    others = [path for path in checkpoints(run_of_checkpoint(checkpoint)) if path.name != checkpoint.name]
+    whole = [path.name for path in others if damage(path, MODEL_FILES) is None]
+    if whole:
+        return f"name one of {', '.join(whole)} instead"
+    return "its other checkpoints are damaged too" if others else "there is no other"
 
 
 def newest_whole(run: str | Path) -> Path | None:

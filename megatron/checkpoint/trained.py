@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.folder import resolve, run_of_checkpoint
+from megatron.checkpoint import manifest
+from megatron.checkpoint.folder import CONFIG, PROGRESS, resolve, run_of_checkpoint
 from megatron.checkpoint.located import located
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.stored import config_of
@@ -39,6 +40,7 @@ class Run:
 def open_run(path: str | Path) -> Run:
     """A run by its folder or one of its checkpoints. Raises UserError if there is none, RunError if it is damaged."""
     checkpoint = resolve(path)
+    manifest.refuse_damage(checkpoint, (CONFIG, PROGRESS))
     config, progress = config_of(checkpoint), Progress.read(checkpoint)
     return Run(str(path), checkpoint, located(config, checkpoint, progress.directory), progress)
 

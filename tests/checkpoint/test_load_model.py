@@ -9,6 +9,7 @@ import torch
 from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.trained import open_run
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
 from megatron.errors import RunError
@@ -126,6 +127,12 @@ def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path:
         what = f"step_0000002: is damaged: {file.name} is not as .* name one of step_0000001 instead"
         with pytest.raises(RunError, match=what):
             load_model(tmp_path)
+        if file != weights:  # before anything is asked of the model
+            with pytest.raises(RunError, match=what):
+                open_run(tmp_path)
+        file.unlink()
+        with pytest.raises(RunError, match=f"{file.name} is missing; name one of step_0000001 instead"):
+            open_run(tmp_path)
         file.write_bytes(before)
     load_model(tmp_path)
     # What is named was looked at too.
