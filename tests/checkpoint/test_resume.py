@@ -156,7 +156,7 @@ def test_other_data_are_refused_if_their_tokenizer_is_another(trained: Path, tmp
     numbers.write_text(json.dumps(tokenizer))
     sources = [str(tmp_path / "other" / "counting.jsonl")]
     prepare(sources, other, tokenizer="HFTokenizer", vocab_file=numbers, workers=1, overwrite=True)
-    with pytest.raises(UserError, match=r"\(63 tokens\), but .* on HFTokenizer-\w+ \(61 tokens\)"):
+    with pytest.raises(UserError, match=r"\(63 tokens\), but .* vocabulary HFTokenizer-\w+ \(61 tokens\)"):
         train(tiny_config(other, tmp_path / "new", load=str(trained)))
 
 
