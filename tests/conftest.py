@@ -75,15 +75,20 @@ SLOW = (
 """Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
 
 
+def _is_in(path: str, places: tuple[str, ...]) -> bool:
+    """Is a file among files and folders?"""
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(here).as_posix()
-        if any(path == slow or path.startswith(f"{slow}/") for slow in SLOW):
+        if _is_in(path, SLOW):
             item.add_marker("slow")
         if path in worlds.STARTED_BY:
             item.add_marker("ranks")
-        if any(path == waiting or path.startswith(f"{waiting}/") for waiting in worlds.WAITING):
+        if _is_in(path, worlds.WAITING):
             item.add_marker("waits")
     items[:] = worlds.ordered(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 

@@ -33,7 +33,7 @@ HALF = {
 
 Of the tiles that stay within the budget of spills those are chosen that take the fewest instructions for a score
 (`kernels/instructions.py`), spilled values counted; two stages if they cost less than a tenth more, since they load
-ahead. Where four warps hold a tile of `bwd_dq`, eight take 1.4 to 1.6 times as many: most of what a warp does there
+ahead. Where four warps hold a tile of `bwd_dq`, eight take 1.4 to 1.7 times as many: most of what a warp does there
 does not become less with its share.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.folder import PROGRESS
-from megatron.errors import RunError
+from megatron.errors import RunError, reason
 from megatron.parallel.mesh import Sizes
 
 
@@ -72,7 +72,7 @@ class Progress:
                 raise ValueError("its directory is not text")
             _ = progress.sizes  # a layout that cannot be
         except OSError as error:
-            raise RunError(f"{path}: cannot be read ({error.strerror or error})") from None
+            raise RunError(f"{path}: cannot be read ({reason(error)})") from None
         except (ValueError, TypeError, AttributeError) as error:
             raise RunError(f"{path}: not the progress of a checkpoint ({error})") from None
         return progress

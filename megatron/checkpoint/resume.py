@@ -191,8 +191,8 @@ def check_vocabulary(start: Start, size: int, name: str, task: str | None) -> No
     stored = Progress.read(start.checkpoint).vocabulary
     if stored is not None and stored != {"size": size, "name": name}:
         before = config_of(start.checkpoint).data.task
-        both = (task is None) != (before is None)
-        keys = "train_data_paths, task" if both else "train_data_paths" if task is None else "task"
+        one_of_each = (task is None) != (before is None)
+        keys = "train_data_paths, task" if one_of_each else "train_data_paths" if task is None else "task"
         raise UserError(
             f"{keys}: the data have the vocabulary {name} ({size} tokens), but {start.checkpoint} was trained with the "
             f"vocabulary {stored.get('name')} ({stored.get('size')} tokens)"

@@ -6,7 +6,7 @@ averages them. What is told twice of one run is told once, by the last that says
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from megatron.reports.records import Record
@@ -17,14 +17,14 @@ SEED = re.compile(r"seed_\d+")
 
 def told_apart(records: Sequence[Record]) -> list[Record]:
     """The records, where one name stands for several runs with these added: rotary [runs/a/rotary]."""
-    of_seed: dict[tuple[object, ...], set[str | None]] = {}
-    steps: dict[tuple[object, ...], set[int | None]] = {}
+    runs: dict[tuple[tuple[Hashable, str], int], set[str | None]] = {}
+    steps: dict[tuple[Hashable, str], set[int | None]] = {}
     for record in records:
-        place = (*_cell(record), record.method)
-        of_seed.setdefault((*place, record.seed), set()).add(record.run)
-        steps.setdefault(place, set()).add(record.step)
-    mixed = {key[-2] for key, runs in of_seed.items() if len(runs) > 1}
-    mixed |= {key[-1] for key, found in steps.items() if len(found) > 1}
+        row = _cell(record), record.method
+        runs.setdefault((row, record.seed), set()).add(record.run)
+        steps.setdefault(row, set()).add(record.step)
+    mixed = {method for ((_, method), _), found in runs.items() if len(found) > 1}
+    mixed |= {method for (_, method), found in steps.items() if len(found) > 1}
     return [
         record.replace(method=f"{record.method} [{_folder(record.run)}]")
         if record.method in mixed and record.run is not None
@@ -35,7 +35,7 @@ def told_apart(records: Sequence[Record]) -> list[Record]:
 
 def contradictions(found: Mapping[Path, Sequence[Record]]) -> Iterator[str]:
     """Lines about files that tell of the same run something else than a file before them."""
-    known: dict[tuple[object, ...], tuple[Path, float]] = {}
+    known: dict[tuple[Hashable, ...], tuple[Path, float]] = {}
     for path, records in found.items():
         others: dict[Path, int] = {}
         for record in records:
@@ -49,7 +49,7 @@ def contradictions(found: Mapping[Path, Sequence[Record]]) -> Iterator[str]:
             yield f"{path}: has {numbers} of runs of which {other} has others; these here are shown"
 
 
-def _cell(record: Record) -> tuple[object, ...]:
+def _cell(record: Record) -> tuple[Hashable, ...]:
     """Equal for records that stand in one column of one table."""
     measured = record.metric, record.axis, record.at, record.length
     return *measured, record.protocol, record.train_length, record.target_digest

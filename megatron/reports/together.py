@@ -10,6 +10,7 @@ from megatron.errors import UserError
 from megatron.files import check_folder
 from megatron.reports import experiment, extrapolation, records, tables
 from megatron.reports.apart import contradictions, told_apart
+from megatron.reports.experiment import Experiment
 from megatron.reports.judgement import judged
 from megatron.reports.layout import layouts
 from megatron.reports.records import RESULTS, Record
@@ -43,10 +44,10 @@ def together(
     """
     if output is not None:
         _check_page(output)
-    files = _files(results)
-    found = {path: records.read(path) for path in files}
-    sections = _sections(found, against, delta)
-    for line in contradictions(found):
+    found = {path: records.read(path) for path in _files(results)}
+    known = {path: told for path in found if (told := experiment.read(path)) is not None}
+    sections = _sections(found, known, against, delta)
+    for line in contradictions({path: each for path, each in found.items() if path not in known}):
         console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     for each in sections:
         if each.title is not None:
@@ -78,15 +79,16 @@ def _files(results: Sequence[Path]) -> list[Path]:
     return [path for path in dict.fromkeys(files) if path not in beside]
 
 
-def _sections(found: Mapping[Path, list[Record]], against: str | None, delta: float) -> list[Section]:
+def _sections(
+    found: Mapping[Path, list[Record]], known: Mapping[Path, Experiment], against: str | None, delta: float
+) -> list[Section]:
     """What belongs to no experiment first, all together."""
-    known = {path: experiment.read(path) for path in found}
     sections = []
-    rest = told_apart([record for path in found if known[path] is None for record in found[path]])
+    rest = told_apart([record for path in found if path not in known for record in found[path]])
     if rest:
         sections.append(Section(None, rest, judged(layouts(rest), against, delta)))
     for path, each in known.items():
-        if each is not None and found[path]:
+        if found[path]:
             chosen = each if against is None else replace(each, against=against)
             sections.append(Section(each.title, found[path], chosen.grids(found[path], delta)))
     if not sections:

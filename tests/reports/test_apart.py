@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.reports import records
+from megatron.reports import experiment, records
 from megatron.reports.apart import contradictions, told_apart
+from megatron.reports.experiment import Experiment
 from megatron.reports.layout import layouts
 from megatron.reports.records import Record
 from megatron.reports.together import together
@@ -55,6 +56,12 @@ def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
     (line,) = contradictions(files)
     one, two, _ = files
     assert line == f"{two}: has 2 numbers of runs of which {one} has others; these here are shown"
+    console = Console(record=True, width=400)
+    together([one, two], console)
+    assert console.export_text().count("note: ") == 1
+    experiment.write(two, Experiment("Its own section"))  # where nothing takes the place of anything
+    together([one, two], console)
+    assert "note: " not in console.export_text()
 
 
 @pytest.mark.parametrize(
