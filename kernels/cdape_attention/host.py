@@ -37,7 +37,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_long) for name in ("batch", "heads", "rows", "columns", "dim", "width", "taps", "offset")),
-        *((name, ctypes.c_long) for name in ("window", "threads", "wide_dim", "unit", "margin")),
+        *((name, ctypes.c_long) for name in ("window", "threads", "wide_dim", "wide_width", "unit", "margin")),
         *((name, ctypes.c_void_p) for name in ("next", "q", "k", "v", "kt", "vt", "shares", "edge", "bias")),
         *((name, ctypes.c_void_p) for name in ("w1", "w2", "w1t", "w2t", "out", "largest", "total")),
         ("splits", ctypes.c_long),
@@ -142,7 +142,7 @@ class _Call:
         self.reach, self.count = self.taps // 2, offset + self.rows
         self.lanes = self.library.cdape_lanes()
         self.margin = self.library.cdape_margin(self.taps)
-        self.wide_dim = -(-self.dim // self.lanes) * self.lanes
+        self.wide_dim, self.wide_width = (-(-n // self.lanes) * self.lanes for n in (self.dim, self.width))
         self.threads = min(torch.get_num_threads(), MOST_THREADS)
         # Units are so small that there are some for each thread.
         self.unit = LARGEST_UNIT
@@ -175,6 +175,7 @@ class _Call:
             "window": UNBOUNDED if window is None else window,
             "threads": self.threads,
             "wide_dim": self.wide_dim,
+            "wide_width": self.wide_width,
             "unit": self.unit,
             "margin": self.margin,
         }
@@ -210,8 +211,8 @@ class _Call:
             "dv": zeros(each),
             "dshares": zeros(threads, *given["shares"].shape),
             "dedge": zeros(threads, *given["edge"].shape),
-            "dw1": zeros(threads, width, self.heads, taps, self.lanes),
-            "dw2": zeros(threads, self.heads, width, taps, self.lanes),
+            "dw1": zeros(threads, self.heads, taps, self.wide_width),
+            "dw2": zeros(threads, self.heads, taps, self.wide_width),
         }
         if self.has_bias:
             made["dbias"] = zeros(threads, *given["bias"].shape)
@@ -226,8 +227,8 @@ class _Call:
             self._narrow(made["dv"].sum(0)),
             torch.cat([by_distance, edge]),
             dbias,
-            made["dw1"].sum((0, -1)),
-            made["dw2"].sum((0, -1)),
+            made["dw1"].sum(0)[..., :width].flip(1).permute(2, 0, 1),
+            made["dw2"].sum(0)[..., :width].transpose(1, 2),
         )
 
     def _splits(self) -> int:

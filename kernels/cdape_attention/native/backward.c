@@ -3,10 +3,11 @@
 #include "threads.h"
 
 typedef struct {
-    float *scores, *weights, *dweights, *dscores; /* [unit, H, LINE] */
-    float *hidden, *dhidden, *dlogits;            /* [D, LINE], [D, LINE], [H, LINE] */
-    float *dshares, *dedge, *dbias, *dw1, *dw2;   /* of this thread */
-    float *dk, *dv;                               /* of this part of a sequence */
+    float *scores, *weights;                    /* [unit, map_of: H lines], S that become dS, and dP that become P */
+    float *hidden, *dhidden, *dlogits;          /* [wide_width, LINE] twice, [H, LINE] */
+    float *turned;                              /* [LINE, wide_width], columns of the one or the other */
+    float *dshares, *dedge, *dbias, *dw1, *dw2; /* of this thread */
+    float *dk, *dv;                             /* of this part of a sequence */
 } Space;
 
 /* Adds lines of a tile to lines of a table, over so many columns and zeros after them. */
@@ -16,11 +17,11 @@ INLINE void add_lines(float *to, long by_to, const float *from, long lines, long
             store(to + line * by_to + c, load(to + line * by_to + c) + load(from + line * LINE + c));
 }
 
-/* Columns first … stop − 1 of one row, from its scores (first − 4p on) and dP (first − 2p on): what they add to the
-   gradients of tables and weights, and dS (first on); P goes to `weights` (first on). */
+/* Columns first … stop − 1 of one row: what they add to the gradients of tables and weights.
+
+   `scores` (first − 4p on) become dS and `weights`, which hold dP (first − 2p on), become P, both from `first` on. */
 static void row_of(
-    const Problem *x, long b, long row, long first, long stop, const float *scores, const float *dweights,
-    float *weights, float *dscores, Space space
+    const Problem *x, long b, long row, long first, long stop, float *scores, float *weights, Space space
 ) {
     long p = x->taps / 2, heads = x->heads, width = x->width, position = x->offset + row, columns = stop - first;
     int all = vectors(columns + 4 * p), own = vectors(columns);
@@ -29,14 +30,13 @@ static void row_of(
     for (long h = 0; h < heads; h++) {
         long at = (b * heads + h) * x->rows + row;
         float largest = x->largest[at], share = 1 / x->total[at], inner = x->inner[at];
-        float *line = space.dlogits + h * LINE;
-        for (int n = 0; n < all; n++) {
-            Vector weight = exponential(load(line + n * LANES) - largest) * share;
-            Vector change = weight * (load(dweights + h * LINE + n * LANES) - inner);
-            store(weights + h * LINE + n * LANES, weight);
-            store(line + n * LANES, change);
+        float *line = space.dlogits + h * LINE, *weight = weights + h * LINE;
+        for (int n = 0; n < all * LANES; n += LANES) {
+            Vector part = exponential(load(line + n) - largest) * share;
+            store(line + n, part * (load(weight + n) - inner));
+            store(weight + n, part);
         }
-        memmove(weights + h * LINE, weights + h * LINE + 2 * p, (size_t)columns * sizeof(float));
+        memmove(weight, weight + 2 * p, (size_t)columns * sizeof(float));
     }
     clear_outside(space.dlogits, heads, first - 2 * p, first - 2 * p, stop + 2 * p, LINE);
 
@@ -50,18 +50,23 @@ static void row_of(
     }
     clear_outside(space.dhidden, width, first - p, 0, stop + p, LINE);
 
+    /* Sums over this tile's columns, of a line times its neighbourhood: k · D numbers next to each other. */
+    long wide = x->wide_width, features = x->taps * wide;
+    turn(vectors(width), vectors(columns + 2 * p), space.hidden + 2 * p, LINE, space.turned, wide);
+    a = (Factor){space.dlogits + 2 * p, LINE, 1};
+    y = (Rows){space.turned, wide, (int)columns, 1};
+    product((int)heads, vectors(features), a, y, space.dw2, features, space.dw2, features);
+    turn(vectors(width), vectors(columns + 2 * p), space.dhidden, LINE, space.turned, wide);
+    a.at = scores + 4 * p;
+    product((int)heads, vectors(features), a, y, space.dw1, features, space.dw1, features);
+
     a = (Factor){x->w1t, 1, heads};
     y = (Rows){space.dhidden, LINE, (int)width, (int)x->taps};
-    product((int)heads, own, a, y, space.dlogits + 2 * p, LINE, dscores, LINE);
-    clear_outside(dscores, heads, first, position - x->window + 1, least(position + 1, stop), LINE);
+    product((int)heads, own, a, y, space.dlogits + 2 * p, LINE, scores, LINE);
+    clear_outside(scores, heads, first, position - x->window + 1, least(position + 1, stop), LINE);
 
-    /* What follows counts every column once: those of the tiles around it are left out. */
-    clear_outside(space.dlogits, heads, first - 2 * p, first, stop, LINE);
-    clear_outside(space.dhidden, width, first - p, first, stop, LINE);
-    Rows seen = {scores + 3 * p, LINE, (int)heads, (int)x->taps};
-    Rows active = {space.hidden + 2 * p, LINE, (int)width, (int)x->taps};
-    inner_products((int)width, space.dhidden + p, LINE, seen, own, space.dw1);
-    inner_products((int)heads, space.dlogits + 2 * p, LINE, active, own, space.dw2);
+    clear_outside(space.dlogits + 2 * p, heads, first, first, stop, own * LANES);
+    clear_outside(space.dhidden + p, width, first, first, stop, (own + 1) * LANES);
     long start = reversed(x) - position + first, left = least(most(p - first, 0), columns);
     for (long w = 0; w < width; w++)
         for (long c = 0; c < left; c++)
@@ -71,7 +76,7 @@ static void row_of(
 }
 
 static void unit(const Problem *x, long b, long row, Space space) {
-    long rows = least(x->unit, x->rows - row), p = x->taps / 2, kept = TILE - 8 * p, heads = x->heads;
+    long rows = least(x->unit, x->rows - row), p = x->taps / 2, kept = TILE - 8 * p, heads = x->heads, map = map_of(x);
     long last = x->offset + row + rows - 1, left = most(x->offset + row - x->window + 1 - p, 0);
     for (long h = 0; h < heads; h++)
         for (long r = 0; r < rows; r++)
@@ -80,30 +85,29 @@ static void unit(const Problem *x, long b, long row, Space space) {
     for (long first = left / kept * kept; first <= last + p; first += kept) {
         long stop = least(first + kept, last + p + 1), columns = stop - first, there = least(stop, last + 1) - first;
         scores_of(x, b, row, rows, first - 4 * p, vectors(columns + 8 * p), x->q, x->kt, space.scores);
-        scores_of(x, b, row, rows, first - 2 * p, vectors(columns + 4 * p), x->dout, x->vt, space.dweights);
+        scores_of(x, b, row, rows, first - 2 * p, vectors(columns + 4 * p), x->dout, x->vt, space.weights);
         for (long r = 0; r < rows; r++) {
-            long position = x->offset + row + r, edge = position - x->window + 1, at = r * heads * LINE;
+            long position = x->offset + row + r, edge = position - x->window + 1, at = r * map;
             if (first > position + p || stop <= edge - p) {
                 clear_outside(space.weights + at, heads, 0, 0, 0, columns);
-                clear_outside(space.dscores + at, heads, 0, 0, 0, columns);
+                clear_outside(space.scores + at, heads, 0, 0, 0, columns);
                 continue;
             }
             clear_outside(space.scores + at, heads, first - 4 * p, edge, position + 1, LINE);
-            row_of(x, b, row + r, first, stop, space.scores + at, space.dweights + at, space.weights + at,
-                   space.dscores + at, space);
+            row_of(x, b, row + r, first, stop, space.scores + at, space.weights + at, space);
         }
         if (there <= 0) continue;
         for (long h = 0; h < heads; h++) {
             long query = ((b * heads + h) * x->rows + row) * x->wide_dim;
             long key = ((b * heads + h) * x->columns + first) * x->wide_dim;
             int wide = (int)(x->wide_dim / LANES);
-            Factor by_key = {space.dscores + h * LINE, 1, heads * LINE};
+            Factor by_key = {space.scores + h * LINE, 1, map};
             Rows queries = {x->q + query, x->wide_dim, (int)rows, 1};
             product((int)there, wide, by_key, queries, space.dk + key, x->wide_dim, space.dk + key, x->wide_dim);
             by_key.at = space.weights + h * LINE;
             queries.at = x->dout + query;
             product((int)there, wide, by_key, queries, space.dv + key, x->wide_dim, space.dv + key, x->wide_dim);
-            Factor by_query = {space.dscores + h * LINE, heads * LINE, 1};
+            Factor by_query = {space.scores + h * LINE, map, 1};
             Rows keys = {x->k + key, x->wide_dim, (int)there, 1};
             product((int)rows, wide, by_query, keys, x->dq + query, x->wide_dim, x->dq + query, x->wide_dim);
         }
@@ -112,25 +116,25 @@ static void unit(const Problem *x, long b, long row, Space space) {
 
 static void work(const void *given, long thread, long threads) {
     const Problem *x = given;
-    long p = x->taps / 2, heads = x->heads, width = x->width, maps = x->unit * heads * LINE;
-    long blocks = (x->rows + x->unit - 1) / x->unit, floats = 4 * maps + (2 * width + heads) * LINE;
+    long p = x->taps / 2, heads = x->heads, width = x->width, maps = x->unit * map_of(x);
+    long wide = x->wide_width;
+    long blocks = (x->rows + x->unit - 1) / x->unit, floats = 2 * maps + (3 * wide + heads) * LINE;
     float *memory = aligned_alloc(64, (size_t)room(floats));
     if (!memory) abort();
     memset(memory, 0, (size_t)floats * sizeof(float));
-    float *hidden = memory + 4 * maps;
+    float *hidden = memory + 2 * maps;
     Space space = {
         .scores = memory,
         .weights = memory + maps,
-        .dweights = memory + 2 * maps,
-        .dscores = memory + 3 * maps,
         .hidden = hidden,
-        .dhidden = hidden + width * LINE,
-        .dlogits = hidden + 2 * width * LINE,
+        .dhidden = hidden + wide * LINE,
+        .turned = hidden + 2 * wide * LINE,
+        .dlogits = hidden + 3 * wide * LINE,
         .dshares = x->dshares + thread * width * line_of_shares(x),
         .dedge = x->dedge + thread * x->rows * width * p,
         .dbias = x->dbias ? x->dbias + thread * heads * line_of_bias(x) : NULL,
-        .dw1 = x->dw1 + thread * width * heads * x->taps * LANES,
-        .dw2 = x->dw2 + thread * width * heads * x->taps * LANES,
+        .dw1 = x->dw1 + thread * heads * x->taps * wide,
+        .dw2 = x->dw2 + thread * heads * x->taps * wide,
     };
     /* Who computes what is fixed, so that sums are of the same terms in the same order each time. */
     for (long part = thread; part < x->batch * x->splits; part += threads) {

@@ -3,7 +3,7 @@
 #include "threads.h"
 
 typedef struct {
-    float *scores, *logits; /* [unit, H, LINE] */
+    float *logits;          /* [unit, map_of: H lines], first scores */
     float *hidden;          /* [D, LINE] */
     float *out;             /* [unit, H, wide_dim] */
     float *largest, *total; /* [unit, H] */
@@ -45,33 +45,33 @@ static void soften(float *logits, int count, float *largest, float *total, float
 }
 
 static void unit(const Problem *x, long b, long row, Space space) {
-    long rows = least(x->unit, x->rows - row), p = x->taps / 2, kept = TILE - 4 * p, heads = x->heads;
+    long rows = least(x->unit, x->rows - row), p = x->taps / 2, kept = TILE - 4 * p, heads = x->heads, map = map_of(x);
     long last = x->offset + row + rows - 1, left = most(x->offset + row - x->window + 1, 0);
     for (long each = 0; each < rows * heads; each++) space.largest[each] = -INFINITY, space.total[each] = 0;
     memset(space.out, 0, (size_t)(rows * heads * x->wide_dim) * sizeof(float));
     for (long first = left / kept * kept; first <= last; first += kept) {
         long stop = least(first + kept, last + 1); /* of the logits' columns */
         int count = vectors(stop - first);
-        scores_of(x, b, row, rows, first - 2 * p, vectors(stop - first + 4 * p), x->q, x->kt, space.scores);
+        scores_of(x, b, row, rows, first - 2 * p, vectors(stop - first + 4 * p), x->q, x->kt, space.logits);
         for (long r = 0; r < rows; r++) {
             long position = x->offset + row + r, edge = position - x->window + 1;
-            float *scores = space.scores + r * heads * LINE, *logits = space.logits + r * heads * LINE;
+            float *logits = space.logits + r * map;
             if (first > position || stop <= edge) {
                 clear_outside(logits, heads, 0, 0, 0, count * LANES);
                 continue;
             }
             int own = vectors(least(stop, position + 1) - first);
             if (position + 1 < stop + 2 * p || edge > first - 2 * p)
-                clear_outside(scores, heads, first - 2 * p, edge, position + 1, LINE);
-            hidden_of(x, row + r, first - p, vectors(least(stop, position + 1) - first + 2 * p), scores, space.hidden);
-            logits_of(x, row + r, first, stop, own, scores, space.hidden, logits);
+                clear_outside(logits, heads, first - 2 * p, edge, position + 1, LINE);
+            hidden_of(x, row + r, first - p, vectors(least(stop, position + 1) - first + 2 * p), logits, space.hidden);
+            logits_of(x, row + r, first, stop, own, logits, space.hidden, logits);
             for (long h = 0; h < heads; h++)
                 soften(logits + h * LINE, own, space.largest + r * heads + h, space.total + r * heads + h,
                        space.out + (r * heads + h) * x->wide_dim, x->wide_dim);
             clear_outside(logits, heads, 0, 0, own * LANES, count * LANES);
         }
         for (long h = 0; h < heads; h++) {
-            Factor a = {space.logits + h * LINE, heads * LINE, 1};
+            Factor a = {space.logits + h * LINE, map, 1};
             Rows y = {x->v + ((b * heads + h) * x->columns + first) * x->wide_dim, x->wide_dim, (int)(stop - first), 1};
             float *out = space.out + h * x->wide_dim;
             product((int)rows, (int)(x->wide_dim / LANES), a, y, out, heads * x->wide_dim, out, heads * x->wide_dim);
@@ -90,13 +90,13 @@ static void unit(const Problem *x, long b, long row, Space space) {
 static void work(const void *given, long thread, long threads) {
     (void)thread, (void)threads;
     const Problem *x = given;
-    long blocks = (x->rows + x->unit - 1) / x->unit, maps = x->unit * x->heads * LINE;
-    long floats = 2 * maps + x->width * LINE + x->unit * x->heads * (x->wide_dim + 2);
+    long blocks = (x->rows + x->unit - 1) / x->unit, maps = x->unit * map_of(x);
+    long floats = maps + x->width * LINE + x->unit * x->heads * (x->wide_dim + 2);
     float *memory = aligned_alloc(64, (size_t)room(floats));
     if (!memory) abort();
-    float *out = memory + 2 * maps + x->width * LINE, *largest = out + x->unit * x->heads * x->wide_dim;
-    Space space = {memory, memory + maps, memory + 2 * maps, out, largest, largest + x->unit * x->heads};
-    memset(memory, 0, (size_t)(2 * maps + x->width * LINE) * sizeof(float));
+    float *out = memory + maps + x->width * LINE, *largest = out + x->unit * x->heads * x->wide_dim;
+    Space space = {memory, memory + maps, out, largest, largest + x->unit * x->heads};
+    memset(memory, 0, (size_t)(maps + x->width * LINE) * sizeof(float));
     /* The last rows have the most columns and come first, so that no thread is left with a long one. */
     for (long i; (i = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED)) < blocks * x->batch;)
         unit(x, i % x->batch, (blocks - 1 - i / x->batch) * x->unit, space);

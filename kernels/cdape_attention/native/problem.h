@@ -15,11 +15,14 @@
 #include "vectors.h"
 
 #define TILE 96 /* columns of scores held at a time: hidden values and their shares stay in the first cache */
-#define LINE (TILE + 32) /* floats from one line of a tile to the next; up to 2p + LANES beyond the tile are read */
+/* Floats from one line of a tile to the next; up to 2p + LANES beyond the tile are read. An odd number of cache lines,
+   as `map_of` is: where lines lie a power of two apart, few of them fit in the first cache. */
+#define LINE (TILE + 48)
 
 typedef struct {
     long batch, heads, rows, columns, dim, width, taps, offset, window, threads;
     long wide_dim;             /* d, up to whole vectors */
+    long wide_width;           /* D, up to whole vectors */
     long unit;                 /* query rows of a unit of work: keys and values are read once for all of them */
     long margin;               /* least_margin or more */
     long *next;                /* the next unit of work that nobody has begun */
@@ -41,7 +44,7 @@ typedef struct {
     float *dk, *dv;            /* [splits, B, H, C, wide_dim] */
     float *dshares, *dedge;    /* [threads, …] as shares and edge */
     float *dbias;              /* [threads, …] as bias, or NULL */
-    float *dw1, *dw2;          /* [threads, D, H, k, LANES] and [threads, H, D, k, LANES] */
+    float *dw1, *dw2;          /* [threads, H, k, wide_width], those of dw1 with their taps mirrored */
 } Problem;
 
 /* Tiles begin 4p columns before the first that they keep, end 5p behind the last key, and fill vectors. */
@@ -51,6 +54,8 @@ INLINE long line_of_shares(const Problem *x) { return x->offset + x->rows + x->t
 INLINE long line_of_bias(const Problem *x) { return x->offset + x->rows + 2 * (x->margin + x->unit); }
 INLINE long line_of_columns(const Problem *x) { return x->columns + 2 * x->margin; }
 INLINE long room(long floats) { return (floats * (long)sizeof(float) + 63) / 64 * 64; } /* as aligned_alloc asks */
+/* Floats from one row's lines to the next row's. */
+INLINE long map_of(const Problem *x) { return (x->heads * (LINE / 16) | 1) * 16; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 
@@ -64,7 +69,7 @@ INLINE void clear_outside(float *lines, long count, long first, long from, long 
     }
 }
 
-/* Scores of some rows [unit, H, LINE]: `count` vectors of columns from `first` on, zeros off the matrix. */
+/* Scores of some rows [unit, map_of: H lines]: `count` vectors of columns from `first` on, zeros off the matrix. */
 static inline void scores_of(
     const Problem *x, long b, long row, long rows, long first, int count, const float *left, const float *right,
     float *scores
@@ -73,7 +78,7 @@ static inline void scores_of(
         Factor a = {left + ((b * x->heads + h) * x->rows + row) * x->wide_dim, x->wide_dim, 1};
         const float *columns = right + (b * x->heads + h) * x->dim * line_of_columns(x) + x->margin + first;
         Rows y = {columns, line_of_columns(x), (int)x->dim, 1};
-        product((int)rows, count, a, y, NULL, 0, scores + h * LINE, x->heads * LINE);
+        product((int)rows, count, a, y, NULL, 0, scores + h * LINE, map_of(x));
     }
 }
 
@@ -102,7 +107,7 @@ static inline void hidden_of(
 /* Logits [H, LINE] of one row in `count` vectors of columns from `first` on; those it does not see are −∞, and those
    from `stop` on.
 
-   `scores` and `hidden` begin 2p and p columns before. */
+   `scores` and `hidden` begin 2p and p columns before; `logits` may be `scores`. */
 static inline void logits_of(
     const Problem *x, long row, long first, long stop, int count, const float *scores, const float *hidden,
     float *logits

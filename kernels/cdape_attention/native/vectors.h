@@ -165,60 +165,45 @@ static inline void leaky_product(
     product_then(LEAKY, rows, wide, a, b, start, by_start, out, by_out);
 }
 
-INLINE void inner_block(
-    const int tall, const int wide, const float *const *a, const float *const *b, int count, float *sums, long by_sum
-) {
-    Vector sum[6][4];
-#pragma GCC unroll 6
-    for (int m = 0; m < tall; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < wide; n++) sum[m][n] = load(sums + m * by_sum + n * LANES);
-    for (int c = 0; c < count * LANES; c += LANES) {
-        Vector x[4];
-#pragma GCC unroll 4
-        for (int n = 0; n < wide; n++) x[n] = load(b[n] + c);
-#pragma GCC unroll 6
-        for (int m = 0; m < tall; m++) {
-            Vector y = load(a[m] + c);
-#pragma GCC unroll 4
-            for (int n = 0; n < wide; n++) sum[m][n] += y * x[n];
-        }
-    }
-#pragma GCC unroll 6
-    for (int m = 0; m < tall; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < wide; n++) store(sums + m * by_sum + n * LANES, sum[m][n]);
-}
-
-/* sums[m, j] += Σ a[m] · b[j] over so many vectors of columns, lane by lane: [rows, outer · inner] vectors, which are
-   added up when all is done. */
-static inline void inner_products(int rows, const float *a, long by_row, Rows b, int count, float *sums) {
-    int inner = b.outer * b.inner;
-    for (int n = 0; n < inner; n += 4) {
-        int wide = inner - n < 4 ? inner - n : 4;
-        const float *columns[4];
-        for (int i = 0; i < wide; i++) columns[i] = b.at + (n + i) / b.inner * b.by_outer + (n + i) % b.inner;
-        for (int m = 0; m < rows;) {
-            int left = rows - m, tall = left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            const float *lines[6];
-            for (int i = 0; i < tall; i++) lines[i] = a + (m + i) * by_row;
-            float *to = sums + ((long)m * inner + n) * LANES;
-            for (int j = 0; j < wide; j += wide == 4 ? 4 : 1) {
-                float *sum = to + j * LANES;
-                switch (tall + (wide == 4 ? 8 : 0)) {
-                case 14: inner_block(6, 4, lines, columns, count, sum, inner * LANES); break;
-                case 12: inner_block(4, 4, lines, columns, count, sum, inner * LANES); break;
-                case 10: inner_block(2, 4, lines, columns, count, sum, inner * LANES); break;
-                case 9: inner_block(1, 4, lines, columns, count, sum, inner * LANES); break;
-                case 6: inner_block(6, 1, lines, columns + j, count, sum, inner * LANES); break;
-                case 4: inner_block(4, 1, lines, columns + j, count, sum, inner * LANES); break;
-                case 2: inner_block(2, 1, lines, columns + j, count, sum, inner * LANES); break;
-                default: inner_block(1, 1, lines, columns + j, count, sum, inner * LANES);
-                }
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (Integers){__VA_ARGS__})
+#endif
+#if LANES == 16
+#define EACH_LANE(f, s) \
+    f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s), f(8, s), f(9, s), f(10, s), f(11, s), \
+        f(12, s), f(13, s), f(14, s), f(15, s)
+#elif LANES == 8
+#define EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s)
+#else
+#define EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s)
+#endif
+/* Lanes of two rows, s apart, whose entries off the diagonal change places in blocks of s by s. */
+#define UPPER(lane, s) ((lane) & (s) ? LANES + (lane) - (s) : (lane))
+#define LOWER(lane, s) ((lane) & (s) ? (LANES + (lane)) : ((lane) + (s)) % (2 * LANES))
+#define EXCHANGE(s)                                                                                            \
+    if (s < LANES)                                                                                             \
+        for (int i = 0; i < LANES; i++)                                                                        \
+            if (!(i & s)) {                                                                                    \
+                Vector upper = x[i], lower = x[(i + s) % LANES];                                               \
+                x[i] = SHUFFLED(upper, lower, EACH_LANE(UPPER, s));                                            \
+                x[(i + s) % LANES] = SHUFFLED(upper, lower, EACH_LANE(LOWER, s));                              \
             }
-            m += tall;
+
+/* to[c, m] = from[m, c] for so many vectors of rows and of columns. */
+static inline void turn(int tall, int wide, const float *from, long by_from, float *to, long by_to) {
+    for (int n = 0; n < wide; n++)
+        for (int m = 0; m < tall; m++) {
+            Vector x[LANES];
+            const float *block = from + m * LANES * by_from + n * LANES;
+            for (int i = 0; i < LANES; i++) x[i] = load(block + i * by_from);
+            EXCHANGE(1)
+            EXCHANGE(2)
+            EXCHANGE(4)
+            EXCHANGE(8)
+            for (int i = 0; i < LANES; i++) store(to + (n * LANES + i) * by_to + m * LANES, x[i]);
         }
-    }
 }
 
 #endif
