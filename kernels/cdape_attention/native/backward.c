@@ -81,7 +81,6 @@ static void unit(const Problem *x, long b, long row, Space space) {
     for (long h = 0; h < heads; h++)
         for (long r = 0; r < rows; r++)
             memset(x->dq + ((b * heads + h) * x->rows + row + r) * x->wide_dim, 0, (size_t)x->wide_dim * sizeof(float));
-    /* Hidden values are alive up to p columns right of a row's last. */
     for (long first = left / kept * kept; first <= last + p; first += kept) {
         long stop = least(first + kept, last + p + 1), columns = stop - first, there = least(stop, last + 1) - first;
         scores_of(x, b, row, rows, first - 4 * p, vectors(columns + 8 * p), x->q, x->kt, space.scores);
@@ -94,7 +93,10 @@ static void unit(const Problem *x, long b, long row, Space space) {
                 continue;
             }
             clear_outside(space.scores + at, heads, first - 4 * p, edge, position + 1, LINE);
-            row_of(x, b, row + r, first, stop, space.scores + at, space.weights + at, space);
+            long own = least(stop, position + p + 1); /* hidden values are alive up to p columns right of a row's last */
+            row_of(x, b, row + r, first, own, space.scores + at, space.weights + at, space);
+            clear_outside(space.weights + at, heads, first, first, own, columns);
+            clear_outside(space.scores + at, heads, first, first, own, columns);
         }
         if (there <= 0) continue;
         for (long h = 0; h < heads; h++) {
