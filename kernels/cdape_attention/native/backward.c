@@ -5,7 +5,8 @@
 typedef struct {
     float *scores, *weights;                    /* [unit, map_of: H lines], S that become dS, and dP that become P */
     float *hidden, *dhidden, *dlogits;          /* [wide_width, LINE] twice, [H, LINE] */
-    float *turned;                              /* [LINE, wide_width], columns of the one or the other */
+    float *turned;                              /* [LINE, wide_width], columns of `hidden` or of `dhidden` */
+    float *sums;                                /* [H, k, wide_width] */
     float *dshares, *dedge, *dbias, *dw1, *dw2; /* of this thread */
     float *dk, *dv;                             /* of this part of a sequence */
 } Space;
@@ -15,6 +16,17 @@ INLINE void add_lines(float *to, long by_to, const float *from, long lines, long
     for (long line = 0; line < lines; line++)
         for (long c = 0; c < columns; c += LANES)
             store(to + line * by_to + c, load(to + line * by_to + c) + load(from + line * LINE + c));
+}
+
+/* sums[h, t, w] += Σ_c lines[h, c] · turned[c + t, w]: over so many columns, a line times what is around each.
+
+   A tile's sum is begun anew, so that rounding grows with the number of tiles and not with that of columns. */
+static void add_products(const Problem *x, long columns, const float *lines, Space space, float *sums) {
+    long features = x->taps * x->wide_width; /* that lie next to each other */
+    Factor a = {lines, LINE, 1};
+    Rows y = {space.turned, x->wide_width, (int)columns, 1};
+    product((int)x->heads, vectors(features), a, y, NULL, 0, space.sums, features);
+    for (long i = 0; i < x->heads * features; i += LANES) store(sums + i, load(sums + i) + load(space.sums + i));
 }
 
 /* Columns first … stop − 1 of one row: what they add to the gradients of tables and weights.
@@ -50,15 +62,11 @@ static void row_of(
     }
     clear_outside(space.dhidden, width, first - p, 0, stop + p, LINE);
 
-    /* Sums over this tile's columns, of a line times its neighbourhood: k · D numbers next to each other. */
-    long wide = x->wide_width, features = x->taps * wide;
+    long wide = x->wide_width;
     turn(vectors(width), vectors(columns + 2 * p), space.hidden + 2 * p, LINE, space.turned, wide);
-    a = (Factor){space.dlogits + 2 * p, LINE, 1};
-    y = (Rows){space.turned, wide, (int)columns, 1};
-    product((int)heads, vectors(features), a, y, space.dw2, features, space.dw2, features);
+    add_products(x, columns, space.dlogits + 2 * p, space, space.dw2);
     turn(vectors(width), vectors(columns + 2 * p), space.dhidden, LINE, space.turned, wide);
-    a.at = scores + 4 * p;
-    product((int)heads, vectors(features), a, y, space.dw1, features, space.dw1, features);
+    add_products(x, columns, scores + 4 * p, space, space.dw1);
 
     a = (Factor){x->w1t, 1, heads};
     y = (Rows){space.dhidden, LINE, (int)width, (int)x->taps};
@@ -120,7 +128,7 @@ static void work(const void *given, long thread, long threads) {
     const Problem *x = given;
     long p = x->taps / 2, heads = x->heads, width = x->width, maps = x->unit * map_of(x);
     long wide = x->wide_width;
-    long blocks = (x->rows + x->unit - 1) / x->unit, floats = 2 * maps + (3 * wide + heads) * LINE;
+    long blocks = (x->rows + x->unit - 1) / x->unit, floats = 2 * maps + (3 * wide + heads) * LINE + heads * x->taps * wide;
     float *memory = aligned_alloc(64, (size_t)room(floats));
     if (!memory) abort();
     memset(memory, 0, (size_t)floats * sizeof(float));
@@ -132,6 +140,7 @@ static void work(const void *given, long thread, long threads) {
         .dhidden = hidden + wide * LINE,
         .turned = hidden + 2 * wide * LINE,
         .dlogits = hidden + 3 * wide * LINE,
+        .sums = hidden + (3 * wide + heads) * LINE,
         .dshares = x->dshares + thread * width * line_of_shares(x),
         .dedge = x->dedge + thread * x->rows * width * p,
         .dbias = x->dbias ? x->dbias + thread * heads * line_of_bias(x) : NULL,
