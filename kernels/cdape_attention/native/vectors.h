@@ -118,7 +118,9 @@ INLINE void product_block(
     default: product_block(tall, 3, then, a, b, start, by_start, out, by_out);                                 \
     }
 
-/* out[m] = start[m] + Σ_j a[m, j] · b[j] over so many vectors of columns; start may be NULL (zeros) or out itself. */
+/* out[m] = start[m] + Σ_j a[m, j] · b[j] over so many vectors of columns.
+
+   start may be NULL (zeros), out itself, or begin in the same lines further on: blocks go from left to right. */
 INLINE void product_then(
     const Then then, int rows, int wide_all, Factor a, Rows b, const float *start, long by_start, float *out,
     long by_out
