@@ -29,7 +29,8 @@ if not torch.cuda.is_available():
 torch.backends.cudnn.allow_tf32 = False
 torch.backends.cuda.matmul.allow_tf32 = False
 
-settings.register_profile("farfield", deadline=None, max_examples=15, derandomize=True)
+# The seed of all examples is an option in pyproject.toml: `derandomize` would parse every test's source for its own.
+settings.register_profile("farfield", deadline=None, max_examples=15, database=None)
 settings.load_profile("farfield")
 
 # What is started in the background ignores SIGINT and what is started by nohup ignores SIGHUP, and so would every
@@ -113,8 +114,17 @@ _frozen = 0  # modules that were imported when garbage collection last left out 
 def _imports_are_not_searched() -> None:
     """DeepSpeed collects garbage with every engine, which takes as long as there are objects: a third of a second for
     all that is imported here, unless that is left out."""
-    global _frozen
     if len(sys.modules) > _frozen + 100:
-        gc.collect()
-        gc.freeze()
-        _frozen = len(sys.modules)
+        _leave_out_what_is_there()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _earlier_files_are_not_searched() -> None:
+    _leave_out_what_is_there()
+
+
+def _leave_out_what_is_there() -> None:
+    global _frozen
+    gc.collect()
+    gc.freeze()
+    _frozen = len(sys.modules)

@@ -11,12 +11,12 @@ from string import Template
 
 from megatron.errors import UserError
 from megatron.files import write_text
+from megatron.reports import plots
 from megatron.reports.axes import multiple
 from megatron.reports.document import document, machine_and_software
 from megatron.reports.html_tables import Cell, Column, table
 from megatron.reports.layout import Layout, layouts
 from megatron.reports.pictures import embedded
-from megatron.reports.plots import png
 from megatron.reports.records import Record
 from megatron.reports.section import Section
 from megatron.reports.tables import html_table
@@ -123,7 +123,7 @@ def _results(section: Section, number: int, *, headed: bool) -> list[str]:
     return [
         *([f'<h2 id="section-{number}">{html.escape(_heading(section))}</h2>'] if headed else []),
         f"<p>{' '.join(html.escape(_summary(layout)) for layout in groups)}</p>",
-        embedded(lambda narrow: png(section.records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
+        embedded(lambda narrow: plots.png(section.records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
         *(html_table(layout) for layout in groups),
         *says,
         *(each.html() for each in section.grids),

@@ -1,10 +1,8 @@
 """A run stopped and resumed is the run that was not stopped; what would make it another one is refused."""
 
-import gc
 import io
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +23,10 @@ from megatron.training.loop import train
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-@pytest.fixture
-def little_garbage() -> Iterator[None]:
-    """DeepSpeed's bfloat16 optimizer collects garbage ten times, and would visit all that the tests have made."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def copied(run: Path, to: Path) -> Path:
     return Path(shutil.copytree(run, to))
 
 
-@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize(
     ("stage", "precision"),
     # Stages 1 and 2 are one optimizer of DeepSpeed's; bfloat16 under stage 1 is tests/training/test_methods.py.
@@ -160,7 +148,6 @@ def test_other_data_are_refused_if_their_tokenizer_is_another(trained: Path, tmp
         train(tiny_config(other, tmp_path / "new", load=str(trained)))
 
 
-@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -9,6 +9,7 @@ Each is answered by the process number of the fork that runs the script, and lat
 The server ends, and all that it started with it, when its standard input does.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -65,6 +66,9 @@ def main() -> None:
     os.dup2(2, 1)  # what is printed while importing is no answer
     for name in PRELOADED:
         importlib.import_module(name)
+    # Forks then neither search nor copy what is imported: DeepSpeed collects garbage with every engine.
+    gc.collect()
+    gc.freeze()
     running: set[int] = set()
     buffer = b""
     selector = selectors.DefaultSelector()
