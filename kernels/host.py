@@ -42,9 +42,9 @@ def library(folder: Path, processor: tuple[str, ...] = PROCESSOR) -> ctypes.CDLL
     sources = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
     command = [compiler, *FLAGS, *processor]
     name = f"{folder.parent.name}-{_identity(sources, command)}.so"
-    for place in (_cache_folder(), Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"):
+    for place in (_cache_folder, _temporary_folder):
         try:
-            return _load(place, name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
+            return _load(place(), name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
         except OSError as error:
             failed = error
     raise CannotCompile(f"what was compiled cannot be kept or loaded: {failed}")
@@ -72,7 +72,14 @@ def _load(place: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
+    except RuntimeError as error:  # this user has no home
+        raise FileNotFoundError(str(error)) from error
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"
 
 
 def _identity(sources: Sequence[Path], command: Sequence[str]) -> str:

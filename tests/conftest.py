@@ -107,7 +107,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-_frozen = 0  # modules that were imported when garbage collection last left out all there was
+_frozen = 0  # how many modules were imported when garbage collection last left out all there was
 
 
 @pytest.fixture(autouse=True)

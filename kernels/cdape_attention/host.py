@@ -26,6 +26,7 @@ MOST_TAPS = 15
 UNBOUNDED = 1 << 40
 """The window where there is none."""
 MOST_THREADS = 64
+"""At most those of native/threads.h."""
 MOST_SPLITS = 16
 """Parts of a sequence that have gradients of keys and values of their own."""
 LARGEST_UNIT, LEAST_UNIT = 64, 8
@@ -88,8 +89,9 @@ def cdape_attention(
     most MOST_TAPS taps.
     """
     check(q, k, v, bias, w1, b1, w2, b2, offset, window)
-    for name, x in (("q", q), ("k", k), ("v", v), ("w1", w1), ("w2", w2)):
-        if x.dtype != torch.float32 or x.device.type != "cpu":
+    given = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    for name, x in given.items():
+        if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be float32 on a CPU")
     if w1.shape[-1] > MOST_TAPS:
         raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MOST_TAPS}")
@@ -172,7 +174,7 @@ class _Call:
             "width": self.width,
             "taps": self.taps,
             "offset": offset,
-            "window": UNBOUNDED if window is None else window,
+            "window": UNBOUNDED if window is None else min(window, UNBOUNDED),
             "threads": self.threads,
             "wide_dim": self.wide_dim,
             "wide_width": self.wide_width,
@@ -195,6 +197,7 @@ class _Call:
     def backward(self, dout: Tensor, out: Tensor, largest: Tensor, total: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, shares, residual, w1 and w2."""
         given, threads, width, taps = self.given, self.threads, self.width, self.taps
+        dout = dout.contiguous()  # so that sums are of the same order however it lies in memory
         splits = self._splits()
         each = splits, self.batch, self.heads, given["k"].shape[2], self.wide_dim
         zeros = out.new_zeros
@@ -248,7 +251,8 @@ class _Call:
 
     def _wide(self, x: Tensor) -> Tensor:
         """[…, d] with d filled up with zeros to whole vectors."""
-        return x.contiguous() if self.wide_dim == self.dim else F.pad(x, (0, self.wide_dim - self.dim))
+        filled = x if self.wide_dim == self.dim else F.pad(x, (0, self.wide_dim - self.dim))
+        return filled.contiguous()  # padding keeps the order of axes in memory
 
     def _narrow(self, x: Tensor) -> Tensor:
         return x[..., : self.dim]

@@ -2,7 +2,7 @@
 
 YAML 1.2 reads 6e-4 as a number, which YAML 1.1 (and so PyYAML) takes for text. JSON-like files with True, False and
 trailing commas load as they are. A repeated key is an error: one of the two values would be ignored. Only plain data
-is constructed, whatever tags a file has. What no person writes is refused before anything is built of it: a large
+is constructed, whatever tags a file has. What no person writes is refused while it is read: a large
 file, many or deeply nested values, and anchors that stand for many values (ten lines can stand for billions).
 """
 
@@ -10,7 +10,7 @@ import io
 import re
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import (
     AliasEvent,
     CollectionStartEvent,
+    Event,
     MappingEndEvent,
     NodeEvent,
     SequenceEndEvent,
 )
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.parser import Parser
 from ruamel.yaml.representer import SafeRepresenter
 
 from megatron.errors import UserError
@@ -51,8 +53,49 @@ class Document:
         return f"{self.source}:{self.lines[path]}" if path in self.lines else self.source
 
 
-def _loader() -> YAML:
+def _plain() -> YAML:
     return YAML(typ="safe", pure=True)
+
+
+def _loader(source: str) -> YAML:
+    """Reads what has no more values, and no deeper ones, than a person writes; `source` is how messages name it."""
+    found = _plain()
+    found.Parser = partial(_Bounded, source=source)
+    return found
+
+
+class _Bounded(Parser):
+    """Refuses what has too many values, or too deep ones, before they are built."""
+
+    def __init__(self, loader: YAML, source: str) -> None:
+        super().__init__(loader)
+        self.source = source
+        self.nodes = 0
+        self.anchors: dict[str, int] = {}  # how many nodes each stands for; while it is open, none
+        self.opened: list[tuple[str | None, int]] = []
+
+    def get_event(self) -> Any:
+        event = super().get_event()
+        before = self.nodes
+        if isinstance(event, AliasEvent):
+            self.nodes += self.anchors.get(event.anchor, 1)
+        elif isinstance(event, CollectionStartEvent):
+            self.nodes += 1
+            self.opened.append((event.anchor, before))
+        elif isinstance(event, NodeEvent):
+            self.nodes += 1
+            self.anchors |= {event.anchor: 1} if event.anchor else {}
+        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+            anchor, before = self.opened.pop()
+            self.anchors |= {anchor: self.nodes - before} if anchor else {}
+        if self.nodes > MOST_NODES:
+            raise self._refusal(event, f"more than {MOST_NODES:,} values, aliases counted as what they stand for")
+        if len(self.opened) > DEEPEST:
+            raise self._refusal(event, f"nested too deeply to be a configuration: more than {DEEPEST} times")
+        return event
+
+    def _refusal(self, event: Event, why: str) -> UserError:
+        return UserError(f"{self.source}:{event.start_mark.line + 1}: {why}")
 
 
 def _one_line(source: str, error: YAMLError) -> UserError:
@@ -80,7 +123,7 @@ def _place_of_bad_scalar(node: Node | None, source: str) -> str:
     """`file:line` of the first scalar that cannot be made a value."""
     if isinstance(node, ScalarNode):
         try:
-            _loader().constructor.construct_document(node)
+            _plain().constructor.construct_document(node)
         except ValueError:
             return f"{source}:{node.start_mark.line + 1}"
     elif isinstance(node, SequenceNode | MappingNode):
@@ -141,31 +184,6 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _check_size(text: str, source: str) -> None:
-    """Refuse what has too many values, or too deep ones, without building them."""
-    nodes = 0
-    anchors: dict[str, int] = {}  # how many nodes each stands for; while it is open, none
-    opened: list[tuple[str | None, int]] = []
-    for event in _loader().parse(io.StringIO(text)):
-        before = nodes
-        if isinstance(event, AliasEvent):
-            nodes += anchors.get(event.anchor, 1)
-        elif isinstance(event, CollectionStartEvent):
-            nodes += 1
-            opened.append((event.anchor, before))
-        elif isinstance(event, NodeEvent):
-            nodes += 1
-            anchors |= {event.anchor: 1} if event.anchor else {}
-        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
-            anchor, before = opened.pop()
-            anchors |= {anchor: nodes - before} if anchor else {}
-        place = f"{source}:{event.start_mark.line + 1}"
-        if nodes > MOST_NODES:
-            raise UserError(f"{place}: more than {MOST_NODES:,} values, aliases counted as what they stand for")
-        if len(opened) > DEEPEST:
-            raise UserError(f"{place}: nested too deeply to be a configuration: more than {DEEPEST} times")
-
-
 def parse(text: str, source: str) -> Document:
     """The mapping written in `text`; `source` is how messages name it. An empty text is an empty mapping."""
     return deepcopy(_parsed(text, source))
@@ -175,8 +193,7 @@ def parse(text: str, source: str) -> Document:
 def _parsed(text: str, source: str) -> Document:
     """A sweep and its runs read the same configurations again and again, each for a twentieth of a second."""
     try:
-        _check_size(text, source)
-        loader = _loader()
+        loader = _loader(source)
         node = loader.compose(io.StringIO(text))
         values = None if node is None else loader.constructor.construct_document(node)
     except YAMLError as error:
@@ -207,8 +224,7 @@ def read_yaml(path: Path) -> Document:
 def parse_value(text: str, source: str) -> Any:
     """A single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; nothing is null."""
     try:
-        _check_size(text, source)
-        value = _loader().load(io.StringIO(text))
+        value = _loader(source).load(io.StringIO(text))
     except (YAMLError, ValueError) as error:
         raise UserError(f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as text") from error
     _check_plain(value, source, 0, {}, ())
@@ -232,7 +248,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 def dump(values: dict[str, Any]) -> str:
     """Plain YAML 1.2 in the order of the mapping."""
-    writer = _loader()
+    writer = _plain()
     writer.Representer = _Representer
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]

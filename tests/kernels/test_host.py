@@ -1,5 +1,6 @@
 """Compiling C where the program runs: once, kept, made again when damaged, and done without where it cannot be."""
 
+import pwd
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,15 @@ def test_says_why_it_cannot(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
         library(folder)
 
 
+@pytest.mark.parametrize("there_is_one", [True, False])
 def test_a_home_that_cannot_be_written_is_done_without(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_is_one: bool
 ) -> None:
     (tmp_path / "cache").write_text("a file")
+    if not there_is_one:
+        for name in ("HOME", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
     assert library(folder).answer() == 42
     assert list(tmp_path.glob("farfield-*/op-*.so"))

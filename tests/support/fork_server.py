@@ -18,6 +18,7 @@ import selectors
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 PRELOADED = (
@@ -54,6 +55,8 @@ def run(request: dict[str, Any], keep: int) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -95,7 +98,9 @@ def main() -> None:
                 running.discard(child)
                 answer(pid=child, code=os.waitstatus_to_exitcode(status))
     for child in running:
-        os.kill(child, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # a fork leads a group of its own once it runs
+            with suppress(ProcessLookupError):
+                kill(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -112,13 +112,16 @@ def test_no_row_reads_a_later_key_and_a_nan_stays_a_nan() -> None:
     assert found[:, :, 20:].isnan().all()
 
 
-def test_inputs_need_not_be_contiguous_and_checkpointing_changes_nothing() -> None:
-    case = Case(2, 3, 20, 20, 8, 6, 5)
+@pytest.mark.parametrize("dim", [7, 8])
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1), (3, 1, 0, 2)], ids=str)
+def test_axes_lie_in_memory_in_any_order_and_checkpointing_changes_nothing(order: tuple[int, ...], dim: int) -> None:
+    case = Case(2, 3, 20, 20, dim, 6, 5)
     inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
     plain = differentiated(cdape_attention, inputs, into)
     again = differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]
-    other = differentiated(cdape_attention, [*strided, *inputs[3:]], into.transpose(1, 2).contiguous().transpose(1, 2))
+    back = torch.tensor(order).argsort().tolist()
+    *strided, strided_into = (x.permute(order).contiguous().permute(back) for x in (*inputs[:3], into))
+    other = differentiated(cdape_attention, [*strided, *inputs[3:]], strided_into)
     for name, expected in plain.items():
         assert torch.equal(again[name], expected), name
         assert torch.equal(other[name], expected), name
@@ -144,11 +147,14 @@ def test_what_it_cannot_compute_is_refused_by_name() -> None:
     half = [x.bfloat16() for x in inputs[:3]]
     with pytest.raises(ValueError, match=r"q is torch\.bfloat16 on cpu; it must be float32 on a CPU"):
         cdape_attention(*half, *inputs[3:])
+    with pytest.raises(ValueError, match=r"b1 is torch\.float64 on cpu; it must be float32 on a CPU"):
+        cdape_attention(*inputs[:5], inputs[5].double(), *inputs[6:])
     long = torch.zeros(3, 4, 1, host.MOST_TAPS + 2), inputs[5], torch.zeros(2, 3, 1, host.MOST_TAPS + 2), inputs[7]
     with pytest.raises(ValueError, match=r"w1 is \[3, 4, 1, 17\]; k must be at most 15"):
         cdape_attention(*inputs[:4], *long)
     with pytest.raises(ValueError, match="offset is 1 with 5 rows and 5 columns"):
         cdape_attention(*inputs, offset=1)
+    assert torch.equal(cdape_attention(*inputs, window=2**64), cdape_attention(*inputs))
     q = inputs[0].requires_grad_()
     (grad,) = torch.autograd.grad(cdape_attention(*inputs).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
