@@ -74,7 +74,7 @@ def _load(place: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
 def _cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
-    except RuntimeError as error:  # this user has no home
+    except RuntimeError as error:  # Path.home: this user has none
         raise FileNotFoundError(str(error)) from error
 
 

@@ -120,6 +120,7 @@ def _imports_are_not_searched() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _earlier_files_are_not_searched() -> None:
+    """Nor what the tests of other files have left."""
     _leave_out_what_is_there()
 
 

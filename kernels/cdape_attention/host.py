@@ -26,7 +26,7 @@ MOST_TAPS = 15
 UNBOUNDED = 1 << 40
 """The window where there is none."""
 MOST_THREADS = 64
-"""At most those of native/threads.h."""
+"""Of a call; native/threads.h has room for 256."""
 MOST_SPLITS = 16
 """Parts of a sequence that have gradients of keys and values of their own."""
 LARGEST_UNIT, LEAST_UNIT = 64, 8

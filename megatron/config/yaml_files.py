@@ -2,8 +2,8 @@
 
 YAML 1.2 reads 6e-4 as a number, which YAML 1.1 (and so PyYAML) takes for text. JSON-like files with True, False and
 trailing commas load as they are. A repeated key is an error: one of the two values would be ignored. Only plain data
-is constructed, whatever tags a file has. What no person writes is refused while it is read: a large
-file, many or deeply nested values, and anchors that stand for many values (ten lines can stand for billions).
+is constructed, whatever tags a file has. What no person writes is refused while it is read: a large file, many or
+deeply nested values, and anchors that stand for many values (ten lines can stand for billions).
 """
 
 import io
@@ -191,7 +191,7 @@ def parse(text: str, source: str) -> Document:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str, source: str) -> Document:
-    """A sweep and its runs read the same configurations again and again, each for a twentieth of a second."""
+    """A sweep and its runs read the same configurations again and again, each for a fiftieth of a second."""
     try:
         loader = _loader(source)
         node = loader.compose(io.StringIO(text))

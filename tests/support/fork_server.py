@@ -55,7 +55,7 @@ def run(request: dict[str, Any], keep: int) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        if isinstance(end.code, str):
+        if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()

@@ -3,7 +3,7 @@
 #include "threads.h"
 
 typedef struct {
-    float *logits;          /* [unit, map_of: H lines], first scores */
+    float *logits;          /* [unit, row_stride], first scores */
     float *hidden;          /* [D, LINE] */
     float *out;             /* [unit, H, wide_dim] */
     float *largest, *total; /* [unit, H] */
@@ -45,7 +45,8 @@ static void soften(float *logits, int count, float *largest, float *total, float
 }
 
 static void unit(const Problem *x, long b, long row, Space space) {
-    long rows = least(x->unit, x->rows - row), p = x->taps / 2, kept = TILE - 4 * p, heads = x->heads, map = map_of(x);
+    long rows = least(x->unit, x->rows - row), p = x->taps / 2, kept = TILE - 4 * p;
+    long heads = x->heads, stride = row_stride(x);
     long last = x->offset + row + rows - 1, left = most(x->offset + row - x->window + 1, 0);
     for (long each = 0; each < rows * heads; each++) space.largest[each] = -INFINITY, space.total[each] = 0;
     memset(space.out, 0, (size_t)(rows * heads * x->wide_dim) * sizeof(float));
@@ -55,7 +56,7 @@ static void unit(const Problem *x, long b, long row, Space space) {
         scores_of(x, b, row, rows, first - 2 * p, vectors(stop - first + 4 * p), x->q, x->kt, space.logits);
         for (long r = 0; r < rows; r++) {
             long position = x->offset + row + r, edge = position - x->window + 1;
-            float *logits = space.logits + r * map;
+            float *logits = space.logits + r * stride;
             if (first > position || stop <= edge) {
                 clear_outside(logits, heads, 0, 0, 0, count * LANES);
                 continue;
@@ -71,7 +72,7 @@ static void unit(const Problem *x, long b, long row, Space space) {
             clear_outside(logits, heads, 0, 0, own * LANES, count * LANES);
         }
         for (long h = 0; h < heads; h++) {
-            Factor a = {space.logits + h * LINE, map, 1};
+            Factor a = {space.logits + h * LINE, stride, 1};
             Rows y = {x->v + ((b * heads + h) * x->columns + first) * x->wide_dim, x->wide_dim, (int)(stop - first), 1};
             float *out = space.out + h * x->wide_dim;
             product((int)rows, (int)(x->wide_dim / LANES), a, y, out, heads * x->wide_dim, out, heads * x->wide_dim);
@@ -90,7 +91,7 @@ static void unit(const Problem *x, long b, long row, Space space) {
 static void work(const void *given, long thread, long threads) {
     (void)thread, (void)threads;
     const Problem *x = given;
-    long blocks = (x->rows + x->unit - 1) / x->unit, maps = x->unit * map_of(x);
+    long blocks = (x->rows + x->unit - 1) / x->unit, maps = x->unit * row_stride(x);
     long floats = maps + x->width * LINE + x->unit * x->heads * (x->wide_dim + 2);
     float *memory = aligned_alloc(64, (size_t)room(floats));
     if (!memory) abort();

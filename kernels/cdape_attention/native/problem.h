@@ -16,7 +16,7 @@
 
 #define TILE 96 /* columns of scores held at a time: hidden values and their shares stay in the first cache */
 /* Floats from one line of a tile to the next; up to 2p + LANES beyond the tile are read. An odd number of cache lines,
-   as `map_of` is: where lines lie a power of two apart, few of them fit in the first cache. */
+   as `row_stride` is: where lines lie a power of two apart, few of them fit in the first cache. */
 #define LINE (TILE + 48)
 
 typedef struct {
@@ -54,8 +54,8 @@ INLINE long line_of_shares(const Problem *x) { return x->offset + x->rows + x->t
 INLINE long line_of_bias(const Problem *x) { return x->offset + x->rows + 2 * (x->margin + x->unit); }
 INLINE long line_of_columns(const Problem *x) { return x->columns + 2 * x->margin; }
 INLINE long room(long floats) { return (floats * (long)sizeof(float) + 63) / 64 * 64; } /* as aligned_alloc asks */
-/* Floats from one row's lines to the next row's. */
-INLINE long map_of(const Problem *x) { return (x->heads * (LINE / 16) | 1) * 16; }
+/* Floats from one row's H lines to the next row's. */
+INLINE long row_stride(const Problem *x) { return (x->heads * (LINE / 16) | 1) * 16; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 
@@ -69,7 +69,7 @@ INLINE void clear_outside(float *lines, long count, long first, long from, long 
     }
 }
 
-/* Scores of some rows [unit, map_of: H lines]: `count` vectors of columns from `first` on, zeros off the matrix. */
+/* Scores of some rows [unit, row_stride]: `count` vectors of columns from `first` on, zeros off the matrix. */
 static inline void scores_of(
     const Problem *x, long b, long row, long rows, long first, int count, const float *left, const float *right,
     float *scores
@@ -78,7 +78,7 @@ static inline void scores_of(
         Factor a = {left + ((b * x->heads + h) * x->rows + row) * x->wide_dim, x->wide_dim, 1};
         const float *columns = right + (b * x->heads + h) * x->dim * line_of_columns(x) + x->margin + first;
         Rows y = {columns, line_of_columns(x), (int)x->dim, 1};
-        product((int)rows, count, a, y, NULL, 0, scores + h * LINE, map_of(x));
+        product((int)rows, count, a, y, NULL, 0, scores + h * LINE, row_stride(x));
     }
 }
 

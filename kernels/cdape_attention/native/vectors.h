@@ -167,6 +167,7 @@ static inline void leaky_product(
     product_then(LEAKY, rows, wide, a, b, start, by_start, out, by_out);
 }
 
+/* Lanes of two vectors by their numbers, the second's from LANES on. */
 #ifdef __clang__
 #define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -181,9 +182,10 @@ static inline void leaky_product(
 #else
 #define EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s)
 #endif
-/* Lanes of two rows, s apart, whose entries off the diagonal change places in blocks of s by s. */
+/* Step s of a transposition (s = 1, 2, 4, …): of rows i and i + s, where i lacks the bit s, the upper one's lanes with
+   that bit change places with the lower one's lanes without it. */
 #define UPPER(lane, s) ((lane) & (s) ? LANES + (lane) - (s) : (lane))
-#define LOWER(lane, s) ((lane) & (s) ? (LANES + (lane)) : ((lane) + (s)) % (2 * LANES))
+#define LOWER(lane, s) ((lane) & (s) ? LANES + (lane) : ((lane) + (s)) % LANES)
 #define EXCHANGE(s)                                                                                            \
     if (s < LANES)                                                                                             \
         for (int i = 0; i < LANES; i++)                                                                        \
@@ -194,7 +196,7 @@ static inline void leaky_product(
             }
 
 /* to[c, m] = from[m, c] for so many vectors of rows and of columns. */
-static inline void turn(int tall, int wide, const float *from, long by_from, float *to, long by_to) {
+static inline void transpose(int tall, int wide, const float *from, long by_from, float *to, long by_to) {
     for (int n = 0; n < wide; n++)
         for (int m = 0; m < tall; m++) {
             Vector x[LANES];

@@ -112,18 +112,25 @@ def test_no_row_reads_a_later_key_and_a_nan_stays_a_nan() -> None:
     assert found[:, :, 20:].isnan().all()
 
 
-@pytest.mark.parametrize("dim", [7, 8])
-@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1), (3, 1, 0, 2)], ids=str)
-def test_axes_lie_in_memory_in_any_order_and_checkpointing_changes_nothing(order: tuple[int, ...], dim: int) -> None:
-    case = Case(2, 3, 20, 20, dim, 6, 5)
+def test_checkpointing_changes_nothing() -> None:
+    case = Case(2, 3, 20, 20, 8, 6, 5)
     inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
     plain = differentiated(cdape_attention, inputs, into)
     again = differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
+    for name, expected in plain.items():
+        assert torch.equal(again[name], expected), name
+
+
+@pytest.mark.parametrize("dim", [7, 8])
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1), (3, 1, 0, 2)], ids=str)
+def test_axes_lie_in_memory_in_any_order(order: tuple[int, ...], dim: int) -> None:
+    case = Case(2, 3, 20, 20, dim, 6, 5)
+    inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
+    plain = differentiated(cdape_attention, inputs, into)
     back = torch.tensor(order).argsort().tolist()
     *strided, strided_into = (x.permute(order).contiguous().permute(back) for x in (*inputs[:3], into))
     other = differentiated(cdape_attention, [*strided, *inputs[3:]], strided_into)
     for name, expected in plain.items():
-        assert torch.equal(again[name], expected), name
         assert torch.equal(other[name], expected), name
 
 
