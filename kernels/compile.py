@@ -23,6 +23,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -33,11 +34,11 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 SPILL_BUDGET = 768
 """Bytes that a thread may spill, written or read, three quarters of its 255 registers: they stay in the first cache.
 
-Tiles that are too large for the registers end far beyond: at about 10 KB (docs/log.md). With Triton 3.9 the kernels of
-the half types spill up to 568 bytes.
+Tiles that are too large for the registers end far beyond: at 4 to 10 KB (docs/log.md). With Triton 3.7.1 the kernels of
+the half types spill up to 584 bytes.
 """
 SPILL_BUDGET_FLOAT32 = 2048
-"""Of float32 products, whose factors take twice the registers, and of the widest processors: up to 1,404 bytes."""
+"""Of float32 products, whose factors take twice the registers, and of the widest processors: up to 1,316 bytes."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,8 @@ def compiled(
 
 
 def _assembled(ptx: str, arch: int) -> dict[str, int]:
-    """Registers, stack and spills from `ptxas -v`, with the flags that Triton passes."""
-    nvidia = triton.knobs.nvidia
-    ptxas = (nvidia.ptxas if arch < 90 else nvidia.ptxas_blackwell).path
+    """Registers, stack and spills from `ptxas -v`: the program that Triton takes, with the flags it passes."""
+    ptxas = get_ptxas(arch).path
     target = re.search(r"^\.target (\S+?),?\s", ptx, re.MULTILINE)
     assert target is not None
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The configurations that the shipped models launch, for `python -m kernels.compile bias`. H heads."""
+"""The configurations that the shipped models launch, for `python -m kernels.compile bias`. H heads, W hidden units."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 from kernels.bias import configs
 from kernels.bias.fire import _fire_bwd_kernel, _fire_fwd_kernel
 from kernels.bias.toeplitz import _toeplitz_bwd_kernel, _toeplitz_fwd_kernel
-from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration, signature_of
+from kernels.compile import Configuration, signature_of
 from kernels.launch import Tile
 
-HEADS = (16, 32)
+HEADS = (16, 32, configs.MAX_HEADS)
 """Fewer heads compile to what 16 do."""
-WIDTH = 32
+WIDTHS = (32, configs.MAX_WIDTH)
 TYPES = ("bf16", "fp32")
 TYPED = ("out_ptr", "dout_ptr")
 """Pointers to the compute type; the others are to float32."""
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every kernel in both types; FIRE's for each padded number of heads."""
+    """Every kernel in both types; FIRE's for each padded number of heads and of hidden units."""
     fwd, bwd = configs.TOEPLITZ_FWD, configs.TOEPLITZ_BWD
     for kind in TYPES:
         yield _one(f"toeplitz_fwd {kind}", _toeplitz_fwd_kernel, kind, fwd, {"SATURATE": False, **fwd.blocks})
@@ -26,8 +26,10 @@ def configurations() -> Iterator[Configuration]:
         for heads in HEADS:
             constants = configs.fire_fwd_constants(configs.FIRE_FWD, heads)
             yield _one(f"fire_fwd H={heads} {kind}", _fire_fwd_kernel, kind, configs.FIRE_FWD, constants)
-            constants = configs.fire_bwd_constants(configs.FIRE_BWD, heads, WIDTH)
-            yield _one(f"fire_bwd H={heads} {kind}", _fire_bwd_kernel, kind, configs.FIRE_BWD, constants)
+            for width in WIDTHS:
+                constants = configs.fire_bwd_constants(configs.FIRE_BWD, heads, width)
+                name = f"fire_bwd H={heads} W={width} {kind}"
+                yield _one(name, _fire_bwd_kernel, kind, configs.FIRE_BWD, constants)
     yield _one("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
 
 
@@ -39,5 +41,4 @@ def _one(name: str, kernel: Any, kind: str, tile: Tile, constants: dict[str, Any
         signature=signature_of(kernel, constants, kind, float32),
         constexprs=constants,
         options=tile.options,
-        spill=SPILL_BUDGET_FLOAT32 if kernel is _fire_bwd_kernel else SPILL_BUDGET,
     )

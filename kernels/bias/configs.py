@@ -10,8 +10,10 @@ TOEPLITZ_FWD = Tile(32, 128, NUM_WARPS, NUM_STAGES)
 TOEPLITZ_BWD = Tile(16, 128, NUM_WARPS, NUM_STAGES)
 """Rows per step, and diagonals per program."""
 FIRE_FWD = Tile(1, 128, NUM_WARPS, NUM_STAGES)
-FIRE_BWD = Tile(1, 64, NUM_WARPS, NUM_STAGES)
-"""One row after the other, and columns per step."""
+FIRE_BWD = Tile(1, 64, 8, NUM_STAGES)
+"""One row after the other, and columns per step, at most. Four warps hold no step of 32 heads and 32 hidden units."""
+FIRE_PRODUCTS = 64 * 32 * 32
+"""Of a step's columns, heads and hidden units: more heads or units take fewer columns, so that registers hold them."""
 INTERPRETED_BLOCK = 16
 """The largest of them in the interpreter, so that short sequences in tests have several tiles."""
 PARTS = 512
@@ -34,7 +36,8 @@ def fire_fwd_constants(tile: Tile, heads: int) -> dict[str, int]:
 
 def fire_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
     """The constants of FIRE's backward kernel."""
-    return {"BLOCK_N": tile.block_n, "BLOCK_H": padded(heads), "BLOCK_W": padded(width)}
+    block_h, block_w = padded(heads), padded(width)
+    return {"BLOCK_N": min(tile.block_n, FIRE_PRODUCTS // (block_h * block_w)), "BLOCK_H": block_h, "BLOCK_W": block_w}
 
 
 def parts(programs: int, rows: int) -> tuple[int, int]:
