@@ -929,11 +929,17 @@ def _unexpected(error: BaseException) -> str:
     return f"{describe(error)}; the traceback is in {file.name}"
 
 
+_errors: int | None = None
+"""A copy of standard error as it was at the start: descriptor 2 points to a log while a model is computed with."""
+
+
 def main() -> int:
     """Run a command; every failure is a line on standard error and an exit code."""
     _settle_streams()
+    global _errors
     own = signal.getsignal(signal.SIGINT) is _leave
     if own:
+        _errors = os.dup(2)
         signal.signal(signal.SIGINT, _interrupt)
     try:
         return _run()
@@ -981,12 +987,25 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """KeyboardInterrupt, but after an import that is under way: torch and numpy abort, or go on in ruins, otherwise."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            _acknowledge()
             again = threading.Timer(0.02, os.kill, (os.getpid(), number))
             again.daemon = True
             again.start()
             return
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def _acknowledge() -> None:
+    """Say once that an interrupt was heard, unless `megatron.training.signals.acknowledged` says it."""
+    global _errors
+    told = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    if _errors is not None:
+        if told == -1:
+            os.write(_errors, b"stopping\n")
+        os.close(_errors)
+        _errors = None
 
 
 def _settle_streams() -> None:
