@@ -929,17 +929,20 @@ def _unexpected(error: BaseException) -> str:
     return f"{describe(error)}; the traceback is in {file.name}"
 
 
-_errors: int | None = None
-"""A copy of standard error as it was at the start: descriptor 2 points to a log while a model is computed with."""
+_standard_error: int | None = None
+"""A copy of it as it was at the start, until an interrupt is acknowledged there.
+
+Descriptor 2 points to a log while a model is computed with.
+"""
 
 
 def main() -> int:
     """Run a command; every failure is a line on standard error and an exit code."""
+    global _standard_error
     _settle_streams()
-    global _errors
     own = signal.getsignal(signal.SIGINT) is _leave
     if own:
-        _errors = os.dup(2)
+        _standard_error = os.dup(2)
         signal.signal(signal.SIGINT, _interrupt)
     try:
         return _run()
@@ -998,14 +1001,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _acknowledge() -> None:
     """Say once that an interrupt was heard, unless `megatron.training.signals.acknowledged` says it."""
-    global _errors
+    global _standard_error
     told = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    if _errors is not None:
+    if _standard_error is not None:
         if told == -1:
-            os.write(_errors, b"stopping\n")
-        os.close(_errors)
-        _errors = None
+            os.write(_standard_error, b"stopping\n")
+        os.close(_standard_error)
+        _standard_error = None
 
 
 def _settle_streams() -> None:

@@ -295,15 +295,24 @@ def test_broken_pipe_is_silent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "said"), [("typer", "interrupted\n"), ("megatron.config.reference", "stopping\ninterrupted\n")]
+    ("module", "logged", "said"),
+    [
+        ("typer", False, "interrupted\n"),
+        ("megatron.config.reference", False, "stopping\ninterrupted\n"),
+        ("megatron.config.reference", True, "stopping\n"),
+    ],
 )
-def test_ctrl_c_during_an_import(module, said, tmp_path):
-    """Before `main`, and in a command, where the import is ended first: torch's must not be broken off."""
+def test_ctrl_c_during_an_import(module, logged, said, tmp_path):
+    """Before `main`, and in a command, where the import is ended first: torch's must not be broken off.
+
+    logged: descriptor 2 points elsewhere, as it does to a log while a model is computed with.
+    """
     code = (
         "import os, runpy, signal, sys, time\n"
         "class Interrupted:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n"
+        f"            if {logged}: os.dup2(os.open('log', os.O_WRONLY | os.O_CREAT), 2)\n"
         "            try:\n"
         "                os.kill(os.getpid(), signal.SIGINT)\n"
         "                time.sleep(0.1)\n"

@@ -1,4 +1,4 @@
-"""The configurations that the shipped models launch, for `python -m kernels.compile bias`. H heads, W hidden units."""
+"""The configurations of which all launches are one, for `python -m kernels.compile bias`. H heads, W hidden units."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from kernels.compile import Configuration, signature_of
 from kernels.launch import Tile
 
 HEADS = (16, 32, configs.MAX_HEADS)
-"""Fewer heads compile to what 16 do."""
+"""Filled up to a power of two; fewer compile to what 16 do."""
 WIDTHS = (32, configs.MAX_WIDTH)
 TYPES = ("bf16", "fp32")
 TYPED = ("out_ptr", "dout_ptr")
