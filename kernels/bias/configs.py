@@ -13,7 +13,7 @@ FIRE_FWD = Tile(1, 128, NUM_WARPS, NUM_STAGES)
 FIRE_BWD = Tile(1, 64, 8, NUM_STAGES)
 """One row after the other, and columns per step, at most. Four warps hold no step of 32 heads and 32 hidden units."""
 FIRE_PRODUCTS = 64 * 32 * 32
-"""Columns · heads · hidden units of a step, at most: with more heads or units fewer columns, so that registers hold it."""
+"""Columns · heads · hidden units of a step, at most: many heads or units take fewer columns, to stay in registers."""
 INTERPRETED_BLOCK = 16
 """The largest of them in the interpreter, so that short sequences in tests have several tiles."""
 PARTS = 512
