@@ -4,34 +4,21 @@
 Everything heavy is imported inside the commands, so that help and errors come at once.
 """
 
-# ruff: noqa: E402 (Ctrl-C gets its answer before anything is imported that takes a while)
+# ruff: noqa: E402 (signals get their answer before anything is imported that takes a while)
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
+from megatron.stopping.signals import leave_at_once
 
+if __name__ == "__main__":
+    leave_at_once()  # until `main` takes care of them
 
-def _leave(number: int, frame: object) -> None:
-    """End at once: nothing is under way."""
-    os.write(2, b"interrupted\n")
-    os._exit(130)
-
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _leave)  # until `main` takes care of it
-
-import errno
 import inspect
-import shlex
-import tempfile
-import threading
-import traceback
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 ROOT = Path(__file__).resolve().parent
@@ -51,6 +38,7 @@ from megatron.analysis.options import AnalysisOptions
 from megatron.errors import FarfieldError, UserError
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.generation.options import GenerationOptions
+from megatron.stopping.command import run, untouched
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -69,10 +57,8 @@ class Commands(TyperGroup):
         return super().get_command(ctx, cmd_name.removesuffix(".py"))
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with untouched():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Abort from None  # which `main` tells; of the other typer makes a silent exit code
 
 
 def paragraphs(text: str) -> str:
@@ -419,14 +405,12 @@ def import_(
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
     from megatron.importing.run import import_model
-    from megatron.launch.local import terminable
     from megatron.quantities import count
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # third parties', about packages that are not needed
         files = {"vocab_file": vocab_file, "merge_file": merge_file}
-        with terminable():  # what is half written is removed
-            made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
+        made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
     _note(notes)
     model = made.config.model
     print(
@@ -488,7 +472,7 @@ def evaluate(
     A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
     """
     from megatron.launch.console import explained, run_console, temporary_log
-    from megatron.training.signals import acknowledged
+    from megatron.stopping.signals import acknowledged
 
     with temporary_log() as log, run_console(log) as console, explained(log), acknowledged(console.print, "stopping"):
         from megatron.config.chosen import chosen
@@ -578,7 +562,7 @@ def analyze(
     from megatron.config.chosen import chosen
     from megatron.evaluation.lengths import read_lengths
     from megatron.launch.console import explained, run_console, temporary_log
-    from megatron.training.signals import acknowledged
+    from megatron.stopping.signals import acknowledged
 
     listed: dict[str, Any] = {} if lengths is None else dict(read_lengths(lengths))
     if only is not None:
@@ -769,10 +753,8 @@ def export(
     The last needs nothing but transformers, also in programs that know its models only.
     """
     from megatron.export.run import export as write
-    from megatron.launch.local import terminable
 
-    with terminable():  # what is half written is removed
-        write(run, folder, native=native, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
+    write(run, folder, native=native, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
 
 
 @command
@@ -915,132 +897,9 @@ def _shares(text: str) -> list[float] | None:
         raise UserError(f"--split is {text!r}; write shares such as 0.9,0.05,0.05, or none") from error
 
 
-def _say(message: str) -> None:
-    for line in message.splitlines() or [""]:
-        print(f"error: {line}", file=sys.stderr)
-
-
-def _unexpected(error: BaseException) -> str:
-    """Write the traceback to a file; returns the line that says so."""
-    from megatron.launch.console import describe
-
-    with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".log", delete=False, encoding="utf-8") as file:
-        traceback.print_exception(error, file=file)
-    return f"{describe(error)}; the traceback is in {file.name}"
-
-
-_standard_error: int | None = None
-"""A copy of it as it was at the start, until an interrupt is acknowledged there.
-
-Descriptor 2 points to a log while a model is computed with.
-"""
-
-
 def main() -> int:
     """Run a command; every failure is a line on standard error and an exit code."""
-    global _standard_error
-    _settle_streams()
-    own = signal.getsignal(signal.SIGINT) is _leave
-    if own:
-        _standard_error = os.dup(2)
-        signal.signal(signal.SIGINT, _interrupt)
-    try:
-        return _run()
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
-    finally:
-        if own:
-            signal.signal(signal.SIGINT, _leave)
-
-
-def _run() -> int:
-    # The base of the command line's own errors, wherever typer keeps it.
-    usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-    try:
-        result = app(standalone_mode=False, prog_name="./deepy.py")
-        sys.stdout.flush()
-        return result if isinstance(result, int) else 0
-    except FarfieldError as error:
-        _say(str(error))
-        return error.exit_code
-    except typer.Abort:
-        raise
-    except BrokenPipeError:  # `./deepy.py positions | head -1`: nobody reads on, and nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
-    except OSError as error:
-        # What fails with a file is told by whoever opened it; this is standard output on a disk that is full.
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            _say(_unexpected(error))
-            return 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _say(f"standard output: {error.strerror}")
-        return 1
-    except Exception as error:
-        if isinstance(error, usage_error):
-            if _usage(error):
-                _say(f"{_usage(error)} (see {_help_of(error)})")
-            return 2
-        _say(_unexpected(error))
-        return 1
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """KeyboardInterrupt, but after an import that is under way: torch and numpy abort, or go on in ruins, otherwise."""
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            _acknowledge()
-            again = threading.Timer(0.02, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
-            return
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
-def _acknowledge() -> None:
-    """Say once that an interrupt was heard, unless `megatron.training.signals.acknowledged` says it."""
-    global _standard_error
-    told = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    if _standard_error is not None:
-        if told == -1:
-            os.write(_standard_error, b"stopping\n")
-        os.close(_standard_error)
-        _standard_error = None
-
-
-def _settle_streams() -> None:
-    """Streams that were closed (`>&-`) go nowhere: a file opened later must not take their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
-        if getattr(sys, name) is None:
-            mode = "r" if number == 0 else "w"
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def _usage(error: Any) -> str:
-    """What is wrong with the command line: the library's words, with the value, or the command that has the option."""
-    text = error.format_message().rstrip(".")
-    given = error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
-    if given is not None and repr(given) not in text:
-        text = text.replace("Invalid value for", f"Invalid value {str(given)!r} for")
-    option = getattr(error, "option_name", None)
-    commands = getattr(getattr(error.ctx, "command", None), "commands", {})  # of an error before any command
-    have = [name for name, each in commands.items() if any(option in parameter.opts for parameter in each.params)]
-    if have:
-        rest = shlex.join(word for word in sys.argv[1:] if word not in commands)
-        text += f"; write it after its command: ./deepy.py {have[0]} … {rest}"
-    return text
-
-
-def _help_of(error: Any) -> str:
-    context = getattr(error, "ctx", None)
-    return f"{context.command_path if context else './deepy.py'} --help"
+    return run(app, "./deepy.py")
 
 
 if __name__ == "__main__":

@@ -48,3 +48,9 @@ def reason(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"the disk is full or failed: {words}" if re.fullmatch(r"\d+ requested and \d+ written", words) else words
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}" if text else type(error).__name__

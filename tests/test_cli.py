@@ -294,39 +294,6 @@ def test_broken_pipe_is_silent(tmp_path):
     assert done.stdout.splitlines()[1] in ("0", "141")  # 0: head was slower than the whole page
 
 
-@pytest.mark.parametrize(
-    ("module", "logged", "said"),
-    [
-        ("typer", False, "interrupted\n"),
-        ("megatron.config.reference", False, "stopping\ninterrupted\n"),
-        ("megatron.config.reference", True, "stopping\n"),
-    ],
-)
-def test_ctrl_c_during_an_import(module, logged, said, tmp_path):
-    """Before `main`, and in a command, where the import is ended first: torch's must not be broken off.
-
-    logged: descriptor 2 points elsewhere, as it does to a log while a model is computed with.
-    """
-    code = (
-        "import os, runpy, signal, sys, time\n"
-        "class Interrupted:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {module!r}:\n"
-        f"            if {logged}: os.dup2(os.open('log', os.O_WRONLY | os.O_CREAT), 2)\n"
-        "            try:\n"
-        "                os.kill(os.getpid(), signal.SIGINT)\n"
-        "                time.sleep(0.1)\n"
-        "            except BaseException:\n"
-        "                print('broken off')\n"
-        "sys.meta_path.insert(0, Interrupted())\n"
-        f"sys.argv, sys.path[0] = ['./deepy.py', 'keys'], {str(ROOT)!r}\n"
-        f"runpy.run_path({str(DEEPY)!r}, run_name='__main__')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, said)
-    assert "broken off" not in done.stdout
-
-
 def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, monkeypatch, inside):
     def broken(pattern: str) -> None:
         raise ZeroDivisionError("by\nzero")

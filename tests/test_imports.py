@@ -20,6 +20,7 @@ OURS = (
     "megatron.files",
     "megatron.quantities",
     "megatron.suggest",
+    "megatron.stopping",
 )
 OPTIONS = (
     "megatron.model.options",
@@ -44,6 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/quantities.py": (),
     "megatron/suggest.py": (),
     "megatron/meter.py": ("rich", "megatron.quantities"),
+    "megatron/stopping": ("megatron.errors",),
     "megatron/position": ("torch",),
     "megatron/tasks": ("numpy", "pydantic", "megatron.data.options", *OURS),
     "kernels": ("torch", "triton"),

@@ -26,10 +26,10 @@ if __name__ == "__main__":
 from megatron.checkpoint import folder  # noqa: E402
 from megatron.config.load import load  # noqa: E402
 from megatron.data.corpus import prepare  # noqa: E402
+from megatron.stopping.signals import StopRequest  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.loop import Loop  # noqa: E402
 from megatron.training.setup import prepare as prepare_run  # noqa: E402
-from megatron.training.signals import StopRequest  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
 
 SHAPES = {"125M": (12, 768, 12, 512, 50304), "tiny": (2, 64, 2, 64, 64)}

@@ -36,10 +36,10 @@ import torch  # noqa: E402
 from megatron.config.load import load  # noqa: E402
 from megatron.data.corpus import prepare  # noqa: E402
 from megatron.data.datasets import token_stream  # noqa: E402
+from megatron.stopping.signals import StopRequest  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.loop import Loop  # noqa: E402
 from megatron.training.setup import prepare as prepare_run  # noqa: E402
-from megatron.training.signals import StopRequest  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
 

@@ -34,14 +34,13 @@ from megatron.experiments.spec import Member, Sweep, read
 from megatron.files import make_folder
 from megatron.launch import slurm
 from megatron.launch.console import explained, run_console
-from megatron.launch.local import terminable
 from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
 from megatron.quantities import duration, flop
 from megatron.reports import tables
 from megatron.reports.records import RESULTS, Record
+from megatron.stopping.signals import Stopped, acknowledged
 from megatron.training.records import METRICS
-from megatron.training.signals import acknowledged
 
 if TYPE_CHECKING:
     from megatron.reports.experiment import Experiment
@@ -86,14 +85,14 @@ def run(
         print(slurm.script(array), end="")
         return []
     make_folder("sweep.output", sweep.output)
-    with terminable(), _console(console, sweep.output / "log.txt") as shown:
+    with _console(console, sweep.output / "log.txt") as shown:
         say = _lines(shown)
         for note in sweep.notes:
             shown.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
         try:
             with acknowledged(say, STOPPING):
                 return _run(sweep, shown, say, member, array)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, Stopped):
             say(f"stopped; {CARRIES_ON}")
             raise
 

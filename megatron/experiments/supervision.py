@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.launch.parent import bound
+from megatron.stopping.parent import bound
 
 DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 POLL_SECONDS = 0.2

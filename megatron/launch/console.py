@@ -17,19 +17,14 @@ from typing import Any
 from rich.console import Console, ConsoleDimensions
 from rich.control import Control
 
-from megatron.errors import FarfieldError, RunError
+from megatron.errors import FarfieldError, RunError, describe
+from megatron.stopping.signals import Stopped, told
 
 WIDTH = 120  # of lines that no terminal shows: files, pipes
 
 
 class UnexpectedError(RunError):
     """An exception that nobody foresaw; the log holds its traceback."""
-
-
-def describe(error: BaseException) -> str:
-    """An exception as one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}" if text else type(error).__name__
 
 
 class PlainConsole(Console):
@@ -111,7 +106,7 @@ def temporary_log() -> Iterator[Path]:
 
 @contextmanager
 def explained(log: Path) -> Iterator[None]:
-    """Write errors to the log (as standard error is, inside `run_console`).
+    """Write to the log how it ended, if not well (standard error goes there, inside `run_console`).
 
     Raises:
         UnexpectedError: for what is no FarfieldError, in one line that names the log, which has the traceback.
@@ -120,6 +115,9 @@ def explained(log: Path) -> Iterator[None]:
         yield
     except FarfieldError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise
+    except (KeyboardInterrupt, Stopped) as ended:
+        print(told(ended), file=sys.stderr)
         raise
     except Exception as error:
         traceback.print_exc()

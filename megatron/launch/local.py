@@ -8,14 +8,11 @@ known to fail was refused before (`megatron.training.preflight`), and torch is i
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from megatron.checkpoint.lock import LOCK
 from megatron.config.schema import Config
@@ -24,12 +21,12 @@ from megatron.errors import FarfieldError, RunError, UserError
 from megatron.files import make_folder, remove_empty
 from megatron.launch import worker
 from megatron.launch.console import temporary_log
-from megatron.launch.parent import end_with_parent
 from megatron.launch.processes import free_port, run_processes, threads_per_process
 from megatron.parallel.place import Place
 from megatron.parallel.surroundings import ADDRESS, Started, job_line
+from megatron.stopping.parent import end_with_parent
+from megatron.stopping.signals import Stopped
 from megatron.training.preflight import Settled
-from megatron.training.signals import heard
 from megatron.training.wandb_login import check_login
 
 LOG_FILE = "log.txt"
@@ -58,13 +55,13 @@ def train(settled: Settled, started: Started | None = None) -> int:
     with run_log(config, place.rank == 0) as log:
         if started is not None:
             threads = os.environ.get("OMP_NUM_THREADS") or str(started.cores or threads_per_process(place.here))
-            with terminable(), _environment({"OMP_NUM_THREADS": threads, **started.variables()}):
+            with _environment({"OMP_NUM_THREADS": threads, **started.variables()}):
                 return worker.run(config, log, place.rank)
         port = config.launch.master_port or free_port()
         if world > 1:
             places = [Place(rank, world, rank) for rank in range(world)]
             return run_processes(config, log, places, ADDRESS, port)
-        with terminable(), _environment(place.variables(ADDRESS, port)):
+        with _environment(place.variables(ADDRESS, port)):
             return worker.run(config, log, 0)
 
 
@@ -111,8 +108,8 @@ def run_log(config: Config, first: bool) -> Iterator[Path]:
     try:
         _open_log(log, first)
         yield log
-    except UserError:
-        # What the user wrote cannot be done: leave no folder behind that holds nothing but the refusal.
+    except (UserError, KeyboardInterrupt, Stopped):
+        # What the user wrote cannot be done, or nothing was: leave no folder behind that holds no more than this.
         if new and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
             for name in (LOG_FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
@@ -143,21 +140,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exception, so that children are ended and temporary files removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in heard() if number != signal.SIGINT}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

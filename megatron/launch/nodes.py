@@ -27,10 +27,10 @@ from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.launch.local import run_log
 from megatron.launch.options import LaunchOptions
-from megatron.launch.parent import end_with_parent
 from megatron.launch.processes import ROOT, supervise
 from megatron.parallel.place import Place
 from megatron.parallel.surroundings import PORTS
+from megatron.stopping.parent import end_with_parent
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_")

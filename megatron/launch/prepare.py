@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron.launch.console import explained, run_console, temporary_log
 from megatron.meter import Job, Meter
+from megatron.stopping.signals import Stopped
 
 if TYPE_CHECKING:
     from megatron.data.corpus import Corpus
@@ -24,7 +25,7 @@ def prepare_corpus(sources: Sequence[str], output: Path, **choices: Any) -> None
     with temporary_log() as log, run_console(log) as console, explained(log):
         try:
             corpus = metered(console if console.is_terminal else None, sources, output, **choices)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Stopped):
             if unfinished(output):
                 console.print("the same command goes on where this was interrupted", highlight=False)
             raise

@@ -26,12 +26,12 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.files import write_text
-from megatron.launch.parent import bound
 from megatron.launch.worker import CONFIG_FILE, KINDS, error_file
 from megatron.parallel.devices import count_cores
 from megatron.parallel.place import Place
 from megatron.parallel.surroundings import ADDRESS
-from megatron.training.signals import SIGNALS, heard
+from megatron.stopping.parent import bound
+from megatron.stopping.signals import SIGNALS, ending, heard
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 5.0  # seconds that ranks get to end by themselves once another has failed, and again after SIGTERM
@@ -70,7 +70,7 @@ def run_processes(
 
     Raises:
         FarfieldError: the first cause of a failure, after all ranks have ended.
-        KeyboardInterrupt: SIGINT ended ranks that did not listen to it.
+        KeyboardInterrupt, Stopped: a signal ended ranks that did not listen to it.
     """
     with tempfile.TemporaryDirectory(prefix="farfield-") as folder:
         job = Path(folder)
@@ -108,8 +108,8 @@ def supervise(
     failed = {index for index, child in enumerate(children) if not _fine(child.returncode)} - stopped
     if failed and not (signals.first and all(children[index].returncode < 0 for index in failed)):
         raise _cause({index: report(index, children[index].returncode) for index in failed}, ended)
-    if signals.first == signal.SIGINT and failed:  # ranks that were ended before they listened have said nothing
-        raise KeyboardInterrupt
+    if signals.first and failed:  # ranks that were ended before they listened have said nothing
+        raise ending(signals.first)
     if signals.first:
         return 128 + signals.first
     return max(child.returncode for child in children)

@@ -20,8 +20,8 @@ from megatron.config.schema import Config
 from megatron.errors import FarfieldError, HangError, RunError, UserError
 from megatron.files import write_text
 from megatron.launch.console import UnexpectedError, explained, run_console
-from megatron.launch.parent import end_with_parent
-from megatron.launch.streams import StoppingStream
+from megatron.stopping.output import StoppingStream
+from megatron.stopping.parent import end_with_parent
 
 CONFIG_FILE = "config.yml"
 KINDS: dict[str, type[FarfieldError]] = {
@@ -52,10 +52,15 @@ def run(config: Config, log: Path, rank: int, end: Callable[[HangError, bool], N
 
 def _train(config: Config, log: Path, rank: int, end: Callable[[HangError, bool], None]) -> int:
     with run_console(log, silent=rank > 0) as console, explained(log):
-        console.file = StoppingStream(console.file)  # type: ignore[assignment]
+        output = StoppingStream(console.file)
+        console.file = output  # type: ignore[assignment]
         from megatron.training.loop import train  # imports torch, deepspeed, megatron-core: their noise is logged
 
-        return train(config, console if rank == 0 else None, end).exit_code
+        result = train(config, console if rank == 0 else None, end)
+        if output.problem is not None:
+            kept = "nothing is saved" if result.checkpoint is None else f"{result.checkpoint} is saved"
+            raise RunError(f"standard output: {output.problem}; ended at step {result.step}, {kept}")
+        return result.exit_code
 
 
 def error_file(job: Path, rank: int) -> Path:

@@ -26,6 +26,7 @@ from megatron.checkpoint.save import Saver
 from megatron.config.schema import Config
 from megatron.errors import RunError
 from megatron.parallel import seeds
+from megatron.stopping.signals import StopRequest
 from megatron.training import outline
 from megatron.training.bad_loss import MOST_ROLLBACKS, GoBack, UsualLoss
 from megatron.training.console import ConsoleReporter
@@ -34,7 +35,6 @@ from megatron.training.metrics import EvaluationRecord, Interval, TrainRecord, p
 from megatron.training.records import recorded
 from megatron.training.reporters import report
 from megatron.training.setup import Run, prepare
-from megatron.training.signals import StopRequest
 from megatron.training.validate import validate
 from megatron.training.watch import End, Watch
 

@@ -14,6 +14,7 @@ from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
 from megatron.experiments.spec import read
 from megatron.reports.together import together
+from megatron.stopping.signals import Stopped, unwinding
 
 from .conftest import BASE, Initialiser, Trainer, run, write
 
@@ -101,9 +102,9 @@ def test_a_training_that_ends_early_without_an_error_is_told(trainer: Trainer, m
 def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(sweeps, "_lines", lambda console: said.append)
-    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Stopped)):
         monkeypatch.setattr(supervision, "train", lambda *_, number=number: signal.raise_signal(number))
-        with pytest.raises(ending):
+        with unwinding(), pytest.raises(ending):
             run()
         assert said[-2:] == [
             "stopping; a training under way saves after its step first (again to end at once)",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import UserError
-from megatron.launch.console import UnexpectedError, describe, explained, run_console, temporary_log
+from megatron.launch.console import UnexpectedError, explained, run_console, temporary_log
 
 
 def test_noise_of_every_kind_goes_to_the_log(tmp_path: Path, capfd):
@@ -110,12 +110,6 @@ def test_unexpected_errors_name_the_log(tmp_path: Path, capfd):
         fail(UserError("yours"))
     assert "error: yours" in log.read_text()
     assert capfd.readouterr() == ("", "")
-
-
-def test_describe_is_one_short_line():
-    assert describe(ValueError("a\n  b")) == "ValueError: a b"
-    assert describe(ValueError()) == "ValueError"
-    assert len(describe(ValueError("x" * 1000))) < 330
 
 
 def test_nobody_reading_ends_no_evaluation(tmp_path: Path):

@@ -243,7 +243,7 @@ def test_an_error_while_ending_after_a_signal_is_told(tmp_path: Path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
-    code = f"from megatron.launch.parent import end_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
+    code = f"from megatron.stopping.parent import end_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
     process, pids = launch(tmp_path, code)
     process.kill()
     process.communicate(timeout=60)
@@ -257,8 +257,8 @@ def test_a_parent_of_many_threads_asks_once(tmp_path: Path):
     child = f"""
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-from megatron.launch.parent import end_with_parent
-from megatron.training.signals import StopRequest
+from megatron.stopping.parent import end_with_parent
+from megatron.stopping.signals import StopRequest
 end_with_parent()
 with StopRequest() as stop:
     print("ready", flush=True)
@@ -269,7 +269,7 @@ open({str(done)!r}, "w").write(str(int(stop.signal)))
 """
     parent = f"""
 import subprocess, sys, threading, time
-from megatron.launch.parent import bound
+from megatron.stopping.parent import bound
 import os
 for _ in range(64):
     threading.Thread(target=time.sleep, args=(60,)).start()

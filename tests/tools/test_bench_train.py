@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.signals import StopRequest
+from megatron.stopping.signals import StopRequest
 from tools import bench_train
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from megatron.training.signals import SIGNALS, StopRequest, acknowledged
+from megatron.stopping.signals import SIGNALS, StopRequest, acknowledged
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -1,0 +1,89 @@
+"""A run that nobody watches any more stops in good order."""
+
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from forked import ROOT, Forked
+from tiny_runs import tiny_config, write_corpora
+
+from megatron.checkpoint import folder
+from megatron.errors import RunError
+from megatron.launch import local
+from megatron.parallel.devices import Machine
+from megatron.stopping.output import StoppingStream
+from megatron.stopping.signals import StopRequest
+from megatron.training.preflight import preflight
+
+
+def unread_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("place", ["pipe", "/dev/full"])
+def test_what_cannot_be_written_asks_once_to_stop(place: str) -> None:
+    with StopRequest() as stop, open(unread_pipe() if place == "pipe" else place, "w") as file:
+        stream = StoppingStream(file)
+        assert stream.encoding == file.encoding
+        assert not stream.isatty()
+        for _ in range(3):  # a second request would end the process
+            assert stream.write("step 1\n") == 7
+            stream.flush()
+    assert stop.signal == signal.SIGTERM
+    assert stream.problem == (None if place == "pipe" else "No space left on device")
+
+
+@pytest.mark.parametrize(("place", "why"), [("pipe", "Broken pipe"), ("/dev/full", "No space left on device")])
+def test_without_a_training_to_ask_it_is_an_error(place: str, why: str) -> None:
+    with open(unread_pipe() if place == "pipe" else place, "w") as file:
+        stream = StoppingStream(file)
+        with pytest.raises(RunError, match=rf"^standard output: {why}; no step was taken$"):
+            print("resumes from step 7", file=stream, flush=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_output_is_on_a_full_disk_says_so(ranks: int, tmp_path: Path) -> None:
+    config = tiny_config(write_corpora(tmp_path / "corpus"), tmp_path / "run", train_iters=2000)
+    errors = tmp_path / "errors.txt"
+    config_file = tmp_path / "t.yml"
+    config_file.write_text(config.text(given=True))
+    words = ("train", str(config_file), f"num_gpus={ranks}", f"train_micro_batch_size_per_gpu={4 // ranks}")
+    child = Forked(ROOT / "deepy.py", *words, cwd=tmp_path, output=Path("/dev/full"), errors=errors)
+    try:
+        code = child.wait(60)
+    finally:
+        child.kill()
+    told = [line for line in errors.read_text().splitlines() if not line.startswith("note: ")]
+    assert (code, len(told)) == (1, 1), told
+    assert re.fullmatch(r"error: standard output: No space left on device; ended at step \d+, .* saved", told[0])
+
+
+def test_a_run_whose_output_nobody_reads_saves_and_ends(tmp_path: Path) -> None:
+    """`./deepy.py train … | head`: as after SIGTERM, and the log has every line."""
+    config = tiny_config(write_corpora(tmp_path / "corpus"), tmp_path / "run", train_iters=2000)
+    output, (reader, writer) = os.dup(1), os.pipe()
+
+    def head() -> None:
+        with open(reader, encoding="utf-8") as lines:
+            next(line for line in lines if line.strip().startswith("step"))
+
+    threading.Thread(target=head).start()
+    os.dup2(writer, 1)
+    try:
+        code = local.train(preflight(config, Machine.here()))
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+        os.close(writer)
+    assert code == 143
+    checkpoint = folder.newest(tmp_path / "run")
+    assert checkpoint is not None
+    step = json.loads((checkpoint / "progress.json").read_text())["step"]
+    assert 1 <= step < 2000
+    assert f"stopped by signal 15 at step {step} of 2000; saved {checkpoint}" in (tmp_path / "run/log.txt").read_text()
