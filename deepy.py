@@ -763,7 +763,7 @@ def checkpoints(
     verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with the checksums.")] = False,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", min=1, help="Delete all but so many, the newest; extra_save_iters stay."),
+        typer.Option("--keep", min=1, help="Delete all but so many, the newest that are whole; extra_save_iters stay."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")] = False,
 ) -> None:

@@ -38,8 +38,9 @@ class HangError(RunError):
 def reason(error: BaseException) -> str:
     """What failed, in one line.
 
-    torch, safetensors and numpy report a full disk as errors of their own; the system's stands behind those of the
-    first two, and numpy's (`array.tofile`) has only counts: "2500 requested and 480 written".
+    torch, safetensors and numpy report a full disk as errors of their own; the system's stands behind torch's,
+    safetensors tells its number ("os error 28"), and numpy's (`array.tofile`) has only counts: "2500 requested and 480
+    written".
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -47,6 +48,8 @@ def reason(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if number := re.search(r"\(os error (\d+)\)", words):
+        return os.strerror(int(number[1]))
     return f"the disk is full or failed: {words}" if re.fullmatch(r"\d+ requested and \d+ written", words) else words
 
 

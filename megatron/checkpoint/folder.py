@@ -11,7 +11,7 @@ written is for `manifest.py` to say.
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
@@ -127,9 +127,14 @@ def prune(run: str | Path, keep: int | None, spare: Collection[int] = ()) -> lis
     for remains in (Path(run) / CHECKPOINTS).glob(".step_*"):
         shutil.rmtree(remains, ignore_errors=True)
     gone = [path for path in checkpoints(run) if step_of(path) not in spare][:-keep] if keep is not None else []
+    delete(gone)
+    return gone
+
+
+def delete(gone: Iterable[Path]) -> None:
+    """Delete checkpoints."""
     for path in gone:
         # First out of sight: a half-deleted folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.old")
         os.replace(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-    return gone

@@ -56,18 +56,42 @@ def _row(path: Path, *, checksums: bool) -> Listed | None:
     return row if path.is_dir() else None
 
 
-def keep_newest(run: Path, count: int, spare: Collection[int]) -> list[Path]:
-    """Delete all but the newest checkpoints, and those of the steps in `spare`. Returns what was deleted.
+@dataclass(frozen=True)
+class Thinned:
+    """What came of keeping only some checkpoints."""
 
-    Raises UserError: a training is writing there, or the newest ones that would stay are all damaged.
+    deleted: list[Path]
+    damaged: list[tuple[Path, str]]
+    """Those that stayed and were not counted, and what is wrong with them."""
+    whole: int
+    """How many of those that stayed are as they were written."""
+
+
+def keep_newest(run: Path, count: int, spare: Collection[int]) -> Thinned:
+    """Delete what is older than the newest `count` checkpoints that are whole; those of the steps in `spare` stay.
+
+    Every byte of those that stay is compared with the manifest: what is damaged is no checkpoint to rely on, so it is
+    not counted. It is not deleted either unless it is older than all that are.
+
+    Raises UserError: a training is writing there, or no checkpoint is whole.
     """
     run = folder.run_of(run)
-    there = folder.checkpoints(run)
-    stay = [path for path in there if folder.step_of(path) not in spare][-count:]
-    if stay and all(manifest.damage(path) is not None for path in stay):
-        raise UserError(f"--keep {count}: {stay[-1]} and all others that would stay are damaged; nothing was deleted")
     lock = RunLock(run)
     try:
-        return folder.prune(run, count, spare)
+        damaged: list[tuple[Path, str]] = []
+        whole = 0
+        left = [path for path in folder.checkpoints(run) if folder.step_of(path) not in spare]
+        while left and whole < count:
+            newest = left.pop()
+            problem = manifest.damage(newest)
+            if problem is None:
+                whole += 1
+            else:
+                damaged.append((newest, problem))
+        if damaged and not whole:
+            raise UserError(f"--keep {count}: {damaged[0][0]} and all others are damaged; nothing was deleted")
+        folder.delete(left)
+        folder.prune(run, None)  # what interrupted saves left
+        return Thinned(left, damaged, whole)
     finally:
         lock.release()

@@ -13,7 +13,6 @@ again finds it there, compares every file with its checksum, and does nothing.
 """
 
 import contextlib
-import errno
 import glob
 import hashlib
 import json
@@ -38,16 +37,17 @@ from megatron.data.description import (
     read_description,
 )
 from megatron.data.encode import Encoder, chunks, encode_all
-from megatron.data.folders import recover, whole_folder
+from megatron.data.folders import recover, whole_folder, written
 from megatron.data.hub import PREFIX as HUB
 from megatron.data.hub import UnfinishedError
 from megatron.data.indexed import open_indexed
-from megatron.data.paths import SPLITS, WHOLE, basename
+from megatron.data.paths import SPLITS, WHOLE, basename, check_dataset
 from megatron.data.sources import RawDocument, SourceFile, cut, decode, document_names, raw_documents, scan
 from megatron.data.splits import assign, check_shares
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, open_tokenizer, train_bpe
 from megatron.data.writing import PROGRESS, CorpusWriter, read_progress
 from megatron.errors import FarfieldError, RunError, UserError
+from megatron.stopping.signals import Stopped
 from megatron.suggest import choose_from
 
 Item = TypeVar("Item")
@@ -272,6 +272,7 @@ def _already_there(
         described = read_description(output)
         corpus = read_corpus(output)
         for split in corpus.splits:
+            check_dataset(corpus.prefix(split), content=False)
             open_indexed(corpus.prefix(split))
         before = described.made_from
         other = {key: before.get(key) for key in made_from if before.get(key) != made_from[key]}
@@ -478,18 +479,11 @@ def _building(output: Path, key: str) -> Iterator[Path]:
 
     def stays(error: BaseException) -> bool:
         assert work is not None
-        return isinstance(error, KeyboardInterrupt | UnfinishedError) and _goes_on(work)
+        return isinstance(error, KeyboardInterrupt | Stopped | UnfinishedError) and _goes_on(work)
 
-    try:
-        with whole_folder(real, key=key, stays=stays) as folder:
-            work = folder.parent
-            yield folder
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = "the disk is full" if full else error.strerror or str(error)
-        there = (real / CORPUS_FILE).is_file()
-        kept = "the corpus that was there is kept as it was" if there else "nothing was kept of it"
-        raise RunError(f"{output}: cannot be written: {reason}; {kept}") from None
+    with written(output, "the corpus that"), whole_folder(real, key=key, stays=stays) as folder:
+        work = folder.parent
+        yield folder
 
 
 def _digest(value: Any) -> str:

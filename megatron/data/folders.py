@@ -14,6 +14,7 @@ being made, so that the same work finds what an earlier process left of it; othe
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -21,6 +22,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from megatron.errors import RunError, reason
+
+FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 KEPT_BESIDE = ("read", "progress.json", "lengths")
 """Names of what long work may keep beside its new folder."""
@@ -57,6 +62,18 @@ def whole_folder(
         _settle(work, target, keep=keep)
         if lock is not None:
             os.close(lock)
+
+
+@contextlib.contextmanager
+def written(target: Path, what: str = "what") -> Iterator[None]:
+    """Around `whole_folder`. Raises RunError where the disk refuses, which says what is kept of `what` was there."""
+    there = target.exists()
+    try:
+        yield
+    except OSError as error:
+        why = "the disk is full" if reason(error) in FULL else reason(error)
+        kept = f"{what} was there is kept as it was" if there else "nothing was kept of it"
+        raise RunError(f"{target}: cannot be written: {why}; {kept}") from error
 
 
 def recover(target: Path, key: str | None = None) -> None:

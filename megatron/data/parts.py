@@ -45,8 +45,8 @@ def parts_of(data: DataOptions, split: Split) -> list[Part]:
     weights: list[float] = getattr(data, f"{split}_data_weights")
     parts = []
     for i, (key, prefix) in enumerate(named):
+        check_dataset(prefix, content=False)  # first: it names the file that changed, where both no longer fit
         dataset = open_indexed(prefix)
-        check_dataset(prefix, content=False)
         sequences = (0, len(dataset.lengths))
         if key == "data_path":
             share = sequence_range(data.split, split, len(dataset.lengths))

@@ -8,14 +8,13 @@ get theirs when they are resumed; until then the tokenizer of their data is take
 """
 
 import contextlib
-import errno
 from pathlib import Path
 
 from megatron.data.description import TOKENIZER_FILE, TOKENIZER_FILES
-from megatron.data.folders import whole_folder
+from megatron.data.folders import whole_folder, written
 from megatron.data.options import DataOptions
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, open_tokenizer
-from megatron.errors import FarfieldError, RunError, UserError
+from megatron.errors import FarfieldError, UserError
 
 FOLDER = "tokenizer"
 _OWN = {TOKENIZER_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)}
@@ -35,16 +34,13 @@ def keep_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
     with contextlib.suppress(FarfieldError):
         if (folder / TOKENIZER_FILE).is_file() and load_tokenizer(folder).checksum == tokenizer.checksum:
             return folder
-    try:
+    with written(folder):
         there = {path.name for path in folder.iterdir()} if folder.exists() else set()
         if there - _OWN or (there and TOKENIZER_FILE not in there):
             raise UserError(f"{folder}: is not a run's copy of its tokenizer, which belongs there; move it away")
         with whole_folder(folder.resolve()) as new:
             tokenizer.copy_files(new)
             (new / TOKENIZER_FILE).write_text(tokenizer.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise RunError(f"{folder}: not written ({'the disk is full' if full else error.strerror or error})") from error
     return folder
 
 

@@ -107,14 +107,20 @@ def read(
     for text in own:
         _override(settings, text)
     refuse_mine([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
-    options = check(settings, _finder(setters, own))
+    where = _finder(setters, own)
+    options = check(settings, where)
     shared = [_part(each, ()) for each in documents]
     for document in shared:
         refuse_mine(list(document.values), lambda name, document=document: document.where((name,)))  # type: ignore[misc]
 
     members = []
     for variant in options.variants:
-        found, replaced = _members(variant, options, shared, setters["variants"], common)
+        given_here, given_there = _divide(options.variants[variant], ("sweep", "variants", variant), where)
+        layers = [
+            _part(setters["variants"], ("sweep", "variants", variant), given_there),
+            Document(f"{COMMAND_LINE}, variant {variant}", given_here, {}),
+        ]
+        found, replaced = _members(variant, options, shared, layers, common)
         members += found
         notes += replaced
     lengths = {member.config.model.seq_length for member in members}
@@ -134,13 +140,13 @@ def read(
 
 
 def _members(
-    variant: str, options: SweepOptions, shared: Sequence[Document], setter: Document, common: Sequence[str]
+    variant: str, options: SweepOptions, shared: Sequence[Document], own: Sequence[Document], common: Sequence[str]
 ) -> tuple[list[Member], list[str]]:
-    """A variant's members, one for each seed, and what merging its keys replaced."""
-    own = _part(setter, ("sweep", "variants", variant), options.variants[variant])
-    loaded = merge([*shared, own], common)
+    """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced."""
+    loaded = merge([*shared, *own], common)
     # That a variant replaces a shared key is what it is for.
-    meant = tuple(f"({own.source}:{line})" for line in own.lines.values())
+    places = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
+    meant = tuple(f"({place})" for place in (*places, *(layer.source for layer in own)))
     evaluation = options.evaluate
     if "device" not in evaluation.model_fields_set:
         evaluation = evaluation.replace(device=loaded.config.launch.device)
@@ -204,6 +210,24 @@ def _finder(setters: dict[str, Document], overrides: Sequence[str]) -> Callable[
         return COMMAND_LINE if given or opened else document.where(path)
 
     return where
+
+
+def _divide(
+    values: dict[str, Any], path: Path_, where: Callable[[Path_], str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A mapping's keys that the command line set, and those of a file."""
+    here: dict[str, Any] = {}
+    there: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = (*path, name)
+        if where(inner) == COMMAND_LINE:
+            here[name] = value
+        elif isinstance(value, dict):
+            given_here, there[name] = _divide(value, inner, where)
+            here |= {name: given_here} if given_here else {}
+        else:
+            there[name] = value
+    return here, there
 
 
 def _part(document: Document, path: Path_, values: dict[str, Any] | None = None) -> Document:

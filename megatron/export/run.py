@@ -10,10 +10,10 @@ import torch
 from megatron.checkpoint import manifest
 from megatron.checkpoint.folder import WEIGHTS
 from megatron.checkpoint.trained import Run, open_run
-from megatron.data.folders import whole_folder
+from megatron.data.folders import whole_folder, written
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.errors import RunError, UserError, reason
+from megatron.errors import RunError, UserError
 from megatron.export.bundle import bundle
 from megatron.export.card import card, write_card
 from megatron.export.tokenizer import write_tokenizer
@@ -66,19 +66,14 @@ def export(
         raise RunError(f"{run.checkpoint}: is damaged: {problem}")
     tokenizer = run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
     weights = Weights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else kind)
-    try:
-        with whole_folder(target.resolve()) as folder:
-            if not native:
-                _write_code(run, folder)
-            _write_descriptions(run, tokenizer, family, dtype, folder)
-            write_tokenizer(tokenizer, folder, run.config.model.seq_length)
-            write_shards(weights, folder, largest)
-            page, picture = card(
-                run, tokenizer, family, parameters=weights.parameters, license=license, title=target.name
-            )
-            write_card(folder, page, picture)
-    except OSError as error:
-        raise RunError(f"{target}: not written ({reason(error)})") from error
+    with written(target), whole_folder(target.resolve()) as folder:
+        if not native:
+            _write_code(run, folder)
+        _write_descriptions(run, tokenizer, family, dtype, folder)
+        write_tokenizer(tokenizer, folder, run.config.model.seq_length)
+        write_shards(weights, folder, largest)
+        page, picture = card(run, tokenizer, family, parameters=weights.parameters, license=license, title=target.name)
+        write_card(folder, page, picture)
     files = sum(path.stat().st_size for path in target.iterdir())
     say(f"{target}: {weights.parameters:,} parameters in {dtype}, {files / 1e6:,.1f} MB, step {run.progress.step:,}")
     flag = "" if native else ", trust_remote_code=True"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.config.schema import Config
-from megatron.errors import RunError
+from megatron.errors import RunError, reason
 from megatron.formats.family import FILE, Family, Weight
 
 INDEX = "model.safetensors.index.json"
@@ -85,6 +85,8 @@ def write_shards(weights: Weights, folder: Path, largest: int) -> None:
     Args:
         folder: with its config.json, which says who may read the weights.
         largest: bytes of a file; a single weight may be larger.
+
+    Raises RunError: the checkpoint cannot be read; OSError: the disk refuses.
     """
     sizes: Mapping[str, Any] = weights.sizes()
     split = split_state_dict_into_shards_factory(
@@ -94,7 +96,11 @@ def write_shards(weights: Weights, folder: Path, largest: int) -> None:
         max_shard_size=largest,
     )
     for file, names in split.filename_to_tensors.items():
-        save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        part = {name: weights[name].contiguous() for name in names}
+        try:
+            save_file(part, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(reason(error)) from error
         shutil.copymode(folder / FILE, folder / file)  # safetensors leaves it to its owner alone
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, get_args
 
 from megatron.config.schema import Config
 from megatron.config.yaml_files import dump
-from megatron.data.folders import whole_folder
+from megatron.data.folders import whole_folder, written
 from megatron.data.options import TokenizerType
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
-from megatron.errors import RunError, UserError, reason
+from megatron.errors import RunError, UserError
 from megatron.formats.farfield import TOKENIZER_KIND
 from megatron.importing.source import Source, Weights
 from megatron.suggest import choose_from
@@ -107,14 +107,11 @@ def write(source: Source, run: Path, tokenizer: Tokenizer) -> Imported:
         RunError: a file of the source is damaged or does not fit its configuration, or the disk refuses. Nothing is
             left then.
     """
-    try:
-        with source.open(source.config()) as weights, whole_folder(run.resolve()) as new:
-            check_rows(tokenizer.vocab_size, weights.rows, source.path)
-            # The multiple that pads any number of tokens to these rows, whatever ranks can divide them.
-            config = source.config(make_vocab_size_divisible_by=weights.rows)
-            parameters = _fill(new, source, config, weights, tokenizer)
-    except OSError as error:
-        raise RunError(f"{run}: not written ({reason(error)})") from None
+    with written(run), source.open(source.config()) as weights, whole_folder(run.resolve()) as new:
+        check_rows(tokenizer.vocab_size, weights.rows, source.path)
+        # The multiple that pads any number of tokens to these rows, whatever ranks can divide them.
+        config = source.config(make_vocab_size_divisible_by=weights.rows)
+        parameters = _fill(new, source, config, weights, tokenizer)
     return Imported(run, config, parameters, tokenizer.name)
 
 

@@ -15,10 +15,18 @@ from megatron.training.records import METRICS, lines
 
 
 def thin(run: Path, keep: int, say: Callable[[str], None]) -> None:
-    """Delete all but the newest `keep`; those of the run's extra_save_iters stay. Raises UserError (see `listing`)."""
+    """Delete all but the newest `keep` that are whole; those of the run's extra_save_iters stay.
+
+    Raises UserError (see `listing`).
+    """
     listing.listed(run, checksums=False)  # is it a run?
-    for path in listing.keep_newest(run, keep, _milestones(run)):
+    done = listing.keep_newest(run, keep, _milestones(run))
+    for path in done.deleted:
         say(f"deleted {path}")
+    for path, problem in done.damaged:
+        say(f"not counted: {path} is damaged: {problem}")
+    if done.damaged and done.whole < keep:
+        say(f"nothing was deleted: only {done.whole} of --keep {keep} {'is' if done.whole == 1 else 'are'} whole")
 
 
 def show(run: Path, *, verify: bool, as_json: bool) -> bool:

@@ -73,7 +73,39 @@ def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
     with pytest.raises(UserError, match="another run is writing there"):
         checkpoints.thin(run, 1, print)
     lock.release()
-    flip(run / "checkpoints" / folder.name(4) / "model.safetensors")
-    with pytest.raises(UserError, match=r"--keep 1: .*step_0000004 and all others that would stay are damaged"):
+    for step in (2, 4):
+        flip(run / "checkpoints" / folder.name(step) / "model.safetensors")
+    with pytest.raises(UserError, match=r"--keep 1: .*step_0000004 and all others are damaged; nothing was deleted"):
         checkpoints.thin(run, 1, print)
     assert len(folder.checkpoints(run)) == 2
+
+
+@pytest.mark.parametrize(
+    ("damaged", "keep", "stay", "last"),
+    [
+        ((5,), 2, (3, 4, 5), "not counted: step_5 is damaged: "),
+        ((5,), 1, (4, 5), "not counted: step_5 is damaged: "),
+        ((3, 5), 2, (2, 3, 4, 5), "not counted: step_3 is damaged: "),
+        ((1, 2), 3, (3, 4, 5), "deleted step_2"),
+        ((2, 3, 5), 4, (1, 2, 3, 4, 5), "nothing was deleted: only 2 of --keep 4 are whole"),
+        ((1, 2, 3, 4), 2, (1, 2, 3, 4, 5), "nothing was deleted: only 1 of --keep 2 is whole"),
+    ],
+)
+def test_only_whole_ones_count(
+    damaged: tuple[int, ...], keep: int, stay: tuple[int, ...], last: str, run: Path
+) -> None:
+    """A flipped bit: names and sizes are as they should be."""
+    there = run / "checkpoints"
+    source = folder.checkpoints(run)[-1]
+    for step in range(1, 6):
+        if not (there / folder.name(step)).exists():
+            shutil.copytree(source, there / folder.name(step))
+    for step in damaged:
+        flip(there / folder.name(step) / "model.safetensors")
+    said: list[str] = []
+    checkpoints.thin(run, keep, said.append)
+    assert [folder.step_of(path) for path in folder.checkpoints(run)] == list(stay)
+    told = said[-1]
+    for step in range(1, 6):
+        told = told.replace(str(there / folder.name(step)), f"step_{step}")
+    assert told.startswith(last)

@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import resource
 import shutil
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import full_disk
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, write_corpora
@@ -110,13 +110,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 def test_a_disk_that_really_refuses(corpus: Path, tmp_path: Path, kilobytes: int) -> None:
     """A limit on file sizes fails as a full disk does: in the middle of a rank's file, or of model.safetensors."""
     train(tiny_config(corpus, tmp_path, train_iters=2))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1000, hard))
-    try:
-        with pytest.raises(RunError, match=r"step_0000004: not saved: .*File too large.*; .* is .*step_0000002"):
-            train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = r"step_0000004: not saved: .*File too large.*; .* is .*step_0000002"
+    with full_disk(kilobytes * 1000), pytest.raises(RunError, match=told):
+        train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
     assert names(tmp_path) == ["step_0000002"]
 
 

@@ -2,7 +2,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers as hf
+from full_disk import full_disk
 
 from megatron.data import corpus as corpus_module
 from megatron.data import sources as sources_module
@@ -206,7 +206,7 @@ def test_a_damaged_corpus_is_noticed_and_replaced_on_demand(texts, tmp_path):
     prepare(**arguments)
     before = contents(tmp_path / "out")
     os.truncate(tmp_path / "out/train_text_document.bin", 11)
-    with pytest.raises(UserError, match=r"damaged corpus .*train_text_document\.bin: truncated.*--overwrite"):
+    with pytest.raises(UserError, match=r"damaged corpus .*train_text_document\.bin: has 11 bytes.*--overwrite"):
         prepare(**arguments)
     prepare(**arguments, overwrite=True)
     assert contents(tmp_path / "out") == before
@@ -291,15 +291,11 @@ def test_corpora_without_text_are_refused(tmp_path):
 def test_a_full_disk_leaves_nothing_behind(many, tmp_path):
     prepare([str(many)], tmp_path / "old", split=None)
     before = contents(tmp_path / "old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # a write beyond fails, as on a full disk
-    try:
+    with full_disk(20_000):
         with pytest.raises(RunError, match="out: cannot be written: the disk is full; nothing was kept"):
             prepare([str(many)], tmp_path / "out")
         with pytest.raises(RunError, match=r"old: .*the disk is full; the corpus that was there is kept"):
             prepare([str(many)], tmp_path / "old", overwrite=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["many.jsonl", "old"]
     assert contents(tmp_path / "old") == before
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import resource
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -295,14 +295,10 @@ def test_a_cache_that_cannot_be_written_is_named(dataset, words, tmp_path):
 def test_a_full_disk_is_named_when_an_index_is_written(dataset, words, tmp_path, cached):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
     cache = tmp_path / "cache" if cached else None
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # a write beyond fails, as on a full disk
-    try:
+    with full_disk(30_000):
         place = rf"{cache}/train-\w+" if cached else re.escape(tempfile.gettempdir())
         with pytest.raises(RunError, match=rf"^{place}: the sample index .* written: (the disk is full|File too)"):
             build(data, train=20_000, cache=cache)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def edited(path, change):

@@ -12,7 +12,7 @@ from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.description import CORPUS_FILE, read_description
 from megatron.data.options import DataOptions
 from megatron.data.tokenizers import load_tokenizer
-from megatron.errors import FarfieldError, RunError, UserError
+from megatron.errors import RunError, UserError
 from megatron.parallel.processes import Processes
 
 
@@ -149,7 +149,7 @@ def test_every_flipped_length_is_noticed(bpe):
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(FarfieldError, match=r"train_text_document\.(bin|idx)") as error:
+        with pytest.raises(RunError, match=r"^[^;,]*train_text_document\.idx: is not what it was") as error:
             token_stream(DataOptions(test_data_paths=[str(path)]), "test")
         assert "\n" not in str(error.value)
 
@@ -166,7 +166,7 @@ def test_an_index_of_other_documents_of_the_same_size_is_noticed(original, tmp_p
     with pytest.raises(RunError, match=r"two/text_document\.idx: is not what it was when the corpus was made"):
         token_stream(DataOptions(data_path=str(corpus.prefix("all")), split="0,0,1"), "test")
     shutil.copyfile(folder / "test_text_document.bin", folder / "train_text_document.bin")
-    with pytest.raises(RunError, match=r"train_text_document\.bin: truncated"):
+    with pytest.raises(RunError, match=r"train_text_document\.bin: has \d+ bytes, and had"):
         train_on(folder)
 
 

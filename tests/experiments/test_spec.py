@@ -60,6 +60,9 @@ def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
             "command line: item 1 of sweep.seeds is 5000000000; it must be at most 4294967295",
         ),
         ("num_layrs=3", "num_layers"),
+        ("sweep.variants.mine.pos_emb=rotray", "command line, variant mine: pos_emb rotray is not available"),
+        ("sweep.variants.mine.score_processor_options.wdth=3", "command line, variant mine: score_processor"),
+        ("sweep.variants.mine.num_layrs=3", "command line, variant mine: unknown key 'num_layrs'"),
     ):
         with pytest.raises(UserError) as caught:
             run(override)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_disk import full_disk
 from safetensors.torch import load_file
 
 from megatron.checkpoint import folder, manifest
@@ -110,3 +111,16 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot be read as safetensors"):
         export(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_things_as_they_were(there: bool, run: Path, tmp_path: Path) -> None:
+    """In the middle of the weights, which safetensors writes and reports in its own way."""
+    target = tmp_path / "fire"
+    if there:
+        export(run, target, say=lambda line: None)
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = "what was there is kept as it was" if there else "nothing was kept of it"
+    with full_disk(100_000), pytest.raises(RunError, match=rf"fire: cannot be written: the disk is full; {kept}$"):
+        export(run, target, overwrite=there)
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

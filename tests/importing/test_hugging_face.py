@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import full_disk
 from published import LAYERS, LENGTH, MODELS, ROWS, TOKENS, WIDTH, logits_of, model_of, write_tokenizer, written
 from safetensors.torch import load_file, save_file
 
@@ -252,3 +253,10 @@ def test_another_tokenizer_by_name(sources: Path, tmp_path: Path) -> None:
     assert made.tokenizer == "bytes"
     with pytest.raises(UserError, match="say which tokenizer it belongs to"):
         import_model(sources / "gpt2", tmp_path / "other", vocab_file=sources / "gpt2/tokenizer.json")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    written("gpt2", tmp_path / "source")
+    with full_disk(10_000), pytest.raises(RunError, match=r"run: .*: the disk is full; nothing was kept"):
+        imported(tmp_path / "source")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
