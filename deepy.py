@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -200,9 +199,8 @@ def _show(loaded: Loaded, settled: Settled) -> None:
 
 
 def _check_position(loaded: Loaded) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # third parties', about packages that are not needed
-        from megatron.model.build import check_position
+    from megatron.model.build import check_position
+
     with loaded.placing_errors():
         check_position(loaded.config.model, loaded.config.position)
 
@@ -407,10 +405,8 @@ def import_(
     from megatron.importing.run import import_model
     from megatron.quantities import count
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # third parties', about packages that are not needed
-        files = {"vocab_file": vocab_file, "merge_file": merge_file}
-        made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
+    files = {"vocab_file": vocab_file, "merge_file": merge_file}
+    made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
     _note(notes)
     model = made.config.model
     print(

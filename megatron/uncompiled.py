@@ -5,8 +5,12 @@ two of the eight seconds of processor time before a run does anything. None of t
 `megatron/model/transformer_config.py` leaves the fusions off. The doors to megatron-core, in data, model and parallel,
 import it inside `uncompiled`; whichever comes first decides for the process. DeepSpeed's ZeRO does the same with the
 functions of an optimizer that is not offered here, so `megatron/training/engine.py` imports it in the same way.
+
+Both warn while they are imported that packages are missing which nothing here needs (Apex, Transformer Engine). A log
+that begins so reads as a broken installation, and they are not shown.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +20,12 @@ import torch
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside it torch.compile, used as a decorator, leaves functions as they are."""
+    """Inside it torch.compile, used as a decorator, leaves functions as they are, and no warning is shown."""
     usual, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         torch.compile = usual
 

@@ -326,6 +326,7 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert (run / "checkpoints" / "step_0000004" / "manifest.json").exists()
     log = (run / "log.txt").read_text()
     assert all(line in log for line in (first, *lines, last))
+    assert not re.search("warning|error", log, re.IGNORECASE), log  # it would read as a broken installation
     # The command that it names, with a text.
     command = last.split("./deepy.py ")[1].replace("TEXT", "text/1.txt").split()
     evaluated = inside(*command, "--lengths", "16,32", "--windows", "2", cwd=corpus)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from megatron.config.load import read
 from megatron.errors import FarfieldError, UserError
 from megatron.launch.console import PlainConsole
 from megatron.quantities import duration
-from megatron.training.records import HEARTBEAT, METRICS, lines
+from megatron.training.records import HEARTBEAT, METRICS, damage_in, lines, unreadable
 
 FRESH = 60.0
 """Seconds: a run on another machine whose heartbeat is older is not alive."""
@@ -103,20 +104,26 @@ def _heartbeat(run: Path) -> dict[str, Any]:
 
 
 def _alive(run: Path, beat: dict[str, Any]) -> bool:
-    """The lock is held on this machine, or the heartbeat is fresh, wherever the run is."""
-    at = beat.get("time")
-    if isinstance(at, int | float) and time.time() - at < FRESH:
-        return True
+    """Its lock is held, or its heartbeat is fresh, wherever the run is; on this machine a lock that nobody holds tells
+    more than the heartbeat of a run that was killed."""
+    held, at = _held(run), beat.get("time")
+    if held or not isinstance(at, int | float) or time.time() - at >= FRESH:
+        return bool(held)
+    return held is None or beat.get("host") != socket.gethostname()
+
+
+def _held(run: Path) -> bool | None:
+    """Does a process hold the run's lock? None where that cannot be known."""
     try:
-        descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(run / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return False
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False  # a file system without locks
+        return None  # a file system without locks
     finally:
         os.close(descriptor)
     return False
@@ -159,6 +166,9 @@ def show(paths: Sequence[Path], *, as_json: bool, watch: bool, console: Console 
     console = console or PlainConsole(highlight=False)
     if not watch:
         console.print(table([status(run) for run in runs]))
+        for run in runs:
+            if damaged := unreadable(run / METRICS):
+                console.print(f"note: {damage_in(run / METRICS, damaged)}", markup=False, soft_wrap=True)
         return
     with Live(table([status(run) for run in runs]), console=console, auto_refresh=False) as live:
         while True:

@@ -50,4 +50,5 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: Sizes) ->
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        cuda_graph_scope=[],  # no graphs: its default, "full", is deprecated, and it warns of that
     )

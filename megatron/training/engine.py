@@ -40,8 +40,9 @@ class Engine:
             # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.
             import deepspeed.runtime.zero.muon.muon_optimizer
 
-        # Without this, DeepSpeed compiles a shared-memory collective at its first start: 30 s, and it needs a compiler.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Else DeepSpeed asks the compiler what it could build, whose complaints fill the log, and then builds a
+        # collective over shared memory, which takes 30 s. Nothing else reads this.
+        deepspeed.ops.__compatible_ops__ = {}
         self.precision = config.training.compute_type
         self.stage = config.training.zero_optimization.stage
         self.clip = config.optimizer.gradient_clipping

@@ -168,7 +168,8 @@ class Loop:
                 times = "once" if begun.rollbacks == 1 else f"{begun.rollbacks} times"
                 run.console.say(f"went back {times} because of its loss, over {begun.skipped_samples:,} sequences")
             if not stopped:
-                run.console.say(outline.last_line(run.config, self.checkpoint))
+                now = self.saver is not None and self.saver.last is not None
+                run.console.say(outline.last_line(run.config, self.checkpoint, now=now))
         return TrainResult(
             step=self.step,
             loss=self.loss,

@@ -78,14 +78,15 @@ def layout_lines(config: Config, sizes: Sizes) -> list[str]:
     return lines
 
 
-def last_line(config: Config, checkpoint: Path | None) -> str:
-    """Where a finished run was saved, and the command that comes next."""
+def last_line(config: Config, checkpoint: Path | None, *, now: bool) -> str:
+    """Where a finished run was saved, now or before, and the command that comes next."""
     if checkpoint is None or config.checkpoint.save is None:
         return "nothing is saved: save names no folder"
     own = config.data
     held_out = own.data_path or own.test_data_paths or own.valid_data_paths or own.task
     data = "" if held_out else " --data TEXT"
-    return f"saved {checkpoint}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{data}"
+    where = f"{'saved' if now else 'the last checkpoint is'} {checkpoint}"
+    return f"{where}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{data}"
 
 
 def what_next(config: Config, number: int) -> str:

@@ -2,26 +2,52 @@
 without torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+ASIDE = "metrics.unreadable.txt"
+"""In the run's folder: lines of its records that were found damaged, as they were."""
 HEARTBEAT = "heartbeat.json"
 """In the run's folder: where the first rank is, every few seconds while the run is alive."""
 
 
 def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file of records, each with its end and what it says; half a line, left by a crash, is left out."""
+    """The lines of a file of records, each with its end and what it says; `unreadable` has the others."""
+    for line, record in _all(path):
+        if record is not None:
+            yield line + "\n", record
+
+
+def unreadable(path: Path) -> dict[int, str]:
+    """Lines of a file of records that say nothing, by their number from 1. Half a line at the end is none of them: that
+    is what a crash leaves, and a run that goes on writes that record again."""
+    found = list(_all(path))
+    if found and found[-1][1] is None and not path.read_bytes().endswith(b"\n"):
+        found.pop()
+    return {number: line for number, (line, record) in enumerate(found, start=1) if record is None}
+
+
+def damage_in(path: Path, damaged: Iterable[int]) -> str:
+    """Which lines of a file of records are damaged, in words."""
+    numbers = [str(number) for number in damaged]
+    shown = ", ".join(numbers[:5]) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+    return f"{path}: line{'s' * (len(numbers) > 1)} {shown} cannot be read"
+
+
+def _all(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # Not splitlines: what damage makes of a line may look like its end to Unicode, and is not JSON's.
+    for line in path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n"):
         try:
             record = json.loads(line)
             int(record["step"])
+            str(record["kind"])
         except (ValueError, KeyError, TypeError):
-            continue
-        yield line + "\n", record
+            record = None
+        yield line, record
 
 
 def recorded(run: str | Path, kind: str, step: int) -> bool:

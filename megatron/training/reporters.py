@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
+from megatron.errors import RunError, UserError, reason
 from megatron.files import write_text
 from megatron.training.metrics import EvaluationRecord, TrainRecord
-from megatron.training.records import METRICS, lines
+from megatron.training.records import ASIDE, METRICS, damage_in, lines, unreadable
 
 
 class Reporter(Protocol):
@@ -48,6 +48,22 @@ def build_reporters(config: Config, first_step: int) -> list[Reporter]:
     if options.use_wandb:
         reporters.append(WeightsAndBiases(config))
     return reporters
+
+
+def set_damage_aside(run: Path) -> list[str]:
+    """Keep the lines of a run's records that cannot be read, which `JsonLines` would drop. Returns lines to tell.
+
+    Raises RunError: a file cannot be written.
+    """
+    damaged = unreadable(run / METRICS)
+    if not damaged:
+        return []
+    try:
+        with open(run / ASIDE, "a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in damaged.values())
+    except OSError as error:
+        raise RunError(f"{run / ASIDE}: cannot be written ({reason(error)})") from None
+    return [f"{damage_in(run / METRICS, damaged)}; moved to {run / ASIDE}"]
 
 
 class JsonLines:

@@ -36,7 +36,7 @@ from megatron.training.engine import Engine
 from megatron.training.hardware import peak_tflops
 from megatron.training.preflight import preflight
 from megatron.training.records import METRICS
-from megatron.training.reporters import Reporter, build_reporters
+from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
 from megatron.training.schedule import Schedule, build_schedule, rate_jump
 from megatron.training.session import Session
 
@@ -179,6 +179,9 @@ def restore(run: Run) -> None:
         prune(folder, None)
         for note in resume.give_up(start, Path(folder) / METRICS):
             run.console.say(note)
+        if start.resumes:
+            for note in set_damage_aside(Path(folder)):
+                run.console.say(note)
         if start.progress.step < config.training.train_iters:
             # Started again from this file, it goes on; it does not go back once more.
             config.replace(rollback=False).save(Path(folder) / CONFIG)

@@ -240,6 +240,8 @@ def test_a_finished_run_has_nothing_to_do(trained: Path, corpus: Path, tmp_path:
     stream = io.StringIO()
     result = train(tiny_config(corpus, run, load=str(run)), Console(file=stream, width=200))
     assert "nothing to do: step 4 of 4 is reached; raise train_iters" in stream.getvalue()
+    assert f"the last checkpoint is {run / 'checkpoints' / folder.name(4)}; next: " in stream.getvalue()
+    assert "saved" not in stream.getvalue()
     assert (result.step, result.checkpoint) == (4, run / "checkpoints" / folder.name(4))
     assert losses(run) == losses(trained)
 

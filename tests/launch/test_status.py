@@ -1,6 +1,7 @@
 """How far a run is, from the files that it leaves."""
 
 import json
+import socket
 import time
 from pathlib import Path
 
@@ -37,6 +38,27 @@ def test_a_fresh_heartbeat_is_life(tmp_path: Path) -> None:
     assert (found.state, found.step, found.seconds_left) == ("validate", 35, 70.0)
     old = status(make(tmp_path / "b", time=time.time() - 100, step=35, phase="validate"))
     assert (old.state, old.step) == ("stopped", 30)
+
+
+def test_of_a_run_that_was_killed_here_the_lock_says_so_at_once(tmp_path: Path) -> None:
+    beat = {"time": time.time(), "step": 35, "phase": "validate"}
+    here = make(tmp_path / "here", host=socket.gethostname(), **beat)
+    there = make(tmp_path / "there", host="another", **beat)
+    for run in (here, there):
+        lock = RunLock(run)
+        assert status(run).state == "validate"
+        lock.release()
+    assert (status(here).state, status(there).state) == ("stopped", "validate")
+
+
+def test_damaged_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(tmp_path / "a")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"kind": gar\n' + json.dumps({**RECORD, "step": 40}) + '\n{"kind": "tr')
+    show([run], as_json=False, watch=False)
+    told = capsys.readouterr().out
+    assert "40 / 100" in told
+    assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in told
 
 
 def test_a_lock_is_life(tmp_path: Path) -> None:

@@ -177,8 +177,8 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step_0000004"
     without = config.replace(valid_data_paths=[])
-    assert outline.last_line(without, checkpoint).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
-    assert outline.last_line(tiny_config(corpus), None) == "nothing is saved: save names no folder"
+    assert outline.last_line(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
+    assert outline.last_line(tiny_config(corpus), None, now=False) == "nothing is saved: save names no folder"
     assert outline.carry_on(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
 
 

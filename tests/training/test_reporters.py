@@ -15,7 +15,8 @@ from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
 from megatron.training.console import ConsoleReporter, train_line
 from megatron.training.metrics import EvaluationRecord, TrainRecord, perplexity
-from megatron.training.reporters import JsonLines, TensorBoard, build_reporters
+from megatron.training.records import ASIDE
+from megatron.training.reporters import JsonLines, TensorBoard, build_reporters, set_damage_aside
 
 
 def record(step: int, **keys: object) -> TrainRecord:
@@ -56,6 +57,26 @@ def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -
     assert read(path)[-1]["loss"] == 1.0
     JsonLines(path, 0).close()  # a run from scratch
     assert read(path) == []
+
+
+def test_damaged_lines_are_kept_and_told(tmp_path: Path) -> None:
+    """Between good ones, and the first; half a line at the end is what any crash leaves."""
+    path = tmp_path / "metrics.jsonl"
+    assert set_damage_aside(tmp_path) == []
+    reporter = JsonLines(path, 0)
+    for step in (1, 2, 3):
+        reporter.train(record(step))
+    reporter.close()
+    whole = path.read_text()
+    path.write_text(whole + '{"kind": "train", "st')
+    assert set_damage_aside(tmp_path) == []
+    lines = whole.splitlines(keepends=True)
+    path.write_text(lines[0][9:] + lines[1] + '{"kind": gar\u2028bage}\n' + lines[2])
+    (told,) = set_damage_aside(tmp_path)
+    assert told == f"{path}: lines 1, 3 cannot be read; moved to {tmp_path / ASIDE}"
+    assert (tmp_path / ASIDE).read_text() == lines[0][9:] + '{"kind": gar\u2028bage}\n'
+    JsonLines(path, 3).close()
+    assert path.read_text() == lines[1] + lines[2]
 
 
 def test_json_has_no_infinity(tmp_path: Path) -> None:
