@@ -817,7 +817,7 @@ def keys(
 
     found = reference.lookup(pattern)
     if not found:
-        raise UserError(f"no key contains {pattern!r}")
+        raise UserError(f"no key contains {pattern!r}; {reference.nearest(pattern)}".removesuffix("; "))
     from megatron.launch.console import PlainConsole
 
     console = PlainConsole(highlight=False)

@@ -241,7 +241,14 @@ def test_positions(tmp_path, inside):
 def test_keys(tmp_path, inside):
     done = inside("keys", "rotary-pct", cwd=tmp_path)
     assert "pos_emb_options.fraction" in done.stdout
-    assert inside("keys", "no such key", cwd=tmp_path).returncode == 2
+    for wanted, told in (
+        ("no such key", ""),
+        ("seq_lenght", "; did you mean seq_length?"),
+        ("num-layrs", "; did you mean num_layers?"),
+    ):
+        missing = inside("keys", wanted, cwd=tmp_path)
+        assert missing.returncode == 2
+        assert missing.stderr.startswith(f"error: no key contains {wanted!r}{told}")
 
 
 def test_keys_are_readable_in_80_columns(tmp_path, inside):

@@ -53,7 +53,7 @@ def attention_mass(
     Args:
         model: in evaluation mode.
         windows: tokens [L] of each.
-        progress: told which share is done, after each layer of each window.
+        progress: told which share is done, after each block of rows of each layer of each window.
     """
     length = len(windows[0])
     near = max(length // 2, 1)
@@ -65,11 +65,13 @@ def attention_mass(
     def see(layer: int, rows: Rows) -> None:
         nonlocal seen
         late = from_row(rows, near - 1)
+        done = 0
         for block, table, share in reversed(prepared_blocks(late, block_size(late))):  # the largest first: see rows.py
             attention = torch.softmax(logits_of(block, table, share), dim=-1)
             sums[layer] += by_distance(attention, block, near).sum(dim=(0, 2), dtype=torch.float64).cpu()
+            done += block.query.length
+            progress((seen + done / late.query.length) / all_)
         seen += 1
-        progress(seen / all_)
 
     for window in windows:
         read(model, window, see)

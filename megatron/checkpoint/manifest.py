@@ -164,9 +164,9 @@ def refuse_damage(checkpoint: Path, only: Collection[str]) -> None:
 def _others(checkpoint: Path) -> str:
     """What else of the same run can be read, in words."""
     others = [path for path in checkpoints(run_of_checkpoint(checkpoint)) if path.name != checkpoint.name]
-    whole = [path.name for path in others if damage(path, MODEL_FILES) is None]
-    if whole:
-        return f"name one of {', '.join(whole)} instead"
+    whole = (path.name for path in reversed(others) if damage(path, MODEL_FILES) is None)
+    if (newest := next(whole, None)) is not None:
+        return f"the newest other one that is whole is {newest}"
     return "its other checkpoints are damaged too" if others else "there is no other"
 
 

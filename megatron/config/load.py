@@ -118,6 +118,8 @@ def find(name: str | os.PathLike[str], search: Sequence[str | os.PathLike[str]] 
             raise UserError(f"{text}: several files have this name: {', '.join(map(str, found))}; give the path")
         if found:
             return found[0]
+    if Path(text).exists() and not Path(text).is_dir():
+        raise UserError(f"{text}: is a pipe or a device, and only files are read; write it to a file")
     if Path(text).is_dir():
         raise UserError(f"{text}: is a folder; name a configuration file in it, or look names up there with -d {text}")
     hint = _hint(Path(text).stem, {path.stem for folder in folders for path in folder.rglob("*.y*ml")})

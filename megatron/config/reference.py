@@ -16,6 +16,7 @@ from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.experiments.options import CorpusOptions, PublishedOptions, SweepOptions
 from megatron.generation.options import GenerationOptions
 from megatron.options import Section
+from megatron.suggest import did_you_mean
 
 PAGE = Path("docs/configuration.md")
 
@@ -228,6 +229,12 @@ def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
     return found + [
         (name, "", "", _rule_text(name, rule)) for name, rule in neox.RULES.items() if wanted and wanted in name
     ]
+
+
+def nearest(pattern: str) -> str:
+    """`did you mean seq_length?` for a text that no key contains; nothing if none is near."""
+    ours = (name.rpartition(".")[2] for name in (key.name for key in keys().values()))
+    return did_you_mean(pattern.replace("-", "_"), [*ours, *neox.RULES], most=3)
 
 
 def _methods(wanted: str) -> list[tuple[str, str, str, str]]:

@@ -199,7 +199,8 @@ def _parsed(text: str, source: str) -> Document:
     except YAMLError as error:
         raise _one_line(source, error) from error
     except ValueError as error:  # a scalar that looks like a date but is none, for example
-        raise UserError(f"{_place_of_bad_scalar(node, source)}: not valid YAML: {error}") from error
+        # Python advises programmers in the same breath.
+        raise UserError(f"{_place_of_bad_scalar(node, source)}: not valid YAML: {str(error).split(';')[0]}") from error
     except RecursionError as error:
         raise UserError(f"{source}: nested too deeply to be a configuration") from error
     if values is None:

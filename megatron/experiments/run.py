@@ -132,7 +132,8 @@ def _run(
     options = sweep.options
     for grid in _experiment(sweep).grids(found) if options.published or options.against or options.differences else ():
         console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
-    files = ", ".join(str(sweep.output / name) for name in ("report.html", "results.json", "results.csv", "results.md"))
+    names = ("report.html", *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
+    files = ", ".join(str(sweep.output / name) for name in names)
     say(f"{files} ({duration(time.monotonic() - begun)})")
     return found
 

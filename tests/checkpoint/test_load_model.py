@@ -124,14 +124,16 @@ def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path:
         before = file.read_bytes()
         assert content != before
         file.write_bytes(content)
-        what = f"step_0000002: is damaged: {file.name} is not as .* name one of step_0000001 instead"
+        what = f"step_0000002: is damaged: {file.name} is not as .* the newest other one that is whole is step_0000001"
         with pytest.raises(RunError, match=what):
             load_model(tmp_path)
         if file != weights:  # before anything is asked of the model
             with pytest.raises(RunError, match=what):
                 open_run(tmp_path)
         file.unlink()
-        with pytest.raises(RunError, match=f"{file.name} is missing; name one of step_0000001 instead"):
+        with pytest.raises(
+            RunError, match=f"{file.name} is missing; the newest other one that is whole is step_0000001"
+        ):
             open_run(tmp_path)
         file.write_bytes(before)
     load_model(tmp_path)

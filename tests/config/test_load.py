@@ -1,5 +1,6 @@
 """Merging files and overrides, finding files, and what is said about mistakes."""
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -301,6 +302,13 @@ def test_precision_has_one_truth(write):
     assert "contradicts" in only_problem(["base"], ["precision=fp16", "bf16.enabled=true"])
     assert "choose from fp32, bf16, fp16" in only_problem(["base"], ["precision=half"])
     assert "true or false" in only_problem(["base"], ["fp16.enabled=maybe"])
+
+
+def test_a_pipe_is_no_configuration(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/null", "/dev/zero"):
+        with pytest.raises(UserError, match=rf"^{path}: is a pipe or a device, and .*; write it to a file$"):
+            load([path])
 
 
 def test_a_folder_is_no_configuration(tmp_path):

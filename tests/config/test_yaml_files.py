@@ -142,6 +142,11 @@ def test_what_looks_like_a_date_and_is_none_is_told_with_its_line():
         parse("a: 2001-01-01\nb:\n- [1, 2001-99-99]\n", "f.yml")
 
 
+def test_a_number_of_thousands_of_digits_is_told_without_advice_for_programmers():
+    with pytest.raises(UserError, match=r"^f\.yml:2: not valid YAML: Exceeds the limit .* value has 5000 digits$"):
+        parse(f"a: 1\nb: {'1' * 5000}\n", "f.yml")
+
+
 def test_not_text(tmp_path: Path):
     path = tmp_path / "binary.yml"
     path.write_bytes(b"a: \xff\xfe")
