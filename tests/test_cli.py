@@ -243,8 +243,8 @@ def test_keys(tmp_path, inside):
     assert "pos_emb_options.fraction" in done.stdout
     for wanted, told in (
         ("no such key", ""),
-        ("seq_lenght", "; did you mean seq_length?"),
-        ("num-layrs", "; did you mean num_layers?"),
+        ("seq_lenght", "; did you mean seq_length"),
+        ("num-layrs", "; did you mean num_layers"),
     ):
         missing = inside("keys", wanted, cwd=tmp_path)
         assert missing.returncode == 2
