@@ -34,6 +34,7 @@ except ModuleNotFoundError:  # a bare python3: continue in the environment that 
 from typer.core import TyperGroup
 
 from megatron.analysis.options import AnalysisOptions
+from megatron.data.options import CorpusOptions
 from megatron.errors import FarfieldError, UserError
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.generation.options import GenerationOptions
@@ -285,6 +286,7 @@ def plan(
 
 
 @command
+@with_options(CorpusOptions, leaving_out=("sources", "split", "packages", "suffixes", "column"))
 def prepare(
     sources: Annotated[
         list[str],
@@ -296,14 +298,6 @@ def prepare(
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The corpus folder to make.")],
-    tokenizer: Annotated[
-        str, typer.Option(help="bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here.")
-    ] = "bytes",
-    vocab_file: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, vocab.json or .model file.", show_default=False)
-    ] = None,
-    merge_file: Annotated[Path | None, typer.Option(help="merges.txt of GPT2BPETokenizer.", show_default=False)] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe.", show_default=False)] = None,
     split: Annotated[
         str,
         typer.Option(metavar="SHARES|none", help="Shares for train, valid and test; none: no division."),
@@ -316,18 +310,8 @@ def prepare(
     column: Annotated[
         str, typer.Option("--column", "--jsonl-key", help="Key of a line, or column of a table, that holds the text.")
     ] = "text",
-    hf_split: Annotated[str, typer.Option(help="Of a dataset hf:NAME: which of its splits.")] = "train",
-    documents: Annotated[
-        int | None, typer.Option(min=1, help="Only so many documents, the first ones.", show_default=False)
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Only the first documents that hold so many tokens.", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Decides which document goes to which split.")] = 1234,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; as many as are worth it if absent.", show_default=False)
-    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that was made differently.")] = False,
+    **options: Any,
 ) -> None:
     """Make a corpus: text in, Megatron's indexed datasets (.bin, .idx) and their tokenizer out.
 
@@ -344,26 +328,12 @@ def prepare(
 
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
+    from megatron.config.chosen import chosen
     from megatron.launch.prepare import prepare_corpus
 
-    prepare_corpus(
-        sources,
-        output,
-        split=_shares(split),
-        tokenizer=tokenizer,
-        vocab_file=vocab_file,
-        merge_file=merge_file,
-        vocab_size=vocab_size,
-        packages=packages,
-        suffixes=None if suffixes is None else [suffix.strip() for suffix in suffixes.split(",")],
-        jsonl_key=column,
-        hf_split=hf_split,
-        documents=documents,
-        tokens=tokens,
-        seed=seed,
-        workers=workers,
-        overwrite=overwrite,
-    )
+    kinds = None if suffixes is None else [suffix.strip() for suffix in suffixes.split(",")]
+    own = {"sources": sources, "split": _shares(split), "packages": packages, "suffixes": kinds, "column": column}
+    prepare_corpus(chosen(CorpusOptions, {**options, **own}), output, overwrite=overwrite)
 
 
 @command

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from megatron.checkpoint import folder  # noqa: E402
 from megatron.config.load import load  # noqa: E402
 from megatron.data.corpus import prepare  # noqa: E402
+from megatron.data.options import CorpusOptions  # noqa: E402
 from megatron.stopping.signals import StopRequest  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.loop import Loop  # noqa: E402
@@ -53,7 +54,7 @@ def ready(shape: str, corpus: Path, save: Path) -> Loop:
 
 def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     """Seconds of each kind, one per round or step; the first round warms up."""
-    prepare(["python"], place / "corpus")
+    prepare(CorpusOptions(sources=["python"]), place / "corpus")
     loop = ready(shape, place / "corpus", place / "run")
     saver = loop.saver
     assert saver is not None

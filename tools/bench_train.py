@@ -36,6 +36,7 @@ import torch  # noqa: E402
 from megatron.config.load import load  # noqa: E402
 from megatron.data.corpus import prepare  # noqa: E402
 from megatron.data.datasets import token_stream  # noqa: E402
+from megatron.data.options import CorpusOptions  # noqa: E402
 from megatron.stopping.signals import StopRequest  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.loop import Loop  # noqa: E402
@@ -165,7 +166,7 @@ def compare(shapes: list[str], methods: list[str], blocks: int, file: Path | Non
     result = {**stamp(__file__, "cpu"), "records": []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "python"
-        prepare(["python"], corpus)
+        prepare(CorpusOptions(sources=["python"]), corpus)
         print(f"{'shape':<11} {'method':<11} {'farfield tok/s':>15} {'plain tok/s':>12} {'ratio':>6}   quartiles")
         for shape in shapes:
             for method in methods:

@@ -13,7 +13,7 @@ from megatron.config import names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
-from megatron.experiments.options import CorpusOptions, PublishedOptions, SweepOptions
+from megatron.experiments.options import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.generation.options import GenerationOptions
 from megatron.options import Section
 from megatron.suggest import did_you_mean
@@ -64,7 +64,7 @@ The `sweep:` mapping of a sweep file, beside ordinary keys ([evaluation.md](eval
 
 SWEEP: dict[str, type[Section]] = {
     "sweep": SweepOptions,
-    "sweep.corpus": CorpusOptions,
+    "sweep.corpus": SweepCorpusOptions,
     "sweep.evaluate": EvaluationOptions,
     "sweep.published": PublishedOptions,
 }

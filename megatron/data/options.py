@@ -17,6 +17,29 @@ LONGEST_INPUT = 10**6
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
 
+class CorpusOptions(Section):
+    """What a corpus is made from, and how (`megatron.data.corpus.prepare`)."""
+
+    sources: list[str] = key(
+        ..., "files, folders, python (the standard library), or hf:NAME (a dataset on the hub)", min_length=1
+    )
+    tokenizer: str = key("bytes", "one of bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here")
+    vocab_file: str | None = key(None, "file of the tokenizer: tokenizer.json, vocab.json or .model")
+    merge_file: str | None = key(None, "file of GPT2BPETokenizer: merges.txt")
+    vocab_size: int | None = key(None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257)
+    split: list[float] | None = key(
+        lambda: [0.9, 0.05, 0.05], "train, valid and test shares; null: no division", min_length=3, max_length=3
+    )
+    packages: bool = key(False, "with python: all installed packages too")
+    suffixes: list[str] | None = key(None, "files to take from folders, as .txt; all kinds that are known if absent")
+    column: str = key("text", "key of a JSON line, or column of a table, that holds the text")
+    hf_split: str = key("train", "of a dataset hf:NAME, which of its splits")
+    documents: int | None = key(None, "only so many documents, the first ones", ge=1)
+    tokens: int | None = key(None, "only the first documents that hold so many tokens with their ends", ge=1)
+    seed: int = key(1234, "decides which document goes to which split", ge=0)
+    workers: int | None = key(None, "processes; as many as cores and text are worth if absent", ge=1)
+
+
 class DataOptions(Section):
     """Indexed datasets (megatron-core's .bin/.idx, named by their prefix) and the tokenizer of them; or a task."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.checkpoint.trained import Run
 from megatron.config.schema import Config
-from megatron.data.corpus import read_corpus
+from megatron.data.corpus_folder import read_corpus
 from megatron.data.datasets import token_stream
 from megatron.data.encode import Encoder, chunks, encode_all
 from megatron.data.options import DataOptions

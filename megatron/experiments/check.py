@@ -10,7 +10,7 @@ from megatron.config.problems import describe
 from megatron.config.schema import Path_
 from megatron.errors import UserError
 from megatron.evaluation.options import EvaluationOptions
-from megatron.experiments.options import CorpusOptions, SweepOptions
+from megatron.experiments.options import SweepCorpusOptions, SweepOptions
 from megatron.options import Section
 from megatron.reports.metrics import METRICS
 from megatron.suggest import choose_from, did_you_mean
@@ -63,7 +63,7 @@ def refuse_mine(names: Sequence[str], where: Callable[[str], str]) -> None:
 def _unknown(values: dict[str, Any], where: Callable[[Path_], str]) -> Iterator[str]:
     sections: tuple[tuple[Path_, type[Section]], ...] = (
         (("sweep",), SweepOptions),
-        (("sweep", "corpus"), CorpusOptions),
+        (("sweep", "corpus"), SweepCorpusOptions),
         (("sweep", "evaluate"), EvaluationOptions),
     )
     for path, section in sections:

@@ -4,23 +4,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from megatron.data.options import CorpusOptions
 from megatron.evaluation.options import EvaluationOptions
 from megatron.options import Section, key
 from megatron.training.options import LARGEST_SEED
 
 
-class CorpusOptions(Section):
+class SweepCorpusOptions(CorpusOptions):
     """A corpus to prepare if it is not there yet; the meaning is `./deepy.py prepare`'s."""
 
-    sources: list[str] = key(..., "files, folders, or python (the standard library)", min_length=1)
     folder: str = key(..., "the corpus folder", min_length=1)
-    tokenizer: str = key("bytes", "bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe (trained on the corpus)")
-    vocab_file: str | None = key(None, "tokenizer.json, vocab.json or .model file of the tokenizer")
-    merge_file: str | None = key(None, "merges.txt of GPT2BPETokenizer")
-    vocab_size: int | None = key(None, "tokens of a tokenizer trained here", ge=257)
-    split: list[float] = key(lambda: [0.9, 0.05, 0.05], "train, valid and test shares", min_length=3, max_length=3)
-    seed: int = key(1234, "seeds the division into splits", ge=0)
-    workers: int | None = key(None, "processes; as many as cores and text are worth if absent", ge=1)
 
 
 class PublishedOptions(Section):
@@ -46,7 +39,7 @@ class SweepOptions(Section):
     seeds: list[Annotated[int, Field(ge=0, le=LARGEST_SEED)]] = key(
         lambda: [1234], "every variant is trained with each", min_length=1
     )
-    corpus: CorpusOptions | None = key(None, "a corpus to prepare first")
+    corpus: SweepCorpusOptions | None = key(None, "a corpus to prepare first")
     runs: str | None = key(
         None, "folder for the trained runs, by what they are, so that sweeps share them; inside output if absent"
     )

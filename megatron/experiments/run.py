@@ -29,7 +29,7 @@ from rich.console import Console
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.experiments import receipts, slurm_array, supervision
 from megatron.experiments.estimate import Work, work
-from megatron.experiments.options import CorpusOptions
+from megatron.experiments.options import SweepCorpusOptions
 from megatron.experiments.spec import Member, Sweep, read
 from megatron.files import make_folder
 from megatron.launch import slurm
@@ -138,12 +138,8 @@ def _run(
     return found
 
 
-def _prepare(corpus: CorpusOptions, console: Console, say: Callable[[str], None]) -> None:
-    made = metered(
-        console, corpus.sources, corpus.folder, tokenizer=corpus.tokenizer, vocab_file=corpus.vocab_file,
-        merge_file=corpus.merge_file, vocab_size=corpus.vocab_size, split=corpus.split, seed=corpus.seed,
-        workers=corpus.workers,
-    )  # fmt: skip
+def _prepare(corpus: SweepCorpusOptions, console: Console, say: Callable[[str], None]) -> None:
+    made = metered(console, corpus, corpus.folder)
     for note in made.notes:
         say(note)
     sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in made.splits.items())

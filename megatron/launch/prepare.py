@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,16 +14,17 @@ from megatron.meter import Job, Meter
 from megatron.stopping.signals import Stopped
 
 if TYPE_CHECKING:
-    from megatron.data.corpus import Corpus
+    from megatron.data.corpus_folder import Corpus
+    from megatron.data.options import CorpusOptions
 
 
-def prepare_corpus(sources: Sequence[str], output: Path, **choices: Any) -> None:
-    """Prepare a corpus with progress on the console. `choices` are those of `megatron.data.corpus.prepare`."""
+def prepare_corpus(options: CorpusOptions, output: Path, *, overwrite: bool) -> None:
+    """Prepare a corpus with progress on the console."""
     from megatron.data.corpus import unfinished
 
     with temporary_log() as log, run_console(log) as console, explained(log):
         try:
-            corpus = metered(console if console.is_terminal else None, sources, output, **choices)
+            corpus = metered(console if console.is_terminal else None, options, output, overwrite=overwrite)
         except (KeyboardInterrupt, Stopped):
             if unfinished(output):
                 console.print("the same command goes on where this was interrupted", highlight=False)
@@ -32,7 +32,7 @@ def prepare_corpus(sources: Sequence[str], output: Path, **choices: Any) -> None
         _summary(console, corpus)
 
 
-def metered(console: Console | None, sources: Sequence[str], output: str | Path, **choices: Any) -> Corpus:
+def metered(console: Console | None, options: CorpusOptions, output: str | Path, *, overwrite: bool = False) -> Corpus:
     """`megatron.data.corpus.prepare` behind a bar on a console; None shows nothing."""
     from megatron.data.corpus import prepare
 
@@ -43,7 +43,7 @@ def metered(console: Console | None, sources: Sequence[str], output: str | Path,
         def progress(stage: str, done: int, total: int) -> None:
             meter.update(done / max(total, 1), stage)
 
-        return prepare(sources, output, progress=progress, **choices)
+        return prepare(options, output, overwrite=overwrite, progress=progress)
 
 
 def _summary(console: Console, corpus: Corpus) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import prepare
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
@@ -16,7 +17,6 @@ from megatron.checkpoint import folder, resume
 from megatron.checkpoint.fragments import MOMENTS, fragments
 from megatron.checkpoint.load_model import load_model
 from megatron.config.settings import show
-from megatron.data.corpus import prepare
 from megatron.errors import UserError
 from megatron.training.loop import train
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers as hf
+from corpora import prepare
 from full_disk import full_disk
 
-from megatron.data import corpus as corpus_module
+from megatron.data import documents as documents_module
 from megatron.data import sources as sources_module
-from megatron.data.corpus import prepare, read_corpus
+from megatron.data.corpus_folder import read_corpus
 from megatron.data.tokenizers import load_tokenizer, open_tokenizer
 from megatron.errors import RunError, UserError
 
@@ -244,12 +245,12 @@ def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
     [
         ({"tokenizer": "byte"}, r"'byte' is unknown; did you mean bytes\?.*bpe"),
         ({"tokenizer": "bpe"}, "vocab_size: tokenizer bpe needs it"),
-        ({"tokenizer": "bpe", "vocab_size": 20}, "vocab_size: 20 is too small"),
+        ({"tokenizer": "bpe", "vocab_size": 20}, "vocab_size is 20; it must be at least 257"),
         ({"tokenizer": "bpe", "vocab_size": 300, "vocab_file": "x"}, "vocab_file: x: tokenizer bpe is trained here"),
         ({"vocab_size": 300}, "vocab_size: only tokenizer bpe takes one"),
         ({"tokenizer": "HFTokenizer"}, r"needs its tokenizer\.json"),
-        ({"workers": 0}, "workers: 0 is too few"),
-        ({"split": (1, 2)}, "split: .* are not three shares"),
+        ({"workers": 0}, "workers is 0; it must be at least 1"),
+        ({"split": (1, 2)}, "split is .*; it must be a list of at least 3"),
         ({"suffixes": [".bad"]}, r"x\.bad:1: not UTF-8"),
     ],
 )
@@ -375,7 +376,7 @@ def test_progress_counts_the_bytes_of_the_sources(many, tmp_path):
 
 def test_a_source_that_changes_meanwhile_is_noticed(many, tmp_path, monkeypatch):
     names = sources_module.document_names
-    monkeypatch.setattr(corpus_module, "document_names", lambda *how: list(names(*how))[:-1])
+    monkeypatch.setattr(documents_module, "document_names", lambda *how: list(names(*how))[:-1])
     with pytest.raises(RunError, match="a source changed while it was read"):
         prepare([str(many)], tmp_path / "out")
 

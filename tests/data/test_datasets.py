@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpora import prepare
 from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.corpus import prepare
 from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.options import DataOptions
 from megatron.data.parts import sequence_range

@@ -5,9 +5,10 @@ import os
 import shutil
 
 import pytest
+from corpora import prepare
 
 from megatron.data import description as description_module
-from megatron.data.corpus import prepare, read_corpus
+from megatron.data.corpus_folder import read_corpus
 from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.description import CORPUS_FILE, read_description
 from megatron.data.options import DataOptions

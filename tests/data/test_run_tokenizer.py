@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from corpora import prepare
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
-from megatron.data.corpus import prepare
 from megatron.data.options import DataOptions
 from megatron.data.run_tokenizer import keep_tokenizer, run_tokenizer
 from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer

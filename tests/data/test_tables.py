@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from corpora import prepare
 
 from megatron.data import tables
-from megatron.data.corpus import prepare, read_corpus
+from megatron.data.corpus_folder import read_corpus
 from megatron.data.sources import decode, document_names, raw_documents, scan
 from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import UserError
@@ -121,7 +122,7 @@ def test_limits_take_the_first_documents(tmp_path: Path, reader: Callable[[Path]
     assert load_tokenizer(out).name == read_corpus(out).tokenizer
     (tmp_path / "lone.txt").write_text("a\nb\nc\n")
     for sources, options, message in (
-        (source, {"documents": 0}, "documents: 0 is too few"),
+        (source, {"documents": 0}, "documents is 0; it must be at least 1"),
         (source, {"tokens": 9, "tokenizer": "bpe", "vocab_size": 300}, "tokens: tokenizer bpe is trained on the docum"),
         ([str(tmp_path / "lone.txt")], {"documents": 2}, "is one document, which is cut into splits"),
     ):

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import prepare
 from killed import die, killed
 
 from megatron.data import hub, writing
-from megatron.data.corpus import prepare, unfinished
+from megatron.data.corpus import unfinished
 from megatron.data.hub import Hub, UnfinishedError
 from megatron.errors import RunError, UserError
 
@@ -199,7 +200,7 @@ def test_rows_that_are_no_text_are_named(tmp_path: Path, stream: Stream) -> None
     with pytest.raises(UserError, match=r"hf:a, row 31: column 'text' holds int, not text \(--column\)"):
         prepare(["hf:a"], tmp_path / "out")
     with pytest.raises(UserError, match=r"hf:a, row 1: no column 'body'; choose from text \(--column\)"):
-        prepare(["hf:a"], tmp_path / "out", jsonl_key="body")
+        prepare(["hf:a"], tmp_path / "out", column="body")
     assert names(tmp_path) == []
 
 
@@ -214,10 +215,10 @@ def test_a_local_folder_through_the_library(
     for split, texts in (("train", DOCUMENTS), ("test", ["held\u2028out", "é"])):
         (folder / f"{split}.jsonl").write_text("\n".join(json.dumps({"body": text, "n": 1}) for text in texts))
     out = tmp_path / "out"
-    test = prepare([f"hf:{folder}"], out, jsonl_key="body", hf_split="test", split=None)
+    test = prepare([f"hf:{folder}"], out, column="body", hf_split="test", split=None)
     assert reader(test.prefix("all")) == [[*text.encode(), 256] for text in ("held\u2028out", "é")]
     # Killed while it reads: what was read is not read again.
-    train = {"jsonl_key": "body", "split": None, "overwrite": True, "workers": 1}
+    train = {"column": "body", "split": None, "overwrite": True, "workers": 1}
     killed(lambda: prepare([f"hf:{folder}"], out, **train, progress=Interrupting("tokenizing", 4, die)))
     found = prepare([f"hf:{folder}"], out, **train)
     assert reader(found.prefix("all")) == [[*text.encode(), 256] for text in DOCUMENTS if text]
@@ -227,7 +228,7 @@ def test_a_local_folder_through_the_library(
         (f"hf:{tmp_path / 'absent'}", "train", "Couldn't find any data file"),
     ):
         with pytest.raises((UserError, RunError), match=message) as error:
-            prepare([source], tmp_path / "none", jsonl_key="body", hf_split=split)
+            prepare([source], tmp_path / "none", column="body", hf_split=split)
         assert "\n" not in str(error.value)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^hf:a needs the package datasets, .*: pip install -r requirements-eval\.txt"):

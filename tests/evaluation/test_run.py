@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpora import prepare
 from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
@@ -20,7 +21,6 @@ from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
 from megatron.config.chosen import chosen
 from megatron.config.load import load
-from megatron.data.corpus import prepare
 from megatron.data.datasets import token_stream
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import load_tokenizer

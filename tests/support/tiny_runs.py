@@ -45,7 +45,7 @@ def write_corpus(prefix: Path, *, tokens: int = 4000, seed: int = 0) -> Path:
 
 def write_corpora(folder: Path) -> Path:
     """A corpus of such documents, prepared: train, valid and test, with a tokenizer whose words are the numbers."""
-    from megatron.data.corpus import prepare
+    from corpora import prepare
 
     folder.mkdir(parents=True, exist_ok=True)
     words = {str(number): number for number in range(VOCABULARY - 1)} | {"</s>": VOCABULARY - 1}

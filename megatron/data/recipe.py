@@ -1,0 +1,103 @@
+"""What a corpus is made from, once it has been looked at: the files, their tokenizer, how they are divided."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron.data.documents import is_one_text
+from megatron.data.options import CorpusOptions
+from megatron.data.sources import SourceFile, scan
+from megatron.data.splits import check_shares
+from megatron.data.tokenizers import TOKENIZERS, Tokenizer, open_tokenizer
+from megatron.errors import UserError
+from megatron.suggest import choose_from
+
+TRAINED = "bpe"
+"""The choice of `tokenizer` that trains one here, on the training documents; it becomes an `HFTokenizer`."""
+
+FORMAT = 1
+"""Of corpus.json and of the way documents are read and divided: another number makes another corpus."""
+
+_BYTES_PER_WORKER = {"bytes": 1 << 28}  # less than this is done sooner than a further process has started
+_BYTES_PER_WORKER_DEFAULT = 1 << 22
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides what a corpus will be."""
+
+    options: CorpusOptions
+    files: list[SourceFile]
+    shares: tuple[float, ...] | None
+    """Of train, valid and test, of which one is all; None for one dataset of everything."""
+    tokenizer: Tokenizer | None
+    """None: trained here."""
+
+    @cached_property
+    def made_from(self) -> dict[str, Any]:
+        """What the corpus follows from, as its corpus.json records it."""
+        asked = self.options
+        return {
+            "format": FORMAT,
+            "files": _digest([[file.name, file.size, file.modified] for file in self.files]),
+            "tokenizer": self.tokenizer.name if self.tokenizer else f"{TRAINED}, {asked.vocab_size} tokens",
+            "split": list(self.shares) if self.shares else None,
+            "seed": asked.seed,
+            "jsonl_key": asked.column,
+            "documents": asked.documents,
+            "tokens": asked.tokens,
+        }
+
+    @property
+    def key(self) -> str:
+        """Eight digits that tell this work from other work in the same place."""
+        return _digest(self.made_from)[:8]
+
+    @property
+    def workers(self) -> int:
+        """How many processes tokenize: as many as asked for, or as cores and text are worth."""
+        if self.options.workers is not None:
+            return self.options.workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if any(file.hub is not None and file.size == 0 for file in self.files):
+            return cores
+        kind = TRAINED if self.tokenizer is None else self.tokenizer.type
+        worth = sum(file.size for file in self.files) // _BYTES_PER_WORKER.get(kind, _BYTES_PER_WORKER_DEFAULT)
+        return max(1, min(cores, worth))
+
+
+def read_recipe(options: CorpusOptions) -> Recipe:
+    """Look at the sources and open the tokenizer. Raises UserError for what is not there, or does not go together."""
+    shares = None if options.split is None else check_shares(options.split)
+    tokenizer = _tokenizer(options)
+    if options.tokens is not None and tokenizer is None:
+        raise UserError(f"tokens: tokenizer {TRAINED} is trained on the documents, so limit those; --documents does")
+    files = scan(options.sources, packages=options.packages, suffixes=options.suffixes, hf_split=options.hf_split)
+    if (options.documents or options.tokens) and shares is not None and is_one_text(files):
+        raise UserError(f"{files[0].path}: is one document, which is cut into splits; there is nothing to limit")
+    return Recipe(options, files, shares, tokenizer)
+
+
+def _tokenizer(options: CorpusOptions) -> Tokenizer | None:
+    """The tokenizer asked for; None if it is to be trained."""
+    type = options.tokenizer
+    if type == TRAINED:
+        for key, value in (("vocab_file", options.vocab_file), ("merge_file", options.merge_file)):
+            if value is not None:
+                raise UserError(f"{key}: {value}: tokenizer {TRAINED} is trained here and takes no file")
+        if options.vocab_size is None:
+            raise UserError(f"vocab_size: tokenizer {TRAINED} needs it: how many tokens to train")
+        return None
+    if type not in TOKENIZERS:
+        choices = (*TOKENIZERS, TRAINED)
+        raise UserError(f"tokenizer: {type!r} is unknown; {choose_from(type, choices)}")
+    if options.vocab_size is not None:
+        raise UserError(f"vocab_size: only tokenizer {TRAINED} takes one; {type} has its own")
+    return open_tokenizer(type, options.vocab_file, options.merge_file)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,0 +1,29 @@
+"""Preparing corpora from what a test names: options by their names, paths and tuples as they come."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config.chosen import chosen
+from megatron.data import corpus
+from megatron.data.corpus_folder import Corpus, Progress
+from megatron.data.options import CorpusOptions
+
+
+def prepare(
+    sources: Sequence[str],
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Corpus:
+    """`megatron.data.corpus.prepare`; `options` are CorpusOptions'. Raises as it, and UserError for wrong ones."""
+    plain = {name: _plain(value) for name, value in {"sources": sources, **options}.items()}
+    return corpus.prepare(chosen(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
