@@ -858,9 +858,10 @@ def _shares(text: str) -> list[float] | None:
     if text == "none":
         return None
     try:
-        return [float(part) for part in text.split(",")]
+        train, valid, test = (float(part) for part in text.split(","))
     except ValueError as error:
-        raise UserError(f"--split is {text!r}; write shares such as 0.9,0.05,0.05, or none") from error
+        raise UserError(f"--split is {text!r}; write three shares such as 0.9,0.05,0.05, or none") from error
+    return [train, valid, test]
 
 
 def main() -> int:

@@ -42,57 +42,20 @@ def preflight(config: Config, machine: Machine, *, place: Place | None = None, d
         UserError: keys that contradict each other, a device that is not there, a precision that it cannot do, a batch
             that does not divide, no data.
     """
-    for _, problem in check(config):  # a configuration that was read from files has passed these
-        raise UserError(problem)
-    launch, data, precision = config.launch, config.data, config.training.compute_type
-    if data.data_path is None and not data.train_data_paths and data.task is None:
-        raise UserError(
-            "no data to train on: give train_data_paths or data_path, or a task; `./deepy.py prepare` makes a corpus"
-        )
-    if not config.training.train_iters:
-        raise UserError(
-            "train_iters is missing (optimizer steps); give it in a file or as train_iters=…", "train_iters"
-        )
-    if place is not None:
-        _check_place(config, place)
-    elif launch.nodes not in (None, 1) and not dry:
-        raise UserError(
-            f"nodes is {launch.nodes}, but this process was not started as one of several; start it with srun, mpirun "
-            "or torchrun on every machine"
-        )
-    here = launch.num_gpus if place is None else place.here
-    ranks = place.world if place is not None else here and here * (launch.nodes or 1)
-    gpus = machine.gpus if launch.device != "cpu" else 0
-    wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
-    notes = []
-    if wants_gpu and not gpus and dry:
-        device = "cuda"
-        open_ = "whether there are so many" if ranks else "how many there will be (num_gpus), the batch that follows"
-        notes.append(f"no GPU is here, and this run needs one; not checked: {open_}, and their memory")
-    else:
-        device = "cuda" if gpus else "cpu"
-        here = here or gpus or one_model(config)
-        ranks = ranks or here * (launch.nodes or 1)
-        # A scheduler may show each process that it starts its own GPU alone.
-        _check_device(launch.device, device, precision, 1 if place is not None and gpus == 1 else here, machine)
-    backend = "gloo" if device == "cpu" or launch.distributed_backend == "gloo" else "nccl"
-    if launch.distributed_backend not in ("auto", backend):  # GPT-NeoX's files say nccl everywhere
-        notes.append(f"distributed_backend {launch.distributed_backend} needs GPUs; {backend} is used on this machine")
-    if late := [step for step in config.checkpoint.extra_save_iters if step > config.training.train_iters]:
-        steps = ", ".join(map(str, late))
-        notes.append(f"extra_save_iters {steps}: beyond train_iters {config.training.train_iters}, so nothing is saved")
-    if config.checkpoint.save is None:
-        notes.append("save is not set: this run will leave no checkpoints, metrics or log behind")
-    # Machines with different numbers of processes have no number that is right for all.
-    even = None if ranks is None or here is None or ranks % here else ranks // here
+    _check_complete(config)
+    _check_started(config, place, dry)
+    found = _find_processes(config, machine, place, dry)
+    backend, notes = _backend(config, found.device)
+    notes = [*found.notes, *notes, *_saves(config)]
     config = config.replace(
-        device=device, num_gpus=None if even is None else here, nodes=even, distributed_backend=backend
-    )
+        device=found.device, num_gpus=None if found.nodes is None else found.here, nodes=found.nodes,
+        distributed_backend=backend,
+    )  # fmt: skip
     config, more = with_zero(config)
     notes += [*more, *_without_effect(config)]
-    if ranks is not None:
-        config = with_batch(config, mesh_sizes(config, ranks).data)
-    return Settled(config, ranks, tuple(notes))
+    if found.ranks is not None:
+        config = with_batch(config, mesh_sizes(config, found.ranks).data)
+    return Settled(config, found.ranks, tuple(notes))
 
 
 def afar(config: Config, place: Place | None = None) -> Settled:
@@ -110,6 +73,86 @@ def afar(config: Config, place: Place | None = None) -> Settled:
         place = Place(0, here * nodes, 0, here)
     machine = Machine(gpus=0 if config.launch.device == "cpu" else place.here, cores=place.here)
     return preflight(config, machine, place=place)
+
+
+def _check_complete(config: Config) -> None:
+    """Is there all that a run needs, and nothing that contradicts it?"""
+    for _, problem in check(config):  # a configuration that was read from files has passed these
+        raise UserError(problem)
+    data = config.data
+    if data.data_path is None and not data.train_data_paths and data.task is None:
+        raise UserError(
+            "no data to train on: give train_data_paths or data_path, or a task; `./deepy.py prepare` makes a corpus"
+        )
+    if not config.training.train_iters:
+        raise UserError(
+            "train_iters is missing (optimizer steps); give it in a file or as train_iters=…", "train_iters"
+        )
+
+
+def _check_started(config: Config, place: Place | None, dry: bool) -> None:
+    """Was this process started as the keys want it, and with as many others?"""
+    if place is not None:
+        _check_place(config, place)
+    elif config.launch.nodes not in (None, 1) and not dry:
+        raise UserError(
+            f"nodes is {config.launch.nodes}, but this process was not started as one of several; start it with srun, "
+            "mpirun or torchrun on every machine"
+        )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The processes of a run, and what they compute on."""
+
+    device: str
+    here: int | None
+    """On this machine; None where a dry run cannot know."""
+    ranks: int | None
+    """In all."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> int | None:
+        """Machines; None where that is open, and where they have different numbers of processes."""
+        return None if self.ranks is None or self.here is None or self.ranks % self.here else self.ranks // self.here
+
+
+def _find_processes(config: Config, machine: Machine, place: Place | None, dry: bool) -> _Found:
+    """How many processes there are, and on what, as far as that can be known. Refuses what is not there."""
+    launch, precision = config.launch, config.training.compute_type
+    here = launch.num_gpus if place is None else place.here
+    ranks = place.world if place is not None else here and here * (launch.nodes or 1)
+    gpus = machine.gpus if launch.device != "cpu" else 0
+    wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
+    if wants_gpu and not gpus and dry:
+        open_ = "whether there are so many" if ranks else "how many there will be (num_gpus), the batch that follows"
+        note = f"no GPU is here, and this run needs one; not checked: {open_}, and their memory"
+        return _Found("cuda", here, ranks, (note,))
+    device = "cuda" if gpus else "cpu"
+    here = here or gpus or one_model(config)
+    # A scheduler may show each process that it starts its own GPU alone.
+    _check_device(launch.device, device, precision, 1 if place is not None and gpus == 1 else here, machine)
+    return _Found(device, here, ranks or here * (launch.nodes or 1))
+
+
+def _backend(config: Config, device: str) -> tuple[str, list[str]]:
+    """What the processes speak through, and a line if that is not what was asked for."""
+    asked = config.launch.distributed_backend
+    backend = "gloo" if device == "cpu" or asked == "gloo" else "nccl"
+    if asked in ("auto", backend):
+        return backend, []
+    # GPT-NeoX's files say nccl everywhere.
+    return backend, [f"distributed_backend {asked} needs GPUs; {backend} is used on this machine"]
+
+
+def _saves(config: Config) -> Iterator[str]:
+    """What will not be saved."""
+    if late := [step for step in config.checkpoint.extra_save_iters if step > config.training.train_iters]:
+        steps = ", ".join(map(str, late))
+        yield f"extra_save_iters {steps}: beyond train_iters {config.training.train_iters}, so nothing is saved"
+    if config.checkpoint.save is None:
+        yield "save is not set: this run will leave no checkpoints, metrics or log behind"
 
 
 def _without_effect(config: Config) -> Iterator[str]:
