@@ -661,7 +661,7 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="The page to write, report.html.", show_default=False),
+        typer.Option("-o", "--output", metavar="FILE", help="A page to write: report.html.", show_default=False),
     ] = None,
     against: Annotated[
         str | None,

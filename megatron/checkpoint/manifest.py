@@ -56,10 +56,10 @@ def seal(checkpoint: Path, paths: Iterable[Path]) -> dict[str, Entry]:
     return entries
 
 
-def write(checkpoint: Path, entries: Mapping[str, Entry]) -> None:
+def write(checkpoint: Path, entries: Mapping[str, Entry], name: str = MANIFEST) -> None:
     """Write the manifest and bring it, and all folders of the checkpoint, to the disk. Raises OSError if it refuses."""
-    content = {"format": FORMAT, "files": {name: asdict(entries[name]) for name in sorted(entries)}}
-    with open(checkpoint / MANIFEST, "w", encoding="utf-8") as file:
+    content = {"format": FORMAT, "files": {file: asdict(entries[file]) for file in sorted(entries)}}
+    with open(checkpoint / name, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -129,7 +129,7 @@ def damage(
         format_of(checkpoint)
     except RunError as error:
         return str(error).removeprefix(f"{checkpoint}: ")
-    entries = _read(checkpoint)
+    entries = read(checkpoint / MANIFEST)
     if entries is None:
         return f"{MANIFEST} cannot be read"
     names = sorted(entries) if only is None else list(only)
@@ -139,15 +139,25 @@ def damage(
         unlisted += sorted({path.relative_to(checkpoint).as_posix() for path in inside} - set(entries))
     if unlisted:
         return f"{unlisted[0]} is not in its {MANIFEST}"
-    for name in names:
-        path, expected = checkpoint / name, entries[name].bytes
+    return difference(checkpoint, {name: entries[name] for name in names}, rank=rank, world=world, checksums=checksums)
+
+
+def difference(
+    folder: Path, entries: Mapping[str, Entry], *, rank: int = 0, world: int = 1, checksums: bool = True
+) -> str | None:
+    """The first difference between files of a folder and what was written of them, in words; None if there is none.
+
+    rank, world, checksums: as of `damage`.
+    """
+    for name in entries:
+        path, expected = folder / name, entries[name].bytes
         if not path.is_file():
             return f"{name} is missing"
         if (size := path.stat().st_size) != expected:
             return f"{name} has {size:,} bytes, {expected:,} were written"
-    for name in sorted(names, key=lambda name: (-entries[name].bytes, name))[rank::world] if checksums else ():
+    for name in sorted(entries, key=lambda name: (-entries[name].bytes, name))[rank::world] if checksums else ():
         try:
-            found = _crc32(checkpoint / name)
+            found = _crc32(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({reason(error)})"
         if found != entries[name].crc32:
@@ -186,10 +196,10 @@ def newest_whole(run: str | Path) -> Path | None:
     return None
 
 
-def _read(checkpoint: Path) -> dict[str, Entry] | None:
+def read(path: Path) -> dict[str, Entry] | None:
     """The entries of a manifest; None if it is not one."""
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         return {name: Entry(int(about["bytes"]), str(about["crc32"])) for name, about in content["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None

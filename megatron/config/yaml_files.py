@@ -32,6 +32,7 @@ from megatron.errors import UserError
 
 HARMLESS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE = "tag:yaml.org,2002:merge"
+TEXT = "tag:yaml.org,2002:str"
 
 MOST_BYTES = 1 << 20
 MOST_NODES = 10_000
@@ -134,18 +135,23 @@ def _place_of_bad_scalar(node: Node | None, source: str) -> str:
     return source
 
 
-def _lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+def _lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> None:
+    """Note the line of every key. Raises UserError for a key that is no text, of which the values no longer say how it
+    was written."""
     if not isinstance(node, MappingNode):
         return
     for key_node, value_node in node.value:
         if key_node.tag == MERGE:  # `<<: *anchor`: its keys stand where the anchor was written
             merged = [value_node] if isinstance(value_node, MappingNode) else value_node.value
             for item in merged:
-                _lines(item, path, lines)
+                _lines(item, path, lines, source)
             continue
         inner = (*path, str(key_node.value))
+        if isinstance(key_node, ScalarNode) and str(key_node.tag) != TEXT:
+            place = f"{source}:{key_node.start_mark.line + 1}"
+            raise UserError(f"{place}: key {key_node.value} is not text; put it in quotes")
         lines[inner] = key_node.start_mark.line + 1
-        _lines(value_node, inner, lines)
+        _lines(value_node, inner, lines, source)
 
 
 def _check_plain(value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]) -> None:
@@ -210,7 +216,7 @@ def _parsed(text: str, source: str) -> Document:
         raise UserError(f"{source}: holds {kind}; a configuration is a mapping of keys to values")
     lines: dict[tuple[str, ...], int] = {}
     try:
-        _lines(node, (), lines)
+        _lines(node, (), lines, source)
         _check_plain(values, source, 1, lines, ())
     except RecursionError as error:  # an anchor that contains itself
         raise UserError(f"{source}: nested too deeply to be a configuration") from error

@@ -10,6 +10,7 @@ shorter than one sequence (megatron-core would silently repeat it) each end in o
 megatron-core is imported only where samples are built, so that evaluation starts quickly.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from megatron.parallel.processes import Processes
+
+
+INDEX_BYTES = 12
+"""Of a sample, at least, while megatron-core builds the index: where it begins, and its place in the order."""
+
+
+def memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,13 @@ def build_datasets(
     for split, parts in chosen.items():
         for part in parts:
             check_part(part, split, seq_length, known)
+    for split, total in totals.items():
+        if (needed := INDEX_BYTES * total) > memory():
+            raise UserError(
+                f"{total:,} {split} samples need an index of {needed / 2**30:,.0f} GiB, more than the memory of this "
+                f"machine, {memory() / 2**30:,.0f} GiB",
+                "train_iters" if split == "train" else "eval_iters",
+            )
     if not 0 <= seed < 1 << 32:
         raise UserError(f"seed: {seed} is not between 0 and {(1 << 32) - 1}")
 

@@ -69,9 +69,11 @@ def check_part(part: Part, split: Split, seq_length: int, known: Vocabulary) -> 
     tokens = part.num_tokens()
     if tokens == 0:
         why = f" ({len(part.dataset.lengths)} documents in all)" if part.key == "data_path" else ""
-        raise UserError(f"{what} has no tokens{why}")
+        raise UserError(f"{what} has no tokens{why}", part.key)
     if tokens < seq_length + 1:
-        raise UserError(f"{what} has {tokens} tokens; one sample of seq_length {seq_length} needs {seq_length + 1}")
+        raise UserError(
+            f"{what} has {tokens} tokens; one sample of seq_length {seq_length} needs {seq_length + 1}", part.key
+        )
     largest = part.dataset.largest_token()
     if largest >= known.size:
         raise UserError(

@@ -71,10 +71,12 @@ def _prefix(key: str, name: str) -> Path:
         return prefix
     if prefix.is_dir():
         inside = sorted(str(path.with_suffix("")) for path in prefix.glob("*.idx"))
-        raise UserError(f"{key}: {prefix} is a folder; name a dataset in it: {', '.join(inside) or 'it holds none'}")
+        raise UserError(
+            f"{key}: {prefix} is a folder; name a dataset in it: {', '.join(inside) or 'it holds none'}", key
+        )
     if bin_file.is_file() or idx_file.is_file():
         missing, there = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
-        raise UserError(f"{key}: {missing} is missing (there is a {there.name})")
+        raise UserError(f"{key}: {missing} is missing (there is a {there.name})", key)
     inside = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.idx"))
     hint = f"; datasets there: {', '.join(inside[:6])}" if inside else " (`./deepy.py prepare` makes datasets)"
-    raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}")
+    raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)

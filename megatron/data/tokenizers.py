@@ -256,7 +256,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
 
 
 def _end_of_document(ids: dict[str, int], path: Path) -> int:

@@ -20,7 +20,7 @@ from megatron.export.tokenizer import write_tokenizer
 from megatron.export.weights import Weights, write_shards
 from megatron.formats.families import exact_family
 from megatron.formats.family import FILE, Family
-from megatron.formats.farfield import FARFIELD, TOKENIZER_KIND
+from megatron.formats.farfield import CHECKSUMS, FARFIELD, TOKENIZER_KIND
 from megatron.model.options import padded_vocabulary
 from megatron.suggest import choose_from
 
@@ -72,6 +72,7 @@ def export(
         _write_descriptions(run, tokenizer, family, dtype, folder)
         write_tokenizer(tokenizer, folder, run.config.model.seq_length)
         write_shards(weights, folder, largest)
+        manifest.write(folder, manifest.seal(folder, folder.glob("*.safetensors")), CHECKSUMS)
         page, picture = card(run, tokenizer, family, parameters=weights.parameters, license=license, title=target.name)
         write_card(folder, page, picture)
     files = sum(path.stat().st_size for path in target.iterdir())

@@ -52,7 +52,7 @@ def _bytes(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = hf.decoders.ByteLevel()
     made.add_special_tokens([hf.AddedToken(END_OF_DOCUMENT[0], normalized=False, special=True)])
-    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(made.to_str(pretty=True), encoding="utf-8")  # with Python's errors
     return _fast(END_OF_DOCUMENT[0], parses=False)
 
 
@@ -76,7 +76,7 @@ def _gpt2(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     made.decoder = hf.decoders.ByteLevel()
     end = made.id_to_token(tokenizer.eod)
     made.add_special_tokens([hf.AddedToken(end, normalized=False, special=True)])
-    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(made.to_str(pretty=True), encoding="utf-8")  # with Python's errors
     return _fast(end, parses=False)
 
 

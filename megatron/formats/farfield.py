@@ -18,6 +18,9 @@ CODE = {
     "AutoModel": "modeling_farfield.FarfieldModel",
     "AutoModelForCausalLM": "modeling_farfield.FarfieldForCausalLM",
 }
+CHECKSUMS = "checksums.json"
+"""In an export's folder: sizes and checksums of the files of weights, as of a checkpoint (`checkpoint/manifest.py`)."""
+
 TOKENIZER_KIND = "farfield_tokenizer"
 """In an export's tokenizer_config.json: our name of the kind of tokenizer."""
 

@@ -9,8 +9,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import tensor_files
+from megatron.checkpoint import manifest, tensor_files
 from megatron.errors import RunError, UserError, reason
+from megatron.formats.farfield import CHECKSUMS
 
 KINDS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
 """Names of a folder's weights, and how they are read; the first that is there is taken."""
@@ -54,6 +55,7 @@ def open_folder(folder: Path) -> Iterator[Tensors]:
         UserError: there are none.
         RunError: a file is missing or damaged, or holds more than tensors.
     """
+    _check_export(folder)
     paths, kind = _files(folder)
     with ExitStack() as stack:
         tensors = Tensors()
@@ -88,6 +90,18 @@ def _shards(index: Path) -> list[Path]:
         if not (index.parent / name).is_file():
             raise RunError(f"{index.parent / name}: is missing; {index.name} names it")
     return [index.parent / name for name in files]
+
+
+def _check_export(folder: Path) -> None:
+    """Compare the weights of an export of this project with what was written. Raises RunError if they are not that."""
+    listed = folder / CHECKSUMS
+    if not listed.is_file():
+        return
+    entries = manifest.read(listed)
+    if entries is None or any(Path(name).name != name for name in entries):
+        raise RunError(f"{listed}: cannot be read; export the model again")
+    if (problem := manifest.difference(folder, entries)) is not None:
+        raise RunError(f"{folder}: {problem}; export the model again, or delete {CHECKSUMS} if you changed the weights")
 
 
 def _add_safetensors(tensors: Tensors, path: Path, stack: ExitStack) -> None:

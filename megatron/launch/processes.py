@@ -101,14 +101,20 @@ def supervise(
     children: list[subprocess.Popen[bytes]] = []
     with _Signals(children) as signals:
         try:
-            children += (start() for start in starts)
+            for start in starts:
+                if signals.first:
+                    break
+                children.append(start())
+                if signals.first:  # it came while this child was started, and has told the others alone
+                    children[-1].send_signal(signal.SIGTERM)
+            stopped_early = bool(signals.first)
             ended = _watch(children)
         finally:
             stopped = _stop(children)
     failed = {index for index, child in enumerate(children) if not _fine(child.returncode)} - stopped
     if failed and not (signals.first and all(children[index].returncode < 0 for index in failed)):
         raise _cause({index: report(index, children[index].returncode) for index in failed}, ended)
-    if signals.first and failed:  # ranks that were ended before they listened have said nothing
+    if signals.first and (failed or stopped_early):  # ranks that were ended before they listened have said nothing
         raise ending(signals.first)
     if signals.first:
         return 128 + signals.first

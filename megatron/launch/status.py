@@ -56,7 +56,8 @@ def find(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path}: no such folder")
-        runs = [path] if _is_run(path) else sorted({config.parent for config in path.rglob(folder.CONFIG)})
+        found_in = (file.parent for name in (folder.CONFIG, LOCK) for file in path.rglob(name))
+        runs = [path] if _is_run(path) else sorted(set(found_in))
         runs = [run for run in runs if _is_run(run) and folder.CHECKPOINTS not in run.parts[len(path.parts) :]]
         if not runs:
             raise UserError(f"{path}: no run in it")
@@ -65,7 +66,8 @@ def find(paths: Sequence[Path]) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in (METRICS, HEARTBEAT, folder.CHECKPOINTS))
+    """It takes the lock before all else."""
+    return any((path / name).exists() for name in (LOCK, METRICS, HEARTBEAT, folder.CHECKPOINTS))
 
 
 def status(run: Path) -> Status:

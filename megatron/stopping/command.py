@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shlex
 import signal
@@ -83,6 +84,10 @@ def _run(app: Any, name: str) -> int:
         _write_nowhere(1)
         _say(f"standard output: {error.strerror}")
         return 1
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # rich, whose help nobody reads to its end
+            return UNREAD
+        raise
     except Exception as error:
         # The base of the command line's own errors, wherever typer keeps it.
         if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
@@ -112,12 +117,22 @@ def _unexpected(error: BaseException) -> str:
 
 
 def _settle_streams() -> None:
-    """Streams that were closed (`>&-`) go nowhere: a file opened later must not take their numbers."""
+    """Streams that were closed (`>&-`) go nowhere: a file opened later must not take their numbers, here or in a child.
+
+    A shell that finds standard error closed may leave the script itself there, to be read.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
+            unusable = number > 0 and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
+            unusable = True
+        if unusable:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115

@@ -184,7 +184,8 @@ def restore(run: Run) -> None:
                 run.console.say(note)
         if start.progress.step < config.training.train_iters:
             # Started again from this file, it goes on; it does not go back once more.
-            config.replace(rollback=False).save(Path(folder) / CONFIG)
+            again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
+            again.save(Path(folder) / CONFIG)
     run.reporters = build_reporters(config, start.progress.step)
 
 

@@ -70,6 +70,7 @@ def test_anchors_and_merge_keys_keep_the_line_of_the_anchor():
         ("x: 1\na: 2020-01-01\n", r"^f\.yml:2: a is .*quotes"),
         ("a: 2020-99-01\n", r"^f\.yml:1: "),
         ("1: 2\n", r"^f\.yml:1: key 1 is not text"),
+        ("a: 1\nb:\n  true: 3\n", r"^f\.yml:3: key true is not text"),
         ("a: !!set {x, y}\n", r"^f\.yml:1: "),
         ("a: \x00\n", r"^f\.yml: not valid YAML"),
         ("a: &a [*a]\n", r"^f\.yml: nested too deeply"),

@@ -291,6 +291,18 @@ def test_a_cache_that_cannot_be_written_is_named(dataset, words, tmp_path):
         build(data, train=60, cache=tmp_path / "file")
 
 
+@pytest.mark.parametrize("key", ["train_iters", "eval_iters"])
+def test_an_index_beyond_memory_is_refused(dataset, words, monkeypatch, key):
+    data = DataOptions(
+        train_data_paths=[dataset("d", numbered(LENGTHS))], valid_data_paths=[dataset("e", numbered(LENGTHS))], **words
+    )
+    asked = {"train": 10, "valid": 10, "train" if key == "train_iters" else "valid": 4_000_000_000}
+    monkeypatch.setattr("megatron.data.datasets.memory", lambda: 16 << 30)
+    with pytest.raises(UserError, match=r"^4,000,000,000 (train|valid) samples need an index of 45 GiB") as error:
+        build(data, **asked)
+    assert error.value.key == key
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_full_disk_is_named_when_an_index_is_written(dataset, words, tmp_path, cached):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)

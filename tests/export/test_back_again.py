@@ -11,7 +11,7 @@ from tokenizer_files import open_tokenizers, write_tokenizers
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained import open_run
 from megatron.data.run_tokenizer import run_tokenizer
-from megatron.errors import UserError
+from megatron.errors import RunError, UserError
 from megatron.export.run import export
 from megatron.importing.run import import_model
 from megatron.position.registry import encodings, processors
@@ -50,6 +50,25 @@ def test_exported_and_imported(case: Case, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path / "again"), logits(run))
     again = open_run(tmp_path / "again")
     assert run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == "bytes"
+
+
+def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
+    """A flipped bit in a weight is a number like any other, so only a checksum tells."""
+    case = next(iter(shapes()))
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    target = export(run, tmp_path / "export", shard="30KB", say=lambda line: None)
+    weights = sorted(target.glob("*.safetensors"))[-1]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(RunError, match=rf"export: {weights.name} is not as it was written: .* delete checksums.json"):
+        import_model(target, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    (target / "checksums.json").write_text('{"files": {"../run/config.yml": {"bytes": 1, "crc32": "0"}}}')
+    with pytest.raises(RunError, match=r"checksums.json: cannot be read"):
+        import_model(target, tmp_path / "again")
+    (target / "checksums.json").unlink()
+    import_model(target, tmp_path / "again")
 
 
 @pytest.mark.parametrize("architecture", NATIVE)

@@ -1,8 +1,10 @@
 """transformers' tokenizer of an export gives the tokens of ours, for any text."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import full_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer_files import open_tokenizers, write_tokenizers
@@ -37,6 +39,15 @@ def test_the_same_tokens(kind: str, pairs: dict[str, tuple[Tokenizer, Any]], tex
     assert theirs(text)["input_ids"] == ids
     plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     assert theirs.decode(ids, **plain) == ours.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_is_an_error_of_the_system(kind: str, tmp_path: Path) -> None:
+    """So that `export` can name the folder: tokenizers has an Exception for it."""
+    ours = open_tokenizers(write_tokenizers(tmp_path))[kind]
+    (tmp_path / "export").mkdir()
+    with full_disk(500), pytest.raises(OSError, match="File too large"):
+        write_tokenizer(ours, tmp_path / "export", 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,6 +16,7 @@ from megatron.errors import FarfieldError, RunError, UserError
 from megatron.launch import local, processes
 from megatron.parallel.place import Place
 from megatron.parallel.surroundings import ADDRESS
+from megatron.stopping.signals import Stopped
 from megatron.training.preflight import Settled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +210,27 @@ def test_a_signal_lets_the_ranks_end_in_good_order(tmp_path: Path, number: signa
     assert process.returncode == 128 + number
     assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
     assert wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_while_ranks_are_started_is_not_lost(when: str):
+    """Neither by the one that is being started, nor does another begin."""
+    started = []
+
+    def start() -> subprocess.Popen[bytes]:
+        if when == "before":
+            signal.raise_signal(signal.SIGTERM)
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        if when == "after":
+            signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    begun = time.monotonic()
+    with pytest.raises(Stopped) as ended:
+        processes.supervise([start, start], lambda index, code: f"child {index} ended with {code}")
+    assert ended.value.number == signal.SIGTERM
+    assert [child.returncode for child in started] == [-signal.SIGTERM]
+    assert time.monotonic() - begun < 30
 
 
 def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path):

@@ -61,6 +61,18 @@ def test_damaged_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in told
 
 
+def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
+    """While it loads it has a log and the lock alone."""
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    lock = RunLock(run)
+    (run / "log.txt").write_text("")
+    assert find([run]) == find([tmp_path / "runs"]) == [run]
+    assert (status(run).state, status(run).step) == ("starting", 0)
+    lock.release()
+    assert status(run).state == "stopped"
+
+
 def test_a_lock_is_life(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     lock = RunLock(run)

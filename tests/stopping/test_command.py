@@ -1,6 +1,7 @@
 """However a command ends, there is one line and an exit code."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -116,6 +117,40 @@ def test_standard_output_that_cannot_be_written_while_a_command_runs(place: str,
         )
     said = "error: standard output: No space left on device\n" if code == 1 else ""
     assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "1>&-", "2<run.sh"])
+def test_streams_that_are_closed_go_nowhere_in_children_too(closed: str, tmp_path: Path) -> None:
+    """And what a shell left there to be read, as bash does with the script of a closed standard error."""
+    script = (
+        "import os, subprocess, sys, typer\n"
+        "from megatron.stopping import command\n"
+        "app = typer.Typer()\n"
+        "@app.command()\n"
+        "def write() -> None:\n"
+        "    print('out', flush=True)\n"
+        "    print('err', file=sys.stderr, flush=True)\n"
+        "    code = 'import os; [os.write(number, b\"child\") for number in (1, 2)]'\n"
+        f"    open({str(tmp_path / 'opened')!r}, 'w').write('opened')\n"
+        "    sys.exit(subprocess.run([sys.executable, '-c', code]).returncode)\n"
+        "sys.exit(command.run(app, 'test'))\n"
+    )
+    (tmp_path / "run.sh").write_text("nothing")
+    command = f"cd {tmp_path}; PYTHONPATH={ROOT} {sys.executable} -c {shlex.quote(script)} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert done.stdout == ("out\nchild" if "1>" not in closed and " >" not in f" {closed}" else "")
+    assert done.stderr == ("err\nchild" if closed == "1>&-" else "")
+    assert (tmp_path / "opened").read_text() == "opened"
+    assert (tmp_path / "run.sh").read_text() == "nothing"
+
+
+def test_help_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        done = subprocess.run([sys.executable, DEEPY, "--help"], stdout=output, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_handlers_of_others_stay() -> None:
