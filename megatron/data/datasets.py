@@ -95,11 +95,9 @@ def build_datasets(
             check_part(part, split, seq_length, known)
     for split, total in totals.items():
         if (needed := INDEX_BYTES * total) > memory():
-            raise UserError(
-                f"{total:,} {split} samples need an index of {needed / 2**30:,.0f} GiB, more than the memory of this "
-                f"machine, {memory() / 2**30:,.0f} GiB",
-                "train_iters" if split == "train" else "eval_iters",
-            )
+            key = "train_iters" if split == "train" else "eval_iters"
+            sizes = f"{needed / 2**30:,.0f} GiB, more than the memory of this machine, {memory() / 2**30:,.0f} GiB"
+            raise UserError(f"{key}: {total:,} {split} samples need an index of {sizes}", key)
     if not 0 <= seed < 1 << 32:
         raise UserError(f"seed: {seed} is not between 0 and {(1 << 32) - 1}")
 
