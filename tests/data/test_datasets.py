@@ -298,7 +298,7 @@ def test_an_index_beyond_memory_is_refused(dataset, words, monkeypatch, key):
     )
     asked = {"train": 10, "valid": 10, "train" if key == "train_iters" else "valid": 4_000_000_000}
     monkeypatch.setattr("megatron.data.datasets.memory", lambda: 16 << 30)
-    with pytest.raises(UserError, match=rf"^{key}: 4,000,000,000 (train|valid) samples need an index of 45 GiB") as error:
+    with pytest.raises(UserError, match=rf"^{key}: 4,000,000,000 \w+ samples need an index of 45 GiB") as error:
         build(data, **asked)
     assert error.value.key == key
 
