@@ -105,8 +105,9 @@ def _write_nowhere(number: int) -> None:
 
 
 def _say(message: str) -> None:
-    for line in message.splitlines() or [""]:
-        print(f"error: {line}", file=sys.stderr)
+    with suppress(OSError):  # the terminal may be gone
+        for line in message.splitlines() or [""]:
+            print(f"error: {line}", file=sys.stderr)
 
 
 def _unexpected(error: BaseException) -> str:

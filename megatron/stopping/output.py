@@ -22,8 +22,10 @@ class StoppingStream:
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be written to, in words. None while it can, and when there is only nobody who reads."""
-        return None if self._error is None or self._error.errno == errno.EPIPE else reason(self._error)
+        """Why it cannot be written to, in words. None while it can, and when there is only nobody who reads: the other
+        end of a pipe, or a terminal, is closed."""
+        unread = (errno.EPIPE, errno.EIO)
+        return None if self._error is None or self._error.errno in unread else reason(self._error)
 
     def write(self, text: str) -> int:
         return self._guarded(lambda: self._stream.write(text)) or len(text)

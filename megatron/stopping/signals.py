@@ -11,6 +11,8 @@ From a command's first line to its last one of three things answers them:
 A signal that is ignored when we come (SIGHUP under nohup) stays ignored.
 """
 
+from __future__ import annotations  # deepy.py imports this also where only an old Python is found, to hand on to ours
+
 import os
 import signal
 import socket
@@ -163,7 +165,7 @@ def acknowledged(say: Say, what: str) -> Iterator[None]:
         ours.close()
 
 
-_listening: list["StopRequest"] = []  # those that are entered
+_listening: list[StopRequest] = []  # those that are entered
 
 
 def ask_to_stop() -> bool:
@@ -186,7 +188,7 @@ class StopRequest:
         self._process = os.getpid()
         self._acknowledged = ExitStack()
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> StopRequest:
         if _in_main_thread():
             if self._say is not None:
                 what = "stopping after this step; again to end at once"
