@@ -233,7 +233,7 @@ def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
 
 def nearest(pattern: str) -> str:
     """`did you mean seq_length?` for a text that no key contains; nothing if none is near."""
-    ours = (name.rpartition(".")[2] for name in (key.name for key in keys().values()))
+    ours = (key.name.rpartition(".")[2] for key in keys().values())
     return did_you_mean(pattern.replace("-", "_"), [*ours, *neox.RULES], most=3)
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from megatron.errors import RunError, reason
 
 FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+"""The system's words for it: of libraries' errors the words are all that is known (`errors.reason`)."""
 
 KEPT_BESIDE = ("read", "progress.json", "lengths")
 """Names of what long work may keep beside its new folder."""

@@ -18,6 +18,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.control import Control
 
 from megatron.errors import FarfieldError, RunError, describe
+from megatron.stopping.output import write_nowhere
 from megatron.stopping.signals import Stopped, told
 
 WIDTH = 120  # of lines that no terminal shows: files, pipes
@@ -72,9 +73,7 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         """Nobody reads on (`./deepy.py evaluate … | head`): what is under way goes on, its results are in files."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # what is still in buffers goes there too
-        os.close(nowhere)
+        write_nowhere(self.file.fileno())
 
     def set_live(self, live: Any) -> bool:
         # A live display would show on the console what others print beside it; that belongs in the log alone.

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from megatron.errors import FarfieldError, describe
+from megatron.stopping.output import write_nowhere
 from megatron.stopping.signals import Stopped, leave, told, unwinding
 
 UNREAD = 128 + signal.SIGPIPE
@@ -74,14 +75,14 @@ def _run(app: Any, name: str) -> int:
         _say(str(error))
         return error.exit_code
     except BrokenPipeError:  # `./deepy.py positions | head -1`: nobody reads on, and nothing is wrong
-        _write_nowhere(1)
+        write_nowhere(1)
         return UNREAD
     except OSError as error:
         # What fails with a file is told by whoever opened it; this is standard output on a disk that is full.
         if error.errno != errno.ENOSPC or error.filename is not None:
             _say(_unexpected(error))
             return 1
-        _write_nowhere(1)
+        write_nowhere(1)
         _say(f"standard output: {error.strerror}")
         return 1
     except SystemExit as left:
@@ -96,12 +97,6 @@ def _run(app: Any, name: str) -> int:
             return 2
         _say(_unexpected(error))
         return 1
-
-
-def _write_nowhere(number: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, number)  # what is still in buffers goes there too
-    os.close(nowhere)
 
 
 def _say(message: str) -> None:

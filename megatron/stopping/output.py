@@ -9,6 +9,13 @@ from megatron.errors import RunError, reason
 from megatron.stopping.signals import ask_to_stop
 
 
+def write_nowhere(descriptor: int) -> None:
+    """What is written to a descriptor from here on goes nowhere; so does what is still in buffers."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
 class StoppingStream:
     """A text stream that, once it can no longer be written to, asks the run to stop and swallows the rest.
 
@@ -41,9 +48,7 @@ class StoppingStream:
             return work()
         except OSError as error:
             self._error = error
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # what is still in buffers goes there too
-            os.close(nowhere)
+            write_nowhere(self._stream.fileno())
             if not ask_to_stop():
                 raise RunError(f"standard output: {reason(error)}; no step was taken") from error
             return None
