@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.checkpoint import manifest
 from megatron.checkpoint.folder import CHECKPOINTS, CONFIG, WEIGHTS, name
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.weights import buffers
@@ -107,6 +108,7 @@ def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | Non
     config.save(checkpoint / CONFIG)
     vocabulary = {"size": tokenizer.vocab_size, "name": tokenizer.name}
     Progress(step=1, vocabulary=vocabulary).write(checkpoint)
+    manifest.write(checkpoint, manifest.seal(checkpoint, [checkpoint / file for file in manifest.MODEL_FILES]))
     keep_tokenizer(tokenizer, folder)
     return folder
 

@@ -276,17 +276,24 @@ than a table of absolute positions has rows.
 
 def _names() -> str:
     rows = []
-    for alias, (encoding, processor, per_layer) in neox.POSITIONS.items():
+    for name, alias in neox.POSITIONS.items():
+        options = ", ".join(f"`{key}: {value}`" for key, value in alias.options.items())
         rows.append(
             [
-                f"`{alias}`",
-                _link(encoding),
-                _link(processor) if processor else "",
-                "" if per_layer is None else show(per_layer),
+                f"`{name}`",
+                _link(alias.encoding) + (f" with {options}" if options else ""),
+                _link(alias.processor) if alias.processor else "",
+                "" if alias.per_layer is None else show(alias.per_layer),
             ]
         )
     options = [
-        [f"`{rule.key}`", f"`{rule.option}` of {', '.join(_link(method) for method in rule.methods)}"]
+        [
+            f"`{rule.key}`",
+            ", and ".join(
+                f"`{use.option}`{f' × `{use.per}`' if use.per else ''} of {', '.join(map(_link, use.methods))}"
+                for use in rule.uses
+            ),
+        ]
         for rule in neox.OPTIONS
     ]
     headings = ["their `pos_emb`", "`pos_emb`", "`score_processor`", "`pos_emb_per_layer`"]

@@ -22,7 +22,7 @@ from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints, r
 from megatron.errors import RunError, reason
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 """Of checkpoints as they are written now. It rises when what one holds changes its meaning; see `stored.py`."""
 
 MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)

@@ -19,6 +19,7 @@ from megatron.config.problems import describe
 from megatron.config.schema import Config, owners
 from megatron.config.yaml_files import read_yaml
 from megatron.errors import RunError, UserError
+from megatron.model.options import GATED, intermediate_size
 
 Values = dict[str, Any]
 
@@ -28,7 +29,14 @@ def _one_bias_key(values: Values) -> None:
     values["use_bias_in_mlp"] = values.get("use_bias_in_attn_linear", True)
 
 
-MIGRATIONS: Mapping[int, Callable[[Values], None]] = {1: _one_bias_key}
+def _width_of_gated_layers(values: Values) -> None:
+    """Until format 3, intermediate_size was the width of a gated feed-forward layer, and 4 × hidden_size by default."""
+    if (activation := values.get("activation")) in GATED:
+        width = values.get("intermediate_size") or 4 * values["hidden_size"]
+        values["intermediate_size"] = intermediate_size(width, activation)
+
+
+MIGRATIONS: Mapping[int, Callable[[Values], None]] = {1: _one_bias_key, 3: _width_of_gated_layers}
 """What has to change in the flat keys of a format to make them the next one's; a format that is absent needs nothing.
 Format 0 is that of checkpoints from before there were manifests."""
 

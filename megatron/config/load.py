@@ -26,6 +26,7 @@ from megatron.config.settings import COMMAND_LINE, Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
 from megatron.data.options import DataOptions
 from megatron.errors import UserError
+from megatron.model.options import GATED, ModelOptions, feed_forward_size
 from megatron.suggest import did_you_mean
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
@@ -164,6 +165,7 @@ def _build(settings: Settings, sources: str) -> Config:
     _settle_options(settings)
     _settle_shares(settings)
     _settle_variants(settings)
+    _settle_checked(settings)
     _settle_tokenizer(settings)
     _settle_task(settings)
     if ("precision",) not in settings.values:
@@ -182,7 +184,19 @@ def _build(settings: Settings, sources: str) -> Config:
         settings.problems.append(f"{where}: {message}" if where else message)
     if settings.problems:
         raise UserError("\n".join(settings.problems))
+    _note_gated_width(config.model, settings)
     return config
+
+
+def _note_gated_width(model: ModelOptions, settings: Settings) -> None:
+    """The width of a gated layer follows from its key by a rule that not everybody has in mind."""
+    if model.activation in GATED:
+        size = "4 × hidden_size" if model.intermediate_size is None else f"intermediate_size {model.intermediate_size}"
+        where = settings.where(("intermediate_size",)) or settings.where(("activation",))
+        settings.notes.append(
+            f"{where}: with activation {model.activation}, {size} is a feed-forward width of "
+            f"{feed_forward_size(model)}, as in GPT-NeoX (a third)"
+        )
 
 
 def _wrong_methods(settings: Settings) -> Iterator[str]:
@@ -204,30 +218,65 @@ def _sections(settings: Settings) -> dict[str, dict[str, Any]]:
     return sections
 
 
+def _chosen(settings: Settings, key: str) -> Any:
+    """The value of a key that names a method, in the end."""
+    setting = settings.values.get((key,))
+    return setting.value if setting else _default(key)
+
+
 def _settle_options(settings: Settings) -> None:
-    """Hand options such as `rotary_pct` to the method that was chosen in the end, if it takes them."""
+    """Hand options such as `rotary_pct` to the methods that were chosen in the end, if they take them."""
     for name, setting in settings.options.items():
         rule = neox.RULES[name]
-        if not isinstance(rule, neox.Option):
+        if not isinstance(rule, neox.Option) or setting.value is None:
             continue
-        chosen = settings.values.get((rule.chooser,))
-        method = chosen.value if chosen else _default(rule.chooser)
-        path: Path_ = (f"{rule.chooser}_options", rule.option)
-        if method not in rule.methods:
-            settings.notes.append(
-                f"{setting.where}: {name} has no effect: {rule.chooser} is {method}, not {' or '.join(rule.methods)}"
+        uses = [use for use in rule.uses if _chosen(settings, use.chooser) in use.methods]
+        for use in uses:
+            _settle_option(settings, name, setting, use)
+        if not uses:
+            others = [
+                f"{use.chooser} is {_chosen(settings, use.chooser)}, not {' or '.join(use.methods)}"
+                for use in rule.uses
+            ]
+            settings.notes.append(f"{setting.where}: {name} has no effect: {'; '.join(others)}")
+
+
+def _settle_option(settings: Settings, name: str, setting: Setting, use: neox.MethodOption) -> None:
+    path: Path_ = (f"{use.chooser}_options", use.option)
+    meaning = ".".join(path)
+    if use.per is not None:
+        divisor = settings.values.get((use.per,))
+        numbers = [each for each in (setting.value, divisor.value if divisor else None) if type(each) in (int, float)]
+        if len(numbers) < 2 or not numbers[1]:
+            settings.problems.append(
+                f"{setting.where}: {name} is {show(setting.value)}; it needs a number, and {use.per}"
             )
+            return
+        setting = Setting(numbers[0] / numbers[1], setting.where, setting.layer)
+        meaning = f"{meaning} × {use.per}"
+    old = settings.values.get(path)
+    newer = old is None or setting.layer >= old.layer
+    if old is not None and old.value != setting.value:
+        lost, won = (old, setting) if newer else (setting, old)
+        settings.notes.append(
+            f"{'.'.join(path)} {show(lost.value)} ({lost.where}) replaced by {show(won.value)} ({won.where})"
+        )
+    if newer:
+        settings.values[path] = setting
+        settings.notes.append(f"{setting.where}: {name} is {meaning} here")
+
+
+def _settle_checked(settings: Settings) -> None:
+    """Keys without effect, but for values or methods with which they would have one."""
+    methods = neox.Methods(str(_chosen(settings, "pos_emb")), str(_chosen(settings, "score_processor")))
+    for name, setting in settings.options.items():
+        rule = neox.RULES[name]
+        if not isinstance(rule, neox.Checked):
             continue
-        old = settings.values.get(path)
-        newer = old is None or setting.layer >= old.layer
-        if old is not None and old.value != setting.value:
-            lost, won = (old, setting) if newer else (setting, old)
-            settings.notes.append(
-                f"{'.'.join(path)} {show(lost.value)} ({lost.where}) replaced by {show(won.value)} ({won.where})"
-            )
-        if newer:
-            settings.values[path] = setting
-            settings.notes.append(f"{setting.where}: {name} is {'.'.join(path)} here")
+        if problem := rule.problem(setting.value, methods):
+            settings.problems.append(f"{setting.where}: {name}: {problem}")
+        else:
+            settings.notes.append(f"{setting.where}: {name} has no effect: {rule.reason}")
 
 
 def _settle_task(settings: Settings) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 POSITION = Path(__file__).resolve().parent.parent / "position"
 NOT_OPTIONS = ("self", "shape", "has_bias")
+SCORE_HOOKS = {"table", "dense", "contextual"}
+"""Of an encoding's hooks (`megatron/position/encoding.py`), those whose answers change the scores of attention."""
 
 CALLED: dict[str, tuple[str, ...]] = {
     "none": ("nope", "no_positional_encoding"),
@@ -66,18 +68,36 @@ def processor_options(name: str) -> tuple[str, ...] | None:
     return () if name == "none" else _options("processors", name)
 
 
+def adds_to_scores(encoding: str) -> bool:
+    """May an encoding add to the scores of attention, or multiply them? Not if it answers none of those hooks."""
+    if encoding not in encodings():
+        return True
+    classes = _classes("encodings", encoding)
+    functions = {node.name for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)}
+    return bool(functions & SCORE_HOOKS) or _bases(classes) != {"Encoding"}
+
+
+def _bases(classes: list[ast.ClassDef]) -> set[str]:
+    """The names that classes inherit from, without those of other packages (`nn.Module`)."""
+    return {base.id for cls in classes for base in cls.bases if isinstance(base, ast.Name)}
+
+
+@cache
+def _classes(folder: str, name: str) -> list[ast.ClassDef]:
+    tree = ast.parse((POSITION / folder / f"{name}.py").read_text(encoding="utf-8"))
+    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
 def _names(folder: str) -> list[str]:
     return sorted(path.stem for path in (POSITION / folder).glob("*.py") if path.stem != "__init__")
 
 
 @cache
 def _options(folder: str, name: str) -> tuple[str, ...] | None:
-    tree = ast.parse((POSITION / folder / f"{name}.py").read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = _classes(folder, name)
     for function in (node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)):
         arguments = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
         # A file may define helper modules too; the method's constructor is the one that is told the shape.
         if function.name == "__init__" and "shape" in arguments and not function.args.kwarg:
             return tuple(argument for argument in arguments if argument not in NOT_OPTIONS)
-    bases = {base.id for cls in classes for base in cls.bases if isinstance(base, ast.Name)}
-    return () if bases == {"Encoding"} else None
+    return () if _bases(classes) == {"Encoding"} else None

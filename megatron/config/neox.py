@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from megatron.config.names import adds_to_scores
 
 
 @dataclass(frozen=True)
@@ -21,17 +23,23 @@ class Renamed:
     switch: tuple[Any, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of some methods only: without effect when another one is chosen.
+class MethodOption(NamedTuple):
+    """An option of some methods: `chooser` is the key that names the method (`pos_emb` or `score_processor`), `option`
+    the name in its options."""
 
-    `chooser` is the key that names the method (`pos_emb` or `score_processor`), `option` the name in its options.
-    """
-
-    key: str
     chooser: str
     methods: tuple[str, ...]
     option: str
+    per: str | None = None
+    """A key that the value is divided by."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A key that means options of some methods: without effect when others are chosen."""
+
+    key: str
+    uses: tuple[MethodOption, ...]
 
 
 @dataclass(frozen=True)
@@ -95,14 +103,20 @@ RENAMED = (
     Renamed("account", "slurm.account"),
 )
 
+_PROCESSOR_WIDTH = MethodOption("score_processor", ("dape", "cdape"), "width")
+_KERNEL_SIZE = MethodOption("score_processor", ("cdape",), "kernel_size")
+
 OPTIONS = (
-    Option("rotary_pct", "pos_emb", ("rotary",), "fraction"),
-    Option("rotary_emb_base", "pos_emb", ("rotary",), "base"),
-    Option("rpe_num_buckets", "pos_emb", ("t5",), "num_buckets"),
-    Option("rpe_max_distance", "pos_emb", ("t5",), "max_distance"),
-    Option("mlp_width", "score_processor", ("dape", "cdape"), "width"),
-    Option("dapev2_kernel", "score_processor", ("cdape",), "kernel_size"),
-    Option("capev2_kernel", "score_processor", ("cdape",), "kernel_size"),
+    Option("rotary_pct", (MethodOption("pos_emb", ("rotary",), "fraction"),)),
+    Option("rotary_emb_base", (MethodOption("pos_emb", ("rotary",), "base"),)),
+    Option("rpe_num_buckets", (MethodOption("pos_emb", ("t5",), "num_buckets"),)),
+    Option("rpe_max_distance", (MethodOption("pos_emb", ("t5",), "max_distance"),)),
+    # DAPE's FIRE has a network of this width too, and a threshold of noise_seq_length / 2 where ours is half of
+    # seq_length times the multiplier.
+    Option("mlp_width", (_PROCESSOR_WIDTH, MethodOption("pos_emb", ("fire",), "width"))),
+    Option("noise_seq_length", (MethodOption("pos_emb", ("fire",), "multiplier_start", per="seq_length"),)),
+    Option("dapev2_kernel", (_KERNEL_SIZE,)),
+    Option("capev2_kernel", (_KERNEL_SIZE,)),
 )
 
 SHARES = (
@@ -144,36 +158,58 @@ ADVICE: dict[str, dict[Any, str]] = {
     "zero_optimization.offload_param.device": {"nvme": "use cpu"},
 }
 
-# Names of position encodings in GPT-NeoX, KERPLE and DAPE → our (pos_emb, score_processor, per layer?); None: not said.
-# DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
-POSITIONS: dict[str, tuple[str, str | None, bool | None]] = {
-    "rpe": ("t5", None, None),
-    "kerple_power_ap_": ("kerple_power", None, None),
-    "kerple_power__ap": ("gaussian_weight2", None, None),
-    "kerple_power_ap_ap": ("kerple_bias_weight", None, None),
-    "kerple": ("kerple_log", None, True),
-    "kerple_c": ("kerple_log", "dape", True),
-    "kerple_dapev1": ("kerple_log", "dape", True),
-    "kerple_dapev2": ("kerple_log", "cdape", True),
-    "kerple_capev2": ("kerple_log", "cdape", True),
-    "capev2": ("kerple_log", "cdape", True),  # so written in DAPE's 125M_kerple_capev2.yml
-    "alibi_c": ("alibi", "dape", None),
-    "alibi_dapev2": ("alibi", "cdape", None),
-    "alibi_capev2": ("alibi", "cdape", None),
-    "nope_c": ("none", "dape", None),
-    "nope_c_ffn": ("none", "cdape", None),
-    "nope_dapev2": ("none", "cdape", None),
-    "rope_dapev1": ("rotary", "dape", None),
-    "rope_dapev2": ("rotary", "cdape", None),
-    "fire_c": ("fire", "dape", True),
-    "fire_dapev2": ("fire", "cdape", True),
-    "fire_capev2": ("fire", "cdape", True),
-    "xl_bias": ("transformer_xl", None, None),
-    "xl_bias_c": ("transformer_xl", "dape", None),
+
+class PositionAlias(NamedTuple):
+    """What a name of GPT-NeoX's, KERPLE's or DAPE's for a position encoding means in our keys; None: it says nothing.
+
+    DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
+    """
+
+    encoding: str
+    processor: str | None = None
+    per_layer: bool | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    """`pos_emb_options`."""
+
+    def keys(self) -> dict[tuple[str, ...], Any]:
+        """Our keys, as paths, with their values."""
+        values = {"pos_emb": self.encoding, "score_processor": self.processor, "pos_emb_per_layer": self.per_layer}
+        keys: dict[tuple[str, ...], Any] = {(name,): value for name, value in values.items() if value is not None}
+        return keys | {("pos_emb_options", option): value for option, value in self.options.items()}
+
+
+# Inside its processors DAPE gives FIRE's network another activation than the plain method's.
+_FIRE_IN_DAPE = {"activation": "leaky_relu"}
+
+POSITIONS: dict[str, PositionAlias] = {
+    "rpe": PositionAlias("t5"),
+    "kerple_power_ap_": PositionAlias("kerple_power"),
+    "kerple_power__ap": PositionAlias("gaussian_weight2"),
+    "kerple_power_ap_ap": PositionAlias("kerple_bias_weight"),
+    "kerple": PositionAlias("kerple_log", None, True),
+    "kerple_c": PositionAlias("kerple_log", "dape", True),
+    "kerple_dapev1": PositionAlias("kerple_log", "dape", True),
+    "kerple_dapev2": PositionAlias("kerple_log", "cdape", True),
+    "kerple_capev2": PositionAlias("kerple_log", "cdape", True),
+    "capev2": PositionAlias("kerple_log", "cdape", True),  # so written in DAPE's 125M_kerple_capev2.yml
+    "alibi_c": PositionAlias("alibi", "dape"),
+    "alibi_dapev2": PositionAlias("alibi", "cdape"),
+    "alibi_capev2": PositionAlias("alibi", "cdape"),
+    "nope_c": PositionAlias("none", "dape"),
+    "nope_c_ffn": PositionAlias("none", "cdape"),
+    "nope_dapev2": PositionAlias("none", "cdape"),
+    "rope_dapev1": PositionAlias("rotary", "dape"),
+    "rope_dapev2": PositionAlias("rotary", "cdape"),
+    "fire_c": PositionAlias("fire", "dape", True, _FIRE_IN_DAPE),
+    "fire_dapev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE),
+    "fire_capev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE),
+    "xl_bias": PositionAlias("transformer_xl"),
+    "xl_bias_c": PositionAlias("transformer_xl", "dape"),
 }
 
 _KERNELS = "a choice between kernels that compute the same; `attention_backend` chooses how attention is computed"
 _RECOMPUTE = "activations are recomputed by torch's own utility (`checkpoint_activations`)"
+_FLOAT32 = "the softmax is always computed in float32, which is what this protects"
 _RUNTIME = "GPT-NeoX sets it itself while running"
 _REPORT = "`log_interval` decides when losses, times and speeds are reported"
 _ELSEWHERE = "belongs to a feature that is refused when it is switched on"
@@ -192,10 +228,7 @@ NO_EFFECT = (
         ),
         _KERNELS,
     ),
-    NoEffect(
-        ("attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
-        "the softmax is always computed in float32, which is what this protects",
-    ),
+    NoEffect(("attention_softmax_in_fp32",), _FLOAT32),
     NoEffect(("fp16_lm_cross_entropy",), "the loss is always computed in float32"),
     NoEffect(("use_cpu_initialization", "lazy_mpu_init"), "weights start the same on every device"),
     NoEffect(("output_layer_parallelism",), "the output layer is always divided along the vocabulary"),
@@ -217,9 +250,6 @@ NO_EFFECT = (
     NoEffect(("checkpoint_validation_with_forward_pass",), "checkpoints are written whole or not at all"),
     NoEffect(("load_universal",), "a run goes on from its checkpoint in any layout"),
     NoEffect(("seq_length_val",), "`./deepy.py evaluate --lengths` evaluates a run at any lengths"),
-    NoEffect(
-        ("noise_seq_length",), "no method that is offered needs it; distances are computed for the length at hand"
-    ),
     NoEffect(("use_shared_fs", "mmap_warmup", "short_seq_prob", "allow_chopped"), "datasets are megatron-core's"),
     NoEffect(("override_lr_scheduler",), "the schedule always follows the configuration of the run"),
     NoEffect(("optimizer.params.max_grad_norm",), "`gradient_clipping` limits the gradient norm"),
@@ -469,7 +499,14 @@ REFUSED = (
 )
 
 
-def attention_config(value: Any) -> str | None:
+class Methods(NamedTuple):
+    """What is chosen in the end."""
+
+    encoding: str
+    processor: str
+
+
+def attention_config(value: Any, methods: Methods) -> str | None:
     """`[[["global"], 12]]`: what is wrong with it, or None. Flash attention is a way to compute global attention."""
     if value is None:
         return None
@@ -479,16 +516,41 @@ def attention_config(value: Any) -> str | None:
     return f"attention {', '.join(others)} is refused: {_SPARSE}" if others else None
 
 
+def layer_scaling(value: Any, methods: Methods) -> str | None:
+    """`apply_query_key_layer_scaling`: what is wrong with it, or None.
+
+    GPT-NeoX divides q·k of layer n by n and multiplies by n after everything that is added to the scores (`coeff` in
+    its ParallelSelfAttention). That changes nothing where nothing is added.
+    """
+    if value not in (None, True, False):
+        return f"is {value!r}; it must be true or false"
+    if not value:
+        return None
+    changed = [
+        *([f"pos_emb {methods.encoding}"] if adds_to_scores(methods.encoding) else []),
+        *([f"score_processor {methods.processor}"] if methods.processor != "none" else []),
+    ]
+    if not changed:
+        return None
+    return (
+        f"true is refused with {' and '.join(changed)}: GPT-NeoX multiplies by n what layer n adds to its scores, and "
+        "nothing here does; false trains the method as its paper defines it"
+    )
+
+
 @dataclass(frozen=True)
 class Checked:
-    """Accepted without effect if `problem(value)` finds nothing wrong, refused otherwise."""
+    """Accepted without effect if `problem(value, methods)` finds nothing wrong, refused otherwise."""
 
     key: str
-    problem: Callable[[Any], str | None]
+    problem: Callable[[Any, Methods], str | None]
     reason: str
 
 
-CHECKED = (Checked("attention_config", attention_config, "every layer attends to all earlier tokens (global)"),)
+CHECKED = (
+    Checked("attention_config", attention_config, "every layer attends to all earlier tokens (global)"),
+    Checked("apply_query_key_layer_scaling", layer_scaling, _FLOAT32),
+)
 
 Rule = Renamed | Option | Share | Variant | NoEffect | Refused | Checked
 

@@ -151,7 +151,7 @@ def _options(introduction: str, sections: dict[str, type[Section]]) -> str:
 
 
 def _position_names() -> str:
-    rows = [[f"`{alias}`", _position(*meaning, code="`")] for alias, meaning in neox.POSITIONS.items()]
+    rows = [[f"`{alias}`", _position(meaning, code="`")] for alias, meaning in neox.POSITIONS.items()]
     return f"### Their names of position encodings\n\n{table(['pos_emb', 'means'], rows)}"
 
 
@@ -173,7 +173,7 @@ def _understood() -> str:
     rows += [
         [
             f"`{rule.key}`",
-            f"`{rule.chooser}_options.{rule.option}` of {' and '.join(rule.methods)}; no effect on others",
+            f"{_uses(rule, code='`')}; no effect on others",
         ]
         for rule in neox.OPTIONS
     ]
@@ -187,6 +187,14 @@ def _understood() -> str:
     for key, values in neox.VALUES.items():
         rows += [[f"`{key}: {theirs}`", f"`{key}: {ours}`"] for theirs, ours in values.items()]
     return f"### Understood under our name\n\n{table(['theirs', 'here'], rows)}"
+
+
+def _uses(rule: neox.Option, code: str = "") -> str:
+    texts = []
+    for use in rule.uses:
+        scale = f" × {code}{use.per}{code}" if use.per else ""
+        texts.append(f"{code}{use.chooser}_options.{use.option}{code}{scale} of {' and '.join(use.methods)}")
+    return ", and ".join(texts)
 
 
 def _without_effect() -> str:
@@ -249,14 +257,12 @@ def _methods(wanted: str) -> list[tuple[str, str, str, str]]:
                 also = f"also called {', '.join(others)}; " if others else ""
                 rows.append((f"{key}: {method}", "", "", f"{also}./deepy.py positions tells more"))
     theirs = {alias: meaning for alias, meaning in neox.POSITIONS.items() if wanted in alias}
-    return rows + [(f"pos_emb: {alias}", "", "", _position(*theirs[alias])) for alias in theirs]
+    return rows + [(f"pos_emb: {alias}", "", "", _position(theirs[alias])) for alias in theirs]
 
 
-def _position(encoding: str, processor: str | None, per_layer: bool | None, code: str = "") -> str:
-    meaning = [f"pos_emb: {encoding}"]
-    meaning += [f"score_processor: {processor}"] if processor else []
-    meaning += ["pos_emb_per_layer: true"] if per_layer else []
-    return ", ".join(f"{code}{part}{code}" for part in meaning)
+def _position(alias: neox.PositionAlias, code: str = "") -> str:
+    values = {".".join(path): value for path, value in alias.keys().items() if value is not False}
+    return ", ".join(f"{code}{key}: {show(value)}{code}" for key, value in values.items())
 
 
 def _method_options() -> list[tuple[str, str, str, str]]:
@@ -280,7 +286,7 @@ def _rule_text(name: str, rule: neox.Rule) -> str:
         case neox.Renamed():
             return f"is {rule.to} here"
         case neox.Option():
-            return f"is {rule.chooser}_options.{rule.option} of {' and '.join(rule.methods)} here"
+            return f"is {_uses(rule)} here"
         case neox.Share():
             return f"makes {rule.to} = {name} × {rule.of}"
         case neox.Variant():

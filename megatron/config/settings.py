@@ -153,7 +153,7 @@ class Settings:
                     setting = Setting(on if value else off, where, setting.layer)
                 self.notes.append(f"{where}: {name} is {rule.to} here")
                 yield from self._own(tuple(rule.to.split(".")), setting)
-            case neox.Option() | neox.Share() | neox.Variant():
+            case neox.Option() | neox.Share() | neox.Variant() | neox.Checked():
                 old = self.options.get(name)
                 if old is not None and old.value != value:
                     self.notes.append(f"{name} {show(old.value)} ({old.where}) replaced by {show(value)} ({where})")
@@ -163,12 +163,6 @@ class Settings:
             case neox.Refused():
                 if value not in rule.harmless:
                     self.problems.append(f"{where}: {name}: {show(value)} is refused: {rule.instead}")
-            case neox.Checked():
-                problem = rule.problem(value)
-                if problem:
-                    self.problems.append(f"{where}: {name}: {problem}")
-                else:
-                    ignored.setdefault(rule.reason, []).append(name)
 
     def _own(self, path: Path_, setting: Setting) -> Iterator[tuple[Path_, Any]]:
         """A key of ours (or an unknown one), with other projects' names of its values."""
@@ -192,15 +186,12 @@ class Settings:
         if not isinstance(value, str):
             yield path, value
         elif name == "pos_emb" and value in neox.POSITIONS:
-            encoding, processor, per_layer = neox.POSITIONS[value]
-            meaning = encoding + (f" with score_processor {processor}" if processor else "")
-            meaning += ", pos_emb_per_layer: true" if per_layer else ""
+            alias = neox.POSITIONS[value]
+            meaning = alias.encoding + (f" with score_processor {alias.processor}" if alias.processor else "")
+            meaning += ", pos_emb_per_layer: true" if alias.per_layer else ""
+            meaning += "".join(f", pos_emb_options.{key}: {show(given)}" for key, given in alias.options.items())
             self.notes.append(f"{where}: pos_emb {value} is {meaning} here")
-            yield path, encoding
-            if processor:
-                yield ("score_processor",), processor
-            if per_layer is not None:
-                yield ("pos_emb_per_layer",), per_layer
+            yield from alias.keys().items()
         elif value in neox.ADVICE.get(name, {}):
             self.problems.append(f"{where}: {name}: {value} is not offered; {neox.ADVICE[name][value]}")
         else:

@@ -11,7 +11,7 @@ from megatron.config.schema import Config
 from megatron.formats.family import AS_IS, COMMON, EMBEDDING, OUTPUT, Family, Weight, layers, linears
 from megatron.formats.keys import Keys
 from megatron.formats.transforms import Transform
-from megatron.model.options import ModelOptions, feed_forward_size, has_qkv_bias, kv_heads
+from megatron.model.options import ModelOptions, feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
 
 CODE = {
     "AutoConfig": "configuration_farfield.FarfieldConfig",
@@ -32,18 +32,19 @@ def _read(keys: Keys) -> dict[str, Any]:
     groups = keys.number("num_key_value_heads", heads)
     length = keys.number("train_length")
     keys.get("max_position_embeddings")  # the training length again, for other programs
+    activation = _choice(keys, "hidden_act", "gelu", of="activation")
     after, before = keys.switch("attention_bias", True), keys.switch("qkv_bias", True)
     return {
         "num_layers": keys.number("num_hidden_layers"),
         "hidden_size": keys.number("hidden_size"),
         "num_attention_heads": heads,
         **({} if groups == heads else {"num_kv_heads": groups}),
-        "intermediate_size": keys.number("intermediate_size"),
+        "intermediate_size": intermediate_size(keys.number("intermediate_size"), activation),
         "seq_length": length,
         "max_position_embeddings": keys.number("position_table", length),
         "norm": norm,
         epsilon: keys.real("norm_epsilon", 1e-5),
-        "activation": _choice(keys, "hidden_act", "gelu", of="activation"),
+        "activation": activation,
         "gpt_j_residual": keys.switch("parallel_residual", False),
         "gpt_j_tied": keys.switch("tied_norm", False),
         "no_weight_tying": not keys.switch("tie_word_embeddings", True),

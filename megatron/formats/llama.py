@@ -9,7 +9,7 @@ from megatron.formats import rope
 from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, layers, same_biases
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Interleaved, Joined, Same, Transform
-from megatron.model.options import feed_forward_size, has_qkv_bias, kv_heads
+from megatron.model.options import feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
 
 THEIR_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 """Of our gated activations, and theirs of the gate."""
@@ -29,7 +29,7 @@ def _shared(keys: Keys) -> dict[str, Any]:
         "hidden_size": width,
         "num_attention_heads": heads,
         **({} if groups == heads else {"num_kv_heads": groups}),
-        "intermediate_size": keys.number("intermediate_size"),
+        "intermediate_size": intermediate_size(keys.number("intermediate_size"), gated[gate]),
         "seq_length": keys.number("max_position_embeddings", 2048),
         "norm": "rmsnorm",
         "rms_norm_epsilon": keys.real("rms_norm_eps", 1e-6),

@@ -35,7 +35,7 @@ from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import RunError, UserError
 from megatron.formats.transforms import Interleaved
 from megatron.importing.source import Source
-from megatron.model.options import GATED, kv_heads
+from megatron.model.options import GATED, feed_forward_size, intermediate_size, kv_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,9 @@ _WHOLE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 IGNORED = re.compile(r".*\b(inv_freq|slopes|masked_bias)|attention\.bias|.*\.cached_\w+|.*\.cache_matrix\w*")
 """Buffers that are computed anew."""
 
+FIRST_MATRICES = ("mlp.dense_h_to_4h", "mlp.linear1")
+"""Names that versions of GPT-NeoX have given the first matrix of the feed-forward layer."""
+
 SECTIONS = ("model", "position")
 OF_TRAINING = {
     "init_method", "output_layer_init_method", "init_method_std", "hidden_dropout", "attention_dropout",
@@ -57,7 +60,7 @@ OF_TRAINING = {
 """Keys of the model that its weights do not depend on any more."""
 REFUSALS = (
     "sparsity_config", "sparse_attention", "sliding_window_width", "use_qk_layernorm", "num_unique_layers",
-    "opt_pos_emb_offset", "soft_prompt_tuning", "moe_num_experts", "use_mup", "attention_config",
+    "opt_pos_emb_offset", "soft_prompt_tuning", "moe_num_experts", "use_mup",
 )  # fmt: skip
 """Of what is refused in a training's configuration, that which changes what the weights compute."""
 
@@ -88,7 +91,20 @@ def neox_checkpoint(checkpoint: Path, configs: Sequence[Path] = ()) -> Source:
     sections = (config.model, config.position)
     keys = {name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()}
     keys.pop("mlp_multiple_of", None)
-    return Source(checkpoint, "GPT-NeoX", keys, partial(_opened, checkpoint), None, loaded.notes)
+    notes = loaded.notes
+    if (activation := config.model.activation) in GATED:
+        width = _gated_width(checkpoint)
+        keys["intermediate_size"] = intermediate_size(width, activation)
+        if (said := feed_forward_size(config.model)) != width:
+            notes = (*notes, f"{checkpoint}: its weights have a feed-forward width of {width}, not {said}")
+    return Source(checkpoint, "GPT-NeoX", keys, partial(_opened, checkpoint), None, notes)
+
+
+def _gated_width(checkpoint: Path) -> int:
+    """The width of gated layers, from the weights: versions of GPT-NeoX have counted it differently."""
+    parts = Parts(checkpoint)
+    name = next((name for name in FIRST_MATRICES if f"2.{name}.weight" in parts), FIRST_MATRICES[0])
+    return sum(part.shape[0] for part in parts[f"2.{name}.weight"]) // 2
 
 
 def _of_model(document: Document) -> Document:
@@ -104,7 +120,7 @@ def _matters(name: str) -> bool:
             return owners().get(name) in SECTIONS and name not in OF_TRAINING
         case vocabulary.Renamed() | vocabulary.Share():
             return owners().get(rule.to.split(".")[0]) in SECTIONS
-        case vocabulary.Option() | vocabulary.Variant():
+        case vocabulary.Option() | vocabulary.Variant() | vocabulary.Checked():
             return True
     return name in REFUSALS
 
@@ -274,7 +290,7 @@ class NeoxWeights:
         if inner.startswith("self_attention.linear_proj."):
             return [f"{number}.attention.dense.{kind}"], _beside if kind == "weight" else summed
         if inner.startswith("mlp.linear_fc1."):
-            theirs = self._either(number, "mlp.dense_h_to_4h", "mlp.linear1")
+            theirs = self._either(number, *FIRST_MATRICES)
             return [f"{theirs}.{kind}"], _gate_first if model.activation in GATED else _behind
         if inner.startswith("mlp.linear_fc2."):
             theirs = self._either(number, "mlp.dense_4h_to_h", "mlp.linear2")

@@ -44,7 +44,11 @@ class ModelOptions(Section):
         None, "rows of a learned position table; seq_length if absent", ge=1, le=LONGEST, role="architecture"
     )
     intermediate_size: int | None = key(
-        None, "width of the feed-forward layer; 4 × hidden_size if absent", ge=1, le=LARGEST, role="architecture"
+        None,
+        "width of the feed-forward layer, or three times it if gated (geglu, swiglu); 4 × hidden_size if absent",
+        ge=1,
+        le=LARGEST,
+        role="architecture",
     )
     mlp_multiple_of: int = key(
         1, "the width of the feed-forward layer is rounded up to a multiple of this", ge=1, le=LARGEST,
@@ -152,10 +156,25 @@ def has_qkv_bias(model: ModelOptions) -> bool:
     return model.use_bias_in_attn_linear if model.use_bias_in_qkv is None else model.use_bias_in_qkv
 
 
+GATED_SHARE = 3
+"""`intermediate_size` of a gated layer over its width, as GPT-NeoX counts it.
+
+A gated layer has three matrices where a plain one has two. Two thirds of `intermediate_size` are therefore the rows of
+its first matrix, of which each of two halves has one half (ParallelMLP in GPT-NeoX's transformer.py): gated and plain
+layers of one `intermediate_size` have as many parameters.
+"""
+
+
 def feed_forward_size(model: ModelOptions) -> int:
-    """Width of the feed-forward layer."""
-    width = model.intermediate_size or 4 * model.hidden_size
+    """Width of the feed-forward layer: what its second matrix reads."""
+    size = model.intermediate_size or 4 * model.hidden_size
+    width = size // GATED_SHARE if model.activation in GATED else size
     return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
+
+
+def intermediate_size(width: int, activation: str) -> int:
+    """The `intermediate_size` of a feed-forward layer of a width."""
+    return width * GATED_SHARE if activation in GATED else width
 
 
 MOST_LOGITS = 1 << 30
@@ -189,6 +208,12 @@ def conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[
             "use_bias_in_qkv",
             "use_bias_in_qkv: false needs use_bias_in_attn_linear: false; a bias after attention alone is not offered",
         )
+    if feed_forward_size(model) == 0:
+        yield (
+            "intermediate_size",
+            f"intermediate_size {model.intermediate_size} leaves no width with activation {model.activation}, which "
+            f"takes a third of it; it must be at least {GATED_SHARE}",
+        )
     if model.gpt_j_tied and not model.gpt_j_residual:
         yield "gpt_j_tied", "gpt_j_tied: true needs gpt_j_residual: true"
     if model.checkpoint_num_layers > model.num_layers:
@@ -209,7 +234,10 @@ def indivisible(model: ModelOptions, *, tensor: int, context: int, pipeline: int
     divided = (
         ("num_attention_heads", model.num_attention_heads),
         ("num_kv_heads", kv_heads(model)),
-        ("intermediate_size", feed_forward_size(model)),
+        (
+            "a third of intermediate_size," if model.activation in GATED else "intermediate_size",
+            feed_forward_size(model),
+        ),
         ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by),
     )
     if wrong := [(name, value) for name, value in divided if value % tensor]:

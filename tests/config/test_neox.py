@@ -11,6 +11,7 @@ from megatron.config import names, neox
 from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
 from megatron.errors import UserError
+from megatron.model.options import feed_forward_size
 from megatron.parallel.devices import Machine
 from megatron.position import registry
 from megatron.position.shape import Shape
@@ -103,7 +104,8 @@ def test_kerple_training(read):
 @pytest.mark.parametrize("name", stock.DAPE)
 def test_dape_125m(read, name):
     values = stock.DAPE[name]
-    encoding, processor, per_layer = neox.POSITIONS.get(values["pos-emb"], (values["pos-emb"], None, None))
+    alias = neox.POSITIONS.get(values["pos-emb"], neox.PositionAlias(values["pos-emb"]))
+    encoding, processor, per_layer, options = alias
     if encoding not in names.encodings():
         with pytest.raises(UserError, match=f"pos_emb {encoding} is not available"):
             read(values)
@@ -114,8 +116,11 @@ def test_dape_125m(read, name):
     assert position.pos_emb_per_layer == bool(per_layer)
     width = {"width": 32} if processor else {}
     kernel = {"kernel_size": 3} if "capev2_kernel" in values else {}
+    if encoding == "fire":  # its network has the processor's width, and its threshold comes from noise_seq_length
+        options = {**options, "width": 32, "multiplier_start": values["noise_seq_length"] / values["seq-length"]}
+    assert position.pos_emb_options == options
     assert position.score_processor_options == {**width, **kernel}
-    if not processor:
+    if not processor and encoding != "fire":
         assert any("mlp_width has no effect: score_processor is none" in note for note in loaded.notes)
 
 
@@ -235,20 +240,78 @@ def test_tables_are_consistent():
     counted = sum(len(rules) for rules in (neox.RENAMED, neox.OPTIONS, neox.SHARES, neox.VARIANTS, neox.CHECKED))
     counted += sum(len(rule.keys) for rules in (neox.NO_EFFECT, neox.REFUSED) for rule in rules)
     assert counted == len(neox.RULES), "a key has two rules"
-    for option in neox.OPTIONS:
-        find = names.encoding_options if option.chooser == "pos_emb" else names.processor_options
-        for method in option.methods:
-            assert option.option in find(method)
+    for use in (use for option in neox.OPTIONS for use in option.uses):
+        find = names.encoding_options if use.chooser == "pos_emb" else names.processor_options
+        for method in use.methods:
+            assert use.option in find(method)
 
 
 @pytest.mark.parametrize("alias", neox.POSITIONS)
 def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: str) -> None:
-    encoding, processor, per_layer = neox.POSITIONS[alias]
+    encoding, processor, per_layer, options = neox.POSITIONS[alias]
     loaded = load(["125M"], [f"pos_emb={alias}"])
     position = loaded.config.position
     assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")
     assert position.pos_emb_per_layer == bool(per_layer)
     assert any(f"pos_emb {alias} is {encoding}" in note for note in loaded.notes)
-    built = registry.build_encoding(encoding, Shape(4, 8, 32, 16, 16))
+    assert position.pos_emb_options == options
+    built = registry.build_encoding(encoding, Shape(4, 8, 32, 16, 16), options)
     if processor is not None:
         registry.build_processor(processor, built.shape, has_bias=built.has_bias())
+
+
+def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() -> None:
+    """DAPE's FIRE_C and FIRE_DAPEV2 have LeakyReLU inside FIRE's own network; its FIRE has ReLU."""
+    for alias in ("fire_c", "fire_dapev2", "fire_capev2"):
+        assert load(["125M"], [f"pos_emb={alias}"]).config.position.pos_emb_options == {"activation": "leaky_relu"}
+    assert load(["125M"], ["pos_emb=fire"]).config.position.pos_emb_options == {}
+    rotary = load(["125M"], ["pos_emb=fire_c", "pos_emb=rotary"])
+    assert rotary.config.position.pos_emb_options == {}
+
+
+@pytest.mark.parametrize("method", ["alibi", "rpe", "kerple_log", "fire", "transformer_xl", "rope_dapev1", "nope_c"])
+def test_scaling_by_layer_is_refused_where_something_is_added_to_the_scores(read, method: str) -> None:
+    """There layer n of GPT-NeoX has n times the bias: 0.25 of the logits with alibi, and 0.60 with rpe."""
+    scaled = {**SMALL, "pos_emb": method, "apply_query_key_layer_scaling": True}
+    with pytest.raises(UserError, match=r"apply_query_key_layer_scaling: true is refused with (pos_emb|score_proc)"):
+        read(scaled)
+    assert read({**scaled, "apply_query_key_layer_scaling": False}).config.model.num_layers == 2
+
+
+@pytest.mark.parametrize("method", ["rotary", "learned", "sinusoidal", "none"])
+def test_scaling_by_layer_changes_nothing_where_nothing_is_added(read, method: str) -> None:
+    loaded = read({**SMALL, "pos_emb": method, "apply_query_key_layer_scaling": True})
+    assert any("apply_query_key_layer_scaling has no effect: the softmax" in note for note in loaded.notes)
+    with pytest.raises(UserError, match=r"apply_query_key_layer_scaling: is 'often'; it must be true or false"):
+        read({**SMALL, "pos_emb": method, "apply_query_key_layer_scaling": "often"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({"intermediate_size": 32768, "mlp_multiple_of": 256}, 11008),  # GPT-NeoX's llama/7B.yml: Llama's own width
+        ({"intermediate_size": 40960, "mlp_multiple_of": 256}, 13824),  # llama/13B.yml
+        ({"intermediate_size": 53248, "mlp_multiple_of": 256}, 17920),  # llama/30B.yml
+        ({"intermediate_size": 100}, 33),
+        ({"expansion_factor": 3}, 24),
+        ({}, 32),  # 4 × 24 / 3
+    ],
+)
+def test_a_gated_layer_has_the_width_that_gpt_neox_gives_it(read, keys: dict[str, int], width: int) -> None:
+    loaded = read({**SMALL, **keys, "activation": "swiglu"})
+    assert feed_forward_size(loaded.config.model) == width
+    assert any(f"is a feed-forward width of {width}, as in GPT-NeoX" in note for note in loaded.notes)
+    theirs = loaded.config.model.intermediate_size or 4 * 24
+    rows, multiple = int(theirs * 2 / 3), keys.get("mlp_multiple_of", 1)
+    inner = multiple * ((rows // 2 + multiple - 1) // multiple)  # as ParallelMLP has it
+    assert inner == width
+    plain = read({**SMALL, "activation": "gelu"}).config.model
+    assert feed_forward_size(plain) == 96
+
+
+def test_a_gated_layer_without_a_width_is_refused(read) -> None:
+    with pytest.raises(UserError, match=r"intermediate_size 2 leaves no width with activation geglu.*at least 3"):
+        read({**SMALL, "activation": "geglu", "intermediate_size": 2})
+    with pytest.raises(UserError, match="a third of intermediate_size, 3 is not divisible by model_parallel_size 2"):
+        read({**SMALL, "hidden_size": 32, "num_attention_heads": 2, "activation": "geglu", "intermediate_size": 9,
+              "model_parallel_size": 2, "num_gpus": 2})  # fmt: skip

@@ -23,7 +23,10 @@ SHAPE = {
     "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4,
 }  # fmt: skip
 UNTIED, PARALLEL = {"no_weight_tying": True}, {"gpt_j_residual": True}
-SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+SWIGLU = {
+    "activation": "swiglu", "intermediate_size": 3 * INNER, "norm": "rmsnorm", "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+}  # fmt: skip
 NEW = ("linear1", "linear2")
 
 
@@ -53,6 +56,10 @@ CASES = {
     "dape": layout({"pos_emb": "kerple_c", "mlp_width": 6}, module="kerple_c", per_layer=True),
     "dape, no bias": layout({"pos_emb": "nope_c", "mlp_width": 6}, module="nope_c", per_layer=True),
     "fire": layout({"pos_emb": "fire", "pos_emb_per_layer": True}, module="fire", per_layer=True),
+    "fire, dape": layout({"pos_emb": "fire_c", "mlp_width": 32}, module="fire_c", per_layer=True),
+    "fire, cdape": layout(
+        {"pos_emb": "fire_dapev2", "mlp_width": 6, "dapev2_kernel": 3}, module="fire_dapev2", per_layer=True
+    ),
 }  # fmt: skip
 
 
@@ -87,7 +94,8 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
         theirs._positioned = lambda scores, rank, layer: scores - slopes * n  # type: ignore[method-assign]
     reference = theirs.logits(tokens)
     assert reference.abs().max() > 1
-    if name == "cdape":  # its code sees the right edge of its matrix, which is where a sequence happens to end
+    # Its code sees the right edge of its matrix, which is where a sequence happens to end.
+    if name in ("cdape", "fire, cdape"):
         ours, reference = ours[:, :-1], reference[:, :-1]
     # The reference's angles are float32's; a kernel's powers and logarithms are a few units off.
     assert_alike(ours, reference, TERMS, SUMS + 2 * LAYERS * 8)

@@ -17,6 +17,9 @@ from megatron.config.yaml_files import dump
 
 WIDTH, HEADS, LAYERS, LENGTH, ROWS, INNER = 32, 4, 2, 24, 48, 40
 D = WIDTH // HEADS
+FIRES = ("fire", "fire_c", "fire_dapev2")
+CONVOLVED = ("kerple_dapev2", "fire_dapev2")
+PROCESSED = (*CONVOLVED, "kerple_c", "fire_c", "nope_c")
 
 
 @dataclass
@@ -104,22 +107,23 @@ class Layout:
             if positions == "rpe":
                 parts = shared.setdefault("weight", [draw(32, h) for _ in range(ranks)])
                 put(f"{layer}.attention.rpe.weight", *parts)
-            if positions in ("kerple_dapev2", "kerple_c", "nope_c"):
+            if positions in PROCESSED:
                 inputs, width = (HEADS if positions == "nope_c" else 2 * HEADS), self.of("mlp_width", 6)
-                size = (1, self.of("dapev2_kernel", 3)) if positions == "kerple_dapev2" else ()
+                size = (1, self.of("dapev2_kernel", 3)) if positions in CONVOLVED else ()
                 module = f"{layer}.attention.{self.module}.mlp2"
                 put(f"{module}.0.weight", draw(width, inputs, *size))
                 put(f"{module}.0.bias", draw(width))
                 put(f"{module}.2.weight", draw(HEADS, width, *size))
                 put(f"{module}.2.bias", draw(HEADS))
-            if positions == "fire":
+            if positions in FIRES:
                 module = f"{layer}.attention.{self.module}"
                 put(f"{module}.c", torch.tensor(-0.3))
                 put(f"{module}.L_multiplier", torch.tensor(-1.5 + 0.1 * layer))
                 put(f"{module}.init_L", torch.tensor(8.0))
-                put(f"{module}.mlp.0.weight", draw(32, 1, spread=1.0))
-                put(f"{module}.mlp.0.bias", draw(32))
-                put(f"{module}.mlp.2.weight", draw(HEADS, 32))
+                inside = self.of("mlp_width", 32)
+                put(f"{module}.mlp.0.weight", draw(inside, 1, spread=1.0))
+                put(f"{module}.mlp.0.bias", draw(inside))
+                put(f"{module}.mlp.2.weight", draw(HEADS, inside))
                 put(f"{module}.mlp.2.bias", draw(HEADS))
             if positions == "rotary":
                 put(f"{layer}.attention.rotary_emb.inv_freq", torch.ones(3))
@@ -240,20 +244,22 @@ class Layout:
             case "rpe":
                 buckets = torch.tensor([[_bucket(int(each)) for each in row] for row in n])
                 return scores + own["weight"][buckets].permute(2, 0, 1) * math.sqrt(D)
-            case "fire":
+            case "fire" | "fire_c" | "fire_dapev2":
                 threshold = (own["L_multiplier"] * own["init_L"]).abs()
                 i = torch.arange(length)[:, None].float()
                 x = torch.log(own["c"].abs() * n + 1) / (torch.log(own["c"].abs() * i.maximum(threshold) + 1) + 1e-6)
-                hidden = torch.relu(x[..., None] * own["mlp.0.weight"][:, 0] + own["mlp.0.bias"])
-                return scores + (hidden @ own["mlp.2.weight"].t() + own["mlp.2.bias"]).permute(2, 0, 1)
+                # Inside a processor DAPE's FIRE has another activation than alone.
+                bend = torch.relu if kind == "fire" else F.leaky_relu
+                hidden = bend(x[..., None] * own["mlp.0.weight"][:, 0] + own["mlp.0.bias"])
+                bias = (hidden @ own["mlp.2.weight"].t() + own["mlp.2.bias"]).permute(2, 0, 1)
             case "nope_c":
                 return scores + self._perceptron(scores, own)
             case _:
                 return scores
-        if kind == "kerple_log":
+        if kind in ("kerple_log", "fire"):
             return scores + bias
         both = torch.cat([scores, bias.expand(scores.shape)], 1)
-        if kind == "kerple_c":
+        if kind not in CONVOLVED:
             return scores + bias + self._perceptron(both, own)
         kernel = own["mlp2.0.weight"].shape[-1]
         hidden = F.conv2d(both.tril(), own["mlp2.0.weight"], own["mlp2.0.bias"], padding=(0, kernel // 2))
