@@ -19,8 +19,11 @@ class CheckpointOptions(Section):
     checkpoint_factor: int | None = key(
         None, "steps between checkpoints; the last step is always saved", ge=1, le=MOST_STEPS, role="output"
     )
-    extra_save_iters: list[Annotated[int, Field(ge=1, le=MOST_STEPS)]] = key(
-        list, "further steps after which a checkpoint is saved; these are never deleted", role="output"
+    extra_save_iters: list[Annotated[int, Field(ge=0, le=MOST_STEPS)]] = key(
+        list,
+        "further steps after which a checkpoint is saved, 0 for the weights that training begins with; these are never "
+        "deleted",
+        role="output",
     )
     keep_last_n_checkpoints: int | None = key(
         None, "delete older checkpoints; all are kept if absent", ge=1, le=MOST_STEPS, role="output"

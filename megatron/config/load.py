@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron.config.settings import COMMAND_LINE, Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
 from megatron.data.options import DataOptions
 from megatron.errors import UserError
-from megatron.model.options import GATED, ModelOptions, feed_forward_size
+from megatron.model.options import GATED, LARGEST, ModelOptions, feed_forward_size
 from megatron.suggest import did_you_mean
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
@@ -166,6 +167,7 @@ def _build(settings: Settings, sources: str) -> Config:
     _settle_shares(settings)
     _settle_variants(settings)
     _settle_checked(settings)
+    _settle_rows(settings)
     _settle_tokenizer(settings)
     _settle_task(settings)
     if ("precision",) not in settings.values:
@@ -264,6 +266,25 @@ def _settle_option(settings: Settings, name: str, setting: Setting, use: neox.Me
     if newer:
         settings.values[path] = setting
         settings.notes.append(f"{setting.where}: {name} is {meaning} here")
+
+
+def _settle_rows(settings: Settings) -> None:
+    """Rows of the embedding that the tensor-parallel ranks can divide.
+
+    GPT-NeoX multiplies make_vocab_size_divisible_by by the number of these ranks. Here it counts for all of them, so
+    that every layout has the same rows, and only what they cannot divide is raised.
+    """
+    path: Path_ = ("make_vocab_size_divisible_by",)
+    ranks, multiple = _chosen(settings, "model_parallel_size"), _chosen(settings, path[0])
+    if type(ranks) is not int or type(multiple) is not int or ranks < 1 or multiple < 1 or multiple % ranks == 0:
+        return
+    if lcm(multiple, ranks) > LARGEST:
+        return  # one of them is refused for its size
+    where = settings.where(path) or settings.where(("model_parallel_size",)) or COMMAND_LINE
+    settings.values[path] = Setting(lcm(multiple, ranks), where)
+    settings.notes.append(
+        f"{where}: {path[0]} {multiple} becomes {lcm(multiple, ranks)}, which model_parallel_size {ranks} divides"
+    )
 
 
 def _settle_checked(settings: Settings) -> None:

@@ -21,6 +21,8 @@ class Renamed:
     key: str
     to: str
     switch: tuple[Any, Any] | None = None
+    more: int = 0
+    """How much more a number is here."""
 
 
 class MethodOption(NamedTuple):
@@ -101,6 +103,8 @@ RENAMED = (
     Renamed("hysteresis", "fp16.hysteresis"),
     Renamed("min_scale", "fp16.min_loss_scale"),
     Renamed("account", "slurm.account"),
+    # Theirs counts the keys before a token, ours the token too (`get_attn_mask` in GPT-NeoX's utils.py).
+    Renamed("sliding_window_width", "attention_window", more=1),
 )
 
 _PROCESSOR_WIDTH = MethodOption("score_processor", ("dape", "cdape"), "width")
@@ -229,6 +233,22 @@ NO_EFFECT = (
         _KERNELS,
     ),
     NoEffect(("attention_softmax_in_fp32",), _FLOAT32),
+    NoEffect(
+        ("use_bias_in_norms",), "GPT-NeoX reads it nowhere: its layernorm has a bias and its rmsnorm has none, as here"
+    ),
+    NoEffect(("fp16.auto_cast",), "a model's inputs are numbers of tokens, which no precision rounds"),
+    NoEffect(("comms_logger",), "collectives are not logged"),
+    NoEffect(("slurm_comment",), "a job's comment is one of slurm.options: --comment=TEXT"),
+    NoEffect(
+        (
+            "te_fp8_format",
+            "te_fp8_wgrad",
+            "te_fp8_amax_history_len",
+            "te_fp8_amax_compute_algo",
+            "te_fp8_margin",
+        ),
+        _ELSEWHERE,
+    ),
     NoEffect(("fp16_lm_cross_entropy",), "the loss is always computed in float32"),
     NoEffect(("use_cpu_initialization", "lazy_mpu_init"), "weights start the same on every device"),
     NoEffect(("output_layer_parallelism",), "the output layer is always divided along the vocabulary"),
@@ -395,9 +415,11 @@ _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
 
 REFUSED = (
     Refused(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
-    Refused(("sliding_window_width",), "use attention_window, which counts the token itself: sliding_window_width + 1"),
     Refused(("use_qk_layernorm",), "normalised queries and keys are not supported"),
-    Refused(("use_bias_in_norms",), "norms always have a bias; choose norm: rmsnorm, which has none", (None, True)),
+    Refused(
+        ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_mha"),
+        "Transformer Engine's layers compute in 8 bits; use precision: bf16",
+    ),
     Refused(("num_unique_layers",), "layers do not share weights"),
     Refused(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
     Refused(("soft_prompt_tuning",), "prompt tuning is not supported", (None, {}, {"enabled": False})),
@@ -422,7 +444,7 @@ REFUSED = (
     Refused(("zero_optimization.stage3_use_all_reduce_for_fetch_params",), "parameters are gathered"),
     Refused(("zero_optimization.stage3_model_persistence_threshold",), "use stage3_param_persistence_threshold"),
     Refused(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
-    Refused(("fp16.auto_cast", "fp16.consecutive_hysteresis"), "not offered", (None, False)),
+    Refused(("fp16.consecutive_hysteresis",), "not offered", (None, False)),
     Refused(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),
     Refused(("scheduler",), "use lr_decay_style, lr_decay_iters, min_lr and warmup"),
     Refused(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run"),
@@ -482,12 +504,10 @@ REFUSED = (
             "activation_checkpointing",
             "autotuning",
             "checkpoint",
-            "comms_logger",
             "compression_training",
             "csv_monitor",
             "curriculum_learning",
             "data_efficiency",
-            "deepspeed_extra_args",
             "elasticity",
             "flops_profiler",
             "tensorboard",
@@ -538,6 +558,20 @@ def layer_scaling(value: Any, methods: Methods) -> str | None:
     )
 
 
+def deepspeed_extra_args(value: Any, methods: Methods) -> str | None:
+    """Sections of DeepSpeed's configuration: what is wrong with the first that would do something, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        return f"is {value!r}; it must be a mapping of keys to values"
+    for key, inner in value.items():
+        rule = RULES.get(key)
+        if isinstance(rule, NoEffect) or (isinstance(rule, Refused) and inner in rule.harmless):
+            continue
+        return f"{key} is refused: {rule.instead if isinstance(rule, Refused) else _DEEPSPEED}"
+    return None
+
+
 @dataclass(frozen=True)
 class Checked:
     """Accepted without effect if `problem(value, methods)` finds nothing wrong, refused otherwise."""
@@ -550,6 +584,7 @@ class Checked:
 CHECKED = (
     Checked("attention_config", attention_config, "every layer attends to all earlier tokens (global)"),
     Checked("apply_query_key_layer_scaling", layer_scaling, _FLOAT32),
+    Checked("deepspeed_extra_args", deepspeed_extra_args, "what it holds has none here"),
 )
 
 Rule = Renamed | Option | Share | Variant | NoEffect | Refused | Checked

@@ -87,8 +87,10 @@ COMMANDS: dict[str, type[Section]] = {
 NEOX_INTRODUCTION = """\
 ## GPT-NeoX, KERPLE and DAPE
 
-Their configuration files load as they are. Keys that have the same name and meaning here are in the tables above; all
-others are below. What is without effect is said in one line when a run starts; nothing is dropped in silence.
+Their configuration files load as they are, but for those of models that are not offered here:
+[results/stock_configs.md](results/stock_configs.md) lists them with the reasons.
+Keys that have the same name and meaning here are in the tables above; all others are below.
+What is without effect is said in one line when a run starts; nothing is dropped in silence.
 """
 
 
@@ -166,10 +168,7 @@ def _called() -> str:
 
 
 def _understood() -> str:
-    rows = [
-        [f"`{rule.key}`", f"`{rule.to}`" + (", {} or {}".format(*rule.switch) if rule.switch else "")]
-        for rule in neox.RENAMED
-    ]
+    rows = [[f"`{rule.key}`", f"`{rule.to}`" + _difference(rule)] for rule in neox.RENAMED]
     rows += [
         [
             f"`{rule.key}`",
@@ -187,6 +186,12 @@ def _understood() -> str:
     for key, values in neox.VALUES.items():
         rows += [[f"`{key}: {theirs}`", f"`{key}: {ours}`"] for theirs, ours in values.items()]
     return f"### Understood under our name\n\n{table(['theirs', 'here'], rows)}"
+
+
+def _difference(rule: neox.Renamed) -> str:
+    """How a value is written here."""
+    switch = ", {} or {}".format(*rule.switch) if rule.switch else ""
+    return switch + (f" - {rule.more}" if rule.more else "")
 
 
 def _uses(rule: neox.Option, code: str = "") -> str:
@@ -284,7 +289,7 @@ def _method_options() -> list[tuple[str, str, str, str]]:
 def _rule_text(name: str, rule: neox.Rule) -> str:
     match rule:
         case neox.Renamed():
-            return f"is {rule.to} here"
+            return f"is {rule.to}{_difference(rule)} here"
         case neox.Option():
             return f"is {_uses(rule)} here"
         case neox.Share():

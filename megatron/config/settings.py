@@ -151,7 +151,10 @@ class Settings:
                         return
                     on, off = rule.switch
                     setting = Setting(on if value else off, where, setting.layer)
-                self.notes.append(f"{where}: {name} is {rule.to} here")
+                if rule.more and type(value) is int:
+                    setting = Setting(value + rule.more, where, setting.layer)
+                more = f" - {rule.more}" if rule.more else ""
+                self.notes.append(f"{where}: {name} is {rule.to}{more} here")
                 yield from self._own(tuple(rule.to.split(".")), setting)
             case neox.Option() | neox.Share() | neox.Variant() | neox.Checked():
                 old = self.options.get(name)

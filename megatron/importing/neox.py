@@ -59,7 +59,7 @@ OF_TRAINING = {
 }  # fmt: skip
 """Keys of the model that its weights do not depend on any more."""
 REFUSALS = (
-    "sparsity_config", "sparse_attention", "sliding_window_width", "use_qk_layernorm", "num_unique_layers",
+    "sparsity_config", "sparse_attention", "use_qk_layernorm", "num_unique_layers",
     "opt_pos_emb_offset", "soft_prompt_tuning", "moe_num_experts", "use_mup",
 )  # fmt: skip
 """Of what is refused in a training's configuration, that which changes what the weights compute."""

@@ -194,6 +194,8 @@ class Loop:
         """Train to the last step; True if the run was asked to stop before it."""
         config = self.run.config
         training = config.training
+        if self.step == 0:
+            self._save()
         while self.step < training.train_iters:
             if self.take_step(stop):
                 return True
@@ -378,7 +380,8 @@ class Loop:
         """Begin a checkpoint of this step, unless there is one."""
         run, saver = self.run, self.saver
         there = {self.checkpoint and folder.step_of(self.checkpoint), saver and saver.pending}
-        if saver is None or self.step == 0 or self.step in there:
+        wanted = self.step > 0 or 0 in run.config.checkpoint.extra_save_iters
+        if saver is None or not wanted or self.step in there:
             return
         self.watch.at("save", self.step)
         self.interval.pause()

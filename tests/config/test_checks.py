@@ -147,7 +147,6 @@ OFFLOADED = ("zero_optimization.stage=1", "zero_optimization.offload_optimizer.d
     ("overrides", "message"),
     [
         (("model_parallel_size=4",), "num_attention_heads 6 is not divisible by model_parallel_size 4; 2 would do"),
-        (("model_parallel_size=3",), "make_vocab_size_divisible_by 128 is not divisible by model_parallel_size 3; 2 "),
         (("model_parallel_size=2", "mlp_multiple_of=3", "intermediate_size=7"), "intermediate_size 9 is not divisible"),
         (("context_parallel_size=5",), "seq_length 48 is not divisible by 2 × context_parallel_size 5; 4 would do"),
         (("context_parallel_size=2", "seq_length=47"), "; an odd length cannot be divided"),

@@ -315,3 +315,34 @@ def test_a_gated_layer_without_a_width_is_refused(read) -> None:
     with pytest.raises(UserError, match="a third of intermediate_size, 3 is not divisible by model_parallel_size 2"):
         read({**SMALL, "hidden_size": 32, "num_attention_heads": 2, "activation": "geglu", "intermediate_size": 9,
               "model_parallel_size": 2, "num_gpus": 2})  # fmt: skip
+
+
+def test_rows_of_the_embedding_are_raised_to_what_the_ranks_divide(read) -> None:
+    """GPT-NeoX's llama/13B.yml has make_vocab_size_divisible_by 1 for two ranks, which multiply it there."""
+    loaded = read({**SMALL, "hidden_size": 32, "num_attention_heads": 4, "make_vocab_size_divisible_by": 3,
+                   "model_parallel_size": 2, "num_gpus": 2})  # fmt: skip
+    assert loaded.config.model.make_vocab_size_divisible_by == 6
+    assert any("make_vocab_size_divisible_by 3 becomes 6, which model_parallel_size 2" in note for note in loaded.notes)
+
+
+def test_a_window_of_theirs_leaves_out_the_token_itself(read) -> None:
+    assert read({**SMALL, "sliding_window_width": 5}).config.position.attention_window == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"comms_logger": {"enabled": True}}, None),
+        ({"flops_profiler": {"enabled": False}}, None),
+        ({"flops_profiler": {"enabled": True}}, "deepspeed_extra_args: flops_profiler is refused: DeepSpeed's section"),
+        ({"wonder": 1}, "deepspeed_extra_args: wonder is refused"),
+        (3, "deepspeed_extra_args: is 3; it must be a mapping"),
+    ],
+)
+def test_sections_for_deepspeed_pass_if_they_ask_for_nothing(read, value: Any, problem: str | None) -> None:
+    keys = {**SMALL, "deepspeed_extra_args": value}
+    if problem is None:
+        assert any("deepspeed_extra_args has no effect" in note for note in read(keys).notes)
+        return
+    with pytest.raises(UserError, match=problem):
+        read(keys)

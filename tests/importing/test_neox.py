@@ -47,6 +47,7 @@ CASES = {
     "kerple, both": layout({"pos_emb": "kerple_power_ap_ap"}, ranks=2),
     "kerple, weight": layout({"pos_emb": "kerple_power__ap"}),
     "alibi": layout({"pos_emb": "alibi"}),
+    "window": layout({"pos_emb": "rotary", "sliding_window_width": 5, "use_bias_in_norms": False}),
     "swiglu, grouped": layout({"pos_emb": "rotary", "num_kv_heads": 2, **SWIGLU, **UNTIED}, ranks=2, mlp=NEW),
     "grouped, one rank": layout({"pos_emb": "none", "num_kv_heads": 1, **UNTIED}, mlp=NEW),
     "geglu, parallel": layout({"pos_emb": "none", "activation": "geglu", **PARALLEL}, ranks=2),
@@ -150,7 +151,7 @@ BAD = {
     "a tensor too many": "holds 2.attention.wonder.weight.*would be dropped",
     "another width": "do not fit|comes out as",
     "layers differ": "is another than layer 2's, although its configuration says pos_emb_per_layer: false",
-    "sparse": "sliding_window_width",
+    "sparse": "sparse_attention",
     "normed queries": "use_qk_layernorm",
     "no module": "holds no `module` of GPT-NeoX's",
 }
@@ -165,7 +166,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(what: str, tmp_path: Path)
         for state in theirs.states:
             state["3.attention.rpe.bias_p"] = state["3.attention.rpe.bias_p"] + 1
     if what == "sparse":
-        theirs.keys["sliding_window_width"] = 5
+        theirs.keys["sparse_attention"] = {"mode": "fixed"}
     if what == "normed queries":
         theirs.keys["use_qk_layernorm"] = True
     source = theirs.write(tmp_path / "source")

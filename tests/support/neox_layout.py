@@ -214,6 +214,8 @@ class Layout:
         scores = q @ k.transpose(-1, -2) / math.sqrt(D)
         scores = self._positioned(scores, rank, layer)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if (width := self.of("sliding_window_width")) is not None:  # that many keys before a token, and its own
+            future |= torch.ones(length, length, dtype=torch.bool).tril(-width - 1)
         mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
         return mixed.transpose(1, 2).reshape(batch, length, h * D) @ state[f"{name}.dense.weight"].t()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, tiny_config, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 
 from megatron.checkpoint import folder
 from megatron.checkpoint.load_model import load_model
@@ -213,3 +213,16 @@ def test_what_cannot_be_done_is_refused_and_nothing_is_left(
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_path: Path, zero: int) -> None:
+    """`extra_save_iters: [0]`, as in Pythia's files; a run goes on from there like from any other checkpoint."""
+    keys = {"zero_optimization": {"stage": zero}, "extra_save_iters": [0], "train_iters": 2}
+    train(tiny_config(corpus, tmp_path / "run", **keys))
+    first = tmp_path / "run/checkpoints/step_0000000"
+    assert load_model(first).progress["step"] == 0
+    train(tiny_config(corpus, tmp_path / "again", load=str(first), **keys))
+    assert losses(tmp_path / "again") == losses(tmp_path / "run")
+    assert same_weights(tmp_path / "again", tmp_path / "run")
+    assert folder.step_of(folder.resolve(tmp_path / "run")) == 2
