@@ -4,11 +4,16 @@ transformers finds the files of a model by the text of their imports, one folder
 `megatron/position` is copied with one change: every import, however far it reaches, becomes one of a file beside it.
 The registry, which looks methods up by the files there are, is replaced by one that names the two of this model.
 
+transformers keeps the modules of a model by the name of its folder, whatever is in it. So the name of each file ends in
+a digest of all of them: two exports whose folders are called alike never run each other's code in one process.
+
 The files must be torch-only and import one another relatively, by lines of their own; `tests/export` holds that.
 """
 
 import ast
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.position import registry
@@ -74,6 +79,17 @@ def bundle(encoding: str, processor: str) -> dict[str, str]:
         wanted += [target for target in imported(path) if target.stem not in files]
     files[MODELING.stem] = _naming_all(files[MODELING.stem], sorted(set(files) - {MODELING.stem}))
     return {f"{name}.py": text for name, text in sorted(files.items())}
+
+
+def name_by_content(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The same files under names that no other content has, and what was put at the end of each name."""
+    content = "\0".join(f"{name}\0{text}" for name, text in sorted(files.items()))
+    suffix = f"_{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+    named = {}
+    for name, text in files.items():
+        renamed = _IMPORT.sub(lambda match: f"from .{match[1]}{suffix} import", text)
+        named[f"{Path(name).stem}{suffix}.py"] = renamed
+    return named, suffix
 
 
 def imported(path: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,13 +15,13 @@ from megatron.data.folders import whole_folder, written
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import RunError, UserError
-from megatron.export.bundle import bundle
+from megatron.export.bundle import bundle, name_by_content
 from megatron.export.card import card, write_card
 from megatron.export.tokenizer import write_tokenizer
 from megatron.export.weights import Weights, write_shards
 from megatron.formats.families import exact_family
 from megatron.formats.family import FILE, Family
-from megatron.formats.farfield import CHECKSUMS, FARFIELD, TOKENIZER_KIND
+from megatron.formats.farfield import CHECKSUMS, CODE, FARFIELD, TOKENIZER_KIND
 from megatron.model.options import padded_vocabulary
 from megatron.suggest import choose_from
 
@@ -67,9 +68,8 @@ def export(
     tokenizer = run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
     weights = Weights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else kind)
     with written(target), whole_folder(target.resolve()) as folder:
-        if not native:
-            _write_code(run, folder)
-        _write_descriptions(run, tokenizer, family, dtype, folder)
+        code = {} if native else {"auto_map": _write_code(run, folder)}
+        _write_descriptions(run, tokenizer, family, dtype, folder, code)
         write_tokenizer(tokenizer, folder, run.config.model.seq_length)
         write_shards(weights, folder, largest)
         manifest.write(folder, manifest.seal(folder, folder.glob("*.safetensors")), CHECKSUMS)
@@ -95,13 +95,18 @@ def _native(run: Run) -> Family:
     return family
 
 
-def _write_code(run: Run, folder: Path) -> None:
+def _write_code(run: Run, folder: Path) -> dict[str, str]:
+    """The code of a model; returns where its classes are (`auto_map`)."""
     position = run.config.position
-    for name, text in bundle(position.pos_emb, position.score_processor).items():
+    files, suffix = name_by_content(bundle(position.pos_emb, position.score_processor))
+    for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+    return {kind: name.replace(".", f"{suffix}.") for kind, name in CODE.items()}
 
 
-def _write_descriptions(run: Run, tokenizer: Tokenizer, family: Family, dtype: str, folder: Path) -> None:
+def _write_descriptions(
+    run: Run, tokenizer: Tokenizer, family: Family, dtype: str, folder: Path, code: dict[str, Any]
+) -> None:
     """config.json and generation_config.json. Rows that only pad the vocabulary are never drawn."""
     rows = padded_vocabulary(run.config.model, tokenizer.vocab_size)
     always = {
@@ -111,7 +116,7 @@ def _write_descriptions(run: Run, tokenizer: Tokenizer, family: Family, dtype: s
     }
     padding = list(range(tokenizer.vocab_size, rows))
     # transformers 4 calls it torch_dtype, and 5 reads both.
-    _write_json(folder / FILE, family.written(run.config, rows, torch_dtype=dtype, bos_token_id=None, **always))
+    _write_json(folder / FILE, family.written(run.config, rows, torch_dtype=dtype, bos_token_id=None, **always, **code))
     _write_json(folder / "generation_config.json", {**always, **({"suppress_tokens": padding} if padding else {})})
 
 

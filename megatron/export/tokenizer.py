@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers as hf
 
 from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
-from megatron.export.bundle import HERE
+from megatron.export.bundle import HERE, name_by_content
 from megatron.formats.farfield import TOKENIZER_KIND
 
 CLASS_FILE = HERE / "tokenization_farfield.py"
@@ -83,11 +83,13 @@ def _gpt2(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 def _sentencepiece(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     import sentencepiece
 
-    (folder / CLASS_FILE.name).write_text(CLASS_FILE.read_text(encoding="utf-8"), encoding="utf-8")
+    files, suffix = name_by_content({CLASS_FILE.name: CLASS_FILE.read_text(encoding="utf-8")})
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     return {
         "tokenizer_class": "FarfieldTokenizer",
-        "auto_map": {"AutoTokenizer": [f"{CLASS_FILE.stem}.FarfieldTokenizer", None]},
+        "auto_map": {"AutoTokenizer": [f"{CLASS_FILE.stem}{suffix}.FarfieldTokenizer", None]},
         **_ends(pieces.id_to_piece(tokenizer.eod)),
     }
 

@@ -1,5 +1,6 @@
 """A config.json of another family, read with nothing dropped unseen."""
 
+import re
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any
@@ -33,6 +34,17 @@ GENERAL: dict[str, tuple[tuple[Any, ...], str]] = {
 """Of every family: the values that ask for nothing, and why others are refused."""
 
 
+_DIGEST = re.compile(r"_[0-9a-f]{8}(?=\.)")
+"""What the names of our modules end in, in an export."""
+
+
+def _without_digests(classes: Any) -> Any:
+    """An `auto_map` with the plain names of modules."""
+    if not isinstance(classes, dict):
+        return classes
+    return {kind: _DIGEST.sub("", name) if isinstance(name, str) else name for kind, name in classes.items()}
+
+
 class Keys:
     """The keys of a config.json.
 
@@ -46,7 +58,8 @@ class Keys:
         self._values, self.source = values, source
         self._read = {*SILENT, *TRAINING}
         for name, (harmless, why) in GENERAL.items():
-            self.only(name, (*harmless, code) if name == "auto_map" else harmless, why)
+            own = (values[name],) if name == "auto_map" and code and _without_digests(values.get(name)) == code else ()
+            self.only(name, (*harmless, *own), why)
 
     def refuse(self, name: str, why: str) -> UserError:
         """The error that names a key and its value."""

@@ -30,7 +30,7 @@ from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.randomized import draw_positions
 from megatron.position.shape import DrawnPositions, Span
-from megatron.position.stretches import Stretch, embedded, one_after_another, stretches
+from megatron.position.stretches import Draw, Stretch, embedded, nothing_drawn, one_after_another, stretches
 
 
 class GPT(GPTModel):
@@ -133,10 +133,13 @@ class GPT(GPTModel):
         """Where `length` tokens of this rank stand in their sequences."""
         if cache is not None:
             cache.check(length)
-            return stretches(length, mask, cache.length, lambda _: cache.drawn)
+            return stretches(
+                length, mask, cache.length, nothing_drawn if cache.drawn is None else lambda _: cache.drawn
+            )
         context = self.processes.mesh.context
         if context.size == 1:
-            return stretches(length, mask, draw=lambda whole: self._draw(whole, seed))
+            draw: Draw = nothing_drawn if self.randomized is None else lambda tokens: self._draw(tokens, seed)
+            return stretches(length, mask, draw=draw)
         whole = length * context.size
         drawn = self._draw(whole, seed)
         return one_after_another([Span(start, size, drawn) for start, size in held(whole, context)])

@@ -67,7 +67,8 @@ def stretches(
         past: tokens that came before those at hand.
 
     Returns:
-        One stretch if no sequence is padded on the left, else one for each amount of padding. Padding is in none.
+        One stretch if no sequence is padded on the left, else one for each amount of padding; where positions are
+        drawn, for each amount of padding on either side. Padding on the left is in none.
     """
     whole = past + length
     if mask is None:
@@ -96,15 +97,17 @@ def ending(parts: Sequence[Stretch], length: int, last: int) -> tuple[Stretch, .
 def _padded(length: int, mask: Tensor, past: int, draw: Draw) -> Iterator[Stretch]:
     whole = past + length
     before = (mask.cumsum(dim=1) == 0).sum(dim=1)
-    for padding in before.unique().tolist():
-        first = max(padding - past, 0)
-        if first >= length:
+    # No token looks at padding that comes after it, so that may stay; but it must not count where positions are drawn.
+    after = (mask.flip(1).cumsum(dim=1) == 0).sum(dim=1) if draw is not nothing_drawn else torch.zeros_like(before)
+    for padding, behind in torch.stack([before, after], dim=1).unique(dim=0).tolist():
+        first, end = max(padding - past, 0), length - behind
+        if first >= end:
             continue
-        among = (before == padding).nonzero()[:, 0]
+        among = ((before == padding) & (after == behind)).nonzero()[:, 0]
         sequences = ALL_SEQUENCES if len(among) == len(mask) else among
-        seen = mask[sequences, padding:]
-        ends_once = bool((seen[:, 1:] <= seen[:, :-1]).all())  # no token looks at padding that comes after it
-        span = Span(max(past - padding, 0), length - first, draw(whole - padding))
+        seen = mask[sequences, padding : whole - behind]
+        ends_once = bool((seen[:, 1:] <= seen[:, :-1]).all())
+        span = Span(max(past - padding, 0), end - first, draw(whole - padding - behind))
         yield Stretch(span, sequences, first, padding, None if ends_once else seen)
 
 

@@ -210,3 +210,42 @@ def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) 
 def test_sdpa_is_not_put_in_the_place_of_our_attention(transformers: Any, exported: tuple[GPT, Path]) -> None:
     with pytest.raises(ValueError, match="does not support an attention implementation"):
         load(transformers, exported[1], attn_implementation="sdpa")
+
+
+def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, tmp_path: Path) -> None:
+    """transformers keeps code by the name of the model's folder, and every training calls its own `model` at times."""
+    tokens, models = torch.tensor([PROMPTS[0]]), {}
+    for place, keys in {"a": {"pos_emb": "kerple_log"}, "b": {"pos_emb": "rotary"}, "c": {"pos_emb": "alibi"}}.items():
+        case = Case(place, keys)
+        gpt = gpt_of(case, VOCABULARY)
+        run = write_run(tmp_path / place / "run", case.config(), gpt)
+        models[place] = gpt, load(transformers, export(run, tmp_path / place / "model", say=lambda line: None))
+    with torch.no_grad():
+        for gpt, model in models.values():
+            assert_alike(model(tokens).logits, gpt(tokens), TERMS, SUMS)
+    modules = [type(model).__module__ for _, model in models.values()]
+    assert len({*modules}) == 3
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_padded_row_is_what_it_is_alone_where_positions_are_drawn(
+    transformers: Any, tmp_path: Path, side: str
+) -> None:
+    case = Case("randomized", {"pos_emb": "rotary", "randomized_positions": 64})
+    gpt = gpt_of(case, VOCABULARY)
+    folder = export(write_run(tmp_path / "run", case.config(), gpt), tmp_path / "export", say=lambda line: None)
+    model = load(transformers, folder)
+    longest = max(map(len, PROMPTS)) + 2
+    before = [{"left": longest - n, "right": 0, "both": (longest - n) // 2}[side] for n in map(len, PROMPTS)]
+    tokens = torch.full((len(PROMPTS), longest), 256)
+    mask = torch.zeros_like(tokens)
+    for row, (start, prompt) in enumerate(zip(before, PROMPTS, strict=True)):
+        tokens[row, start : start + len(prompt)] = torch.tensor(prompt)
+        mask[row, start : start + len(prompt)] = 1
+    with torch.no_grad():
+        found = model(tokens, attention_mask=mask, use_cache=False).logits
+        ours = gpt(tokens, attention_mask=mask.bool())
+        for row, (start, prompt) in enumerate(zip(before, PROMPTS, strict=True)):
+            alone = gpt(torch.tensor([prompt]))[0]
+            assert_alike(found[row, start : start + len(prompt)], alone, TERMS, SUMS)
+            assert_alike(ours[row, start : start + len(prompt)], alone, TERMS, SUMS)

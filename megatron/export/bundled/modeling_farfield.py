@@ -22,7 +22,7 @@ from ...position.processor import Processor
 from ...position.randomized import draw_positions
 from ...position.registry import build_encoding, build_processor
 from ...position.rows import Rows, attention_in_blocks
-from ...position.shape import DrawnPositions, Shape, Span
+from ...position.shape import Shape, Span
 from ...position.stretches import Stretch, attended, embedded, rotated, stretches
 from .configuration_farfield import FarfieldConfig
 
@@ -264,11 +264,10 @@ class FarfieldModel(FarfieldPreTrainedModel):
             wrong = (position_ids.to(x.device).expand(batch, -1) != places) & present
             if wrong.any():
                 raise ValueError("position_ids must be those that attention_mask implies: places from 0, in order")
-        return stretches(length, mask, past, self._drawn)
-
-    def _drawn(self, length: int) -> DrawnPositions | None:
         limit = self.config.randomized_positions
-        return None if limit is None else draw_positions(length, limit, length)
+        if limit is None:
+            return stretches(length, mask, past)
+        return stretches(length, mask, past, lambda tokens: draw_positions(tokens, limit, tokens))
 
 
 class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
