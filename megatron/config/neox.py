@@ -156,6 +156,7 @@ ADVICE: dict[str, dict[Any, str]] = {
     "pos_emb": {
         **dict.fromkeys(("xpos", "ntk", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"),
         "yarn": "use rotary with pos_emb_options.scaling: yarn",
+        "kerple_power_original": "it is ALiBi whose slopes are at least 0.01; use alibi, which has no such bound",
     },
     "lr_decay_style": {"exponential": "use cosine, linear, constant or inverse_sqrt"},
     "zero_optimization.offload_optimizer.device": {"nvme": "use cpu"},
@@ -207,8 +208,8 @@ POSITIONS: dict[str, PositionAlias] = {
     "fire_c": PositionAlias("fire", "dape", True, _FIRE_IN_DAPE),
     "fire_dapev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE),
     "fire_capev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE),
-    "xl_bias": PositionAlias("transformer_xl"),
-    "xl_bias_c": PositionAlias("transformer_xl", "dape"),
+    "xl_bias": PositionAlias("transformer_xl", None, True),
+    "xl_bias_c": PositionAlias("transformer_xl", "dape", True),
 }
 
 _KERNELS = "a choice between kernels that compute the same; `attention_backend` chooses how attention is computed"

@@ -396,6 +396,12 @@ def _same(config: Config, parts: "list[list[Tensor]]") -> "Tensor":
     return _mean(parts)
 
 
+def _vectors(config: Config, parts: "list[list[Tensor]]") -> "Tensor":
+    """CoPE's table [1, d, positions], whose products with queries are not divided by the root of d there."""
+    d = config.model.hidden_size // config.model.num_attention_heads
+    return _mean(parts)[0].t().float() * d**0.5
+
+
 def _size(config: Config, parts: "list[list[Tensor]]") -> "Tensor":
     """FIRE computes with the absolute value."""
     return _mean(parts).abs().reshape(1)
@@ -422,6 +428,10 @@ ENCODINGS: dict[str, dict[str, tuple[str, Make]]] = {
         "c.value": ("c", _size), "multiplier.value": ("L_multiplier and init_L", _multiplier),
         "weight1.value": ("mlp.0.weight", _same), "bias1.value": ("mlp.0.bias", _same),
         "weight2.value": ("mlp.2.weight", _same), "bias2.value": ("mlp.2.bias", _same),
+    },
+    "cope": {"vectors.value": ("pos_emb", _vectors)},
+    "transformer_xl": {
+        "u.value": ("r_w_bias", _same), "v.value": ("r_r_bias", _same), "project.weight": ("r_net.weight", _same),
     },
 }  # fmt: skip
 """For each weight of an encoding of ours, how the name of theirs ends, and how the one is made of the other."""

@@ -57,6 +57,11 @@ CASES = {
     "dape": layout({"pos_emb": "kerple_c", "mlp_width": 6}, module="kerple_c", per_layer=True),
     "dape, no bias": layout({"pos_emb": "nope_c", "mlp_width": 6}, module="nope_c", per_layer=True),
     "fire": layout({"pos_emb": "fire", "pos_emb_per_layer": True}, module="fire", per_layer=True),
+    "cope": layout(
+        {"pos_emb": "cope", "pos_emb_per_layer": True, "pos_emb_options": {"positions": 6}}, module="cope",
+        per_layer=True,
+    ),
+    "transformer_xl": layout({"pos_emb": "xl_bias"}, module="xl_bias", per_layer=True),
     "fire, dape": layout({"pos_emb": "fire_c", "mlp_width": 32}, module="fire_c", per_layer=True),
     "fire, cdape": layout(
         {"pos_emb": "fire_dapev2", "mlp_width": 6, "dapev2_kernel": 3}, module="fire_dapev2", per_layer=True
@@ -116,8 +121,8 @@ def test_what_is_compared_can_differ(tmp_path: Path) -> None:
 
 
 def test_an_encoding_whose_files_are_not_known_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"pos_emb cope cannot be imported.*fire, .*kerple_log, .*t5"):
-        imported(layout({"pos_emb": "cope"}).fill().write(tmp_path / "source"))
+    with pytest.raises(UserError, match=r"pos_emb kerple_log3 cannot be imported.*fire, .*kerple_log, .*t5"):
+        imported(layout({"pos_emb": "kerple_log3"}).fill().write(tmp_path / "source"))
 
 
 def test_a_checkpoint_and_its_run_mean_the_same_and_a_configuration_can_be_named(tmp_path: Path) -> None:

@@ -320,3 +320,10 @@ def test_gradients_are_finite_where_the_distance_is_zero(name: str) -> None:
     for term in terms:
         term[:, 0].sum().backward(retain_graph=True)
     assert all(p.grad.isfinite().all() for p in e.parameters())
+
+
+@pytest.mark.parametrize("encoding", registry.encodings())
+def test_no_encoding_has_a_linear_layer_that_is_used_otherwise(encoding: str) -> None:
+    """What replaces every nn.Linear by another layer (peft's `all-linear`, quantization) must find none here."""
+    built = registry.build_encoding(encoding, Shape(4, 8, 32, 16, 16))
+    assert not [module for module in built.modules() if isinstance(module, torch.nn.Linear)]

@@ -125,6 +125,14 @@ class Layout:
                 put(f"{module}.mlp.0.bias", draw(inside))
                 put(f"{module}.mlp.2.weight", draw(HEADS, inside))
                 put(f"{module}.mlp.2.bias", draw(HEADS))
+            if positions == "cope":
+                put(f"{layer}.attention.{self.module}.pos_emb", draw(1, D, 6))
+            if positions == "xl_bias":
+                module = f"{layer}.attention.{self.module}"
+                put(f"{module}.r_w_bias", draw(HEADS, D))
+                put(f"{module}.r_r_bias", draw(HEADS, D))
+                put(f"{module}.r_net.weight", draw(WIDTH, WIDTH))
+                put(f"{module}.pos_emb.inv_freq", torch.ones(3))
             if positions == "rotary":
                 put(f"{layer}.attention.rotary_emb.inv_freq", torch.ones(3))
         norm(f"{LAYERS + 3}.norm")
@@ -212,12 +220,44 @@ class Layout:
         if self.of("pos_emb") == "rotary":
             q, k = self._rotated(q), self._rotated(k)
         scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+        if self.of("pos_emb") == "xl_bias":
+            scores = self._relative(q, k, layer)
+        if self.of("pos_emb") == "cope":
+            scores = scores + self._counted(q, scores, layer)
         scores = self._positioned(scores, rank, layer)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         if (width := self.of("sliding_window_width")) is not None:  # that many keys before a token, and its own
             future |= torch.ones(length, length, dtype=torch.bool).tril(-width - 1)
         mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
         return mixed.transpose(1, 2).reshape(batch, length, h * D) @ state[f"{name}.dense.weight"].t()
+
+    def _relative(self, q: Tensor, k: Tensor, layer: int) -> Tensor:
+        """Transformer-XL's scores, a pair of tokens at a time."""
+        name = f"{layer}.attention.{self.module}"
+        u, v, project = (self.states[0][f"{name}.{end}"] for end in ("r_w_bias", "r_r_bias", "r_net.weight"))
+        length = q.shape[2]
+        scores = torch.zeros(q.shape[0], HEADS, length, length)
+        for i in range(length):
+            for j in range(i + 1):
+                angle = (i - j) / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH)
+                distance = (project @ torch.cat([angle.sin(), angle.cos()])).view(HEADS, D)
+                scores[:, :, i, j] = ((q[:, :, i] + u) * k[:, :, j] + (q[:, :, i] + v) * distance).sum(-1)
+        return scores / math.sqrt(D)
+
+    def _counted(self, q: Tensor, scores: Tensor, layer: int) -> Tensor:
+        """CoPE's terms: how many gates are open from a key to the query says which vector the query meets."""
+        table = self.states[0][f"{layer}.attention.{self.module}.pos_emb"][0]  # [d, positions]
+        length, last = scores.shape[-1], table.shape[1] - 1
+        gates = scores.sigmoid()
+        terms = torch.zeros_like(scores)
+        for i in range(length):
+            for j in range(i + 1):
+                position = gates[:, :, i, j : i + 1].sum(-1).clamp(max=last)
+                low, high = position.floor().long(), position.ceil().long()
+                products = q[:, :, i] @ table
+                one, other = (products.gather(-1, each[..., None])[..., 0] for each in (low, high))
+                terms[:, :, i, j] = one + (position - low) * (other - one)
+        return terms
 
     def _rotated(self, x: Tensor) -> Tensor:
         turned = int(D * self.of("rotary_pct", 1.0))

@@ -6,6 +6,7 @@ Each of the two products has a learned vector (u, v) of its own, which is added 
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..angles import sinusoids
 from ..encoding import Encoding
@@ -13,23 +14,29 @@ from ..parameters import Bounded, normal
 from ..shape import Shape, Span, distance_count
 
 
-class Projection(nn.Linear):
-    """W_R ~ N(0, std²), without a bias, applied to sinusoids or, transposed, to queries."""
+class Projection(nn.Module):
+    """W_R ~ N(0, std²), without a bias, applied to sinusoids or, transposed, to queries.
+
+    It is no nn.Linear: what replaces all of those by layers that add to their outputs (peft's `all-linear`) would not
+    know of the transposed use.
+    """
 
     def __init__(self, inputs: int, outputs: int, std: float) -> None:
-        self.start = normal(std)  # the base class's constructor calls `reset_parameters`
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__()
+        self.start = normal(std)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()  # draws too: what is drawn after it stays what it was before this class
+        nn.init.kaiming_uniform_(self.weight)  # only so that what is drawn after it stays what it was
         with torch.no_grad():
             self.start(self.weight)
 
     def forward(self, x: Tensor, heads: slice | None = None) -> Tensor:
         """R_n [N, D] → W_R R_n [N, H·d]; given heads, their queries q [B, h, R, d] → W_Rᵀ q [B, h, R, D]."""
         if heads is None:
-            return super().forward(x)
-        return torch.matmul(x, self.weight.view(-1, x.shape[-1], self.in_features)[heads])
+            return F.linear(x, self.weight)
+        return torch.matmul(x, self.weight.view(-1, x.shape[-1], self.weight.shape[1])[heads])
 
 
 class TransformerXL(Encoding):
