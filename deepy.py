@@ -132,6 +132,16 @@ Folder = Annotated[
 ]
 
 
+AddBos = Annotated[
+    bool | None,
+    typer.Option(
+        "--add-bos/--no-add-bos",
+        help="Put the tokenizer's token for the beginning of a text before each; as its file says if absent.",
+        show_default=False,
+    ),
+]
+
+
 @command
 def train(
     arguments: Arguments,
@@ -286,7 +296,7 @@ def plan(
 
 
 @command
-@with_options(CorpusOptions, leaving_out=("sources", "split", "packages", "suffixes", "column"))
+@with_options(CorpusOptions, leaving_out=("sources", "split", "packages", "suffixes", "column", "add_bos"))
 def prepare(
     sources: Annotated[
         list[str],
@@ -310,6 +320,7 @@ def prepare(
     column: Annotated[
         str, typer.Option("--column", "--jsonl-key", help="Key of a line, or column of a table, that holds the text.")
     ] = "text",
+    add_bos: AddBos = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that was made differently.")] = False,
     **options: Any,
 ) -> None:
@@ -333,7 +344,7 @@ def prepare(
 
     kinds = None if suffixes is None else [suffix.strip() for suffix in suffixes.split(",")]
     own = {"sources": sources, "split": _shares(split), "packages": packages, "suffixes": kinds, "column": column}
-    prepare_corpus(chosen(CorpusOptions, {**options, **own}), output, overwrite=overwrite)
+    prepare_corpus(chosen(CorpusOptions, {**options, **own, "add_bos": add_bos}), output, overwrite=overwrite)
 
 
 @command
@@ -357,6 +368,11 @@ def import_(
         Path | None, typer.Option(help="tokenizer.json, vocab.json or .model file.", show_default=False)
     ] = None,
     merge_file: Annotated[Path | None, typer.Option(help="merges.txt of GPT2BPETokenizer.", show_default=False)] = None,
+    end_token: Annotated[
+        str | None,
+        typer.Option(help="The token that ends a document, if it has none of the usual names.", show_default=False),
+    ] = None,
+    add_bos: AddBos = None,
 ) -> None:
     """Make a run folder of a model from elsewhere.
 
@@ -376,7 +392,9 @@ def import_(
     from megatron.quantities import count
 
     files = {"vocab_file": vocab_file, "merge_file": merge_file}
-    made, notes = import_model(source, run, configs=config or (), tokenizer=tokenizer, **files)
+    made, notes = import_model(
+        source, run, configs=config or (), tokenizer=tokenizer, **files, end_token=end_token, add_bos=add_bos
+    )
     _note(notes)
     model = made.config.model
     print(

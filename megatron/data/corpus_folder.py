@@ -83,7 +83,8 @@ def already_there(
             check_dataset(corpus.prefix(split), content=False)
             open_indexed(corpus.prefix(split))
         before = described.made_from
-        other = {key: before.get(key) for key in made_from if before.get(key) != made_from[key]}
+        keys = {**made_from, **before}
+        other = {key: before.get(key) for key in keys if before.get(key) != made_from.get(key)}
         if not other:  # reading it all is worth it only where it is to be used
             _check_all(output, described, report)
             return Corpus(**{**vars(corpus), "reused": True})
@@ -93,7 +94,7 @@ def already_there(
         return None
     if overwrite:
         return None
-    differences = [f"{key} {value}, not {made_from[key]}" for key, value in other.items() if key != "files"]
+    differences = [f"{key} {value}, not {made_from.get(key)}" for key, value in other.items() if key != "files"]
     if "files" in other and _places(corpus.sources) != _places(sources):
         differences.insert(0, f"sources `{_listed(corpus.sources)}`, not `{_listed(sources)}`")
         held = "of other sources" if len(differences) == 1 else "of other sources, made differently"

@@ -79,11 +79,15 @@ class TokenizerFacts(BaseModel):
     eod: Count
     files: list[str]
     checksum: Sha256
+    bos: Count | None = None  # not in older ones, which had none
+    end_token: str | None = None
 
     @model_validator(mode="after")
     def _fit(self) -> "TokenizerFacts":
         if self.eod >= self.vocab_size:
             raise ValueError(f"eod is {self.eod}; it must be less than vocab_size {self.vocab_size}")
+        if self.bos is not None and self.bos >= self.vocab_size:
+            raise ValueError(f"bos is {self.bos}; it must be less than vocab_size {self.vocab_size}")
         if tuple(self.files) != TOKENIZER_FILES[self.type]:
             expected = ", ".join(TOKENIZER_FILES[self.type]) or "none"
             raise ValueError(f"files are {self.files}; those of {self.type} are {expected}")

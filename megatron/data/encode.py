@@ -35,7 +35,7 @@ class Chunk:
 class Encoded:
     """What one split got from a chunk. Documents without text are left out."""
 
-    tokens: np.ndarray  # [sum of lengths], end-of-document included
+    tokens: np.ndarray  # [sum of lengths], what begins and ends a document included
     lengths: list[int]
     bytes: int  # UTF-8
 
@@ -86,11 +86,15 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> Encoded:
         encoded = self.tokenizer.encode_batch(texts)
-        lengths = [len(ids) + 1 for ids in encoded]
+        bos = self.tokenizer.bos
+        before = 0 if bos is None else 1
+        lengths = [before + len(ids) + 1 for ids in encoded]
         tokens = np.full(sum(lengths), self.tokenizer.eod, dtype=self.dtype)
         start = 0
         for ids, length in zip(encoded, lengths, strict=True):
-            tokens[start : start + length - 1] = ids
+            if bos is not None:
+                tokens[start] = bos
+            tokens[start + before : start + length - 1] = ids
             start += length
         return Encoded(tokens, lengths, sum(len(text.encode("utf-8")) for text in texts))
 
@@ -101,7 +105,8 @@ def encode_all(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Gener
         yield from map(encoder, chunks)
         return
     tokenizer = encoder.tokenizer
-    recipe = (tokenizer.type, [str(path) for path in tokenizer.files.values()], encoder.dtype.str, encoder.jsonl_key)
+    files = [str(path) for path in tokenizer.files.values()]
+    recipe = (tokenizer.type, files, tokenizer.end_token, tokenizer.bos, encoder.dtype.str, encoder.jsonl_key)
     # spawn, not fork: the parent may have threads (a progress display, torch's, a tokenizer's)
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start, initargs=recipe)
     pending: deque[Future[EncodedChunk]] = deque()
@@ -121,11 +126,13 @@ def encode_all(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Gener
 _encoder: Encoder | None = None  # of this worker process
 
 
-def _start(type: str, files: list[str], dtype: str, jsonl_key: str) -> None:
+def _start(type: str, files: list[str], end_token: str | None, bos: int | None, dtype: str, jsonl_key: str) -> None:
     global _encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _encoder = Encoder(open_tokenizer(type, *files), np.dtype(dtype).type, jsonl_key)
+    tokenizer = open_tokenizer(type, *files, end_token=end_token, bos=False)
+    tokenizer.bos = bos
+    _encoder = Encoder(tokenizer, np.dtype(dtype).type, jsonl_key)
 
 
 def _end_with_parent() -> None:

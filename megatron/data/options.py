@@ -26,6 +26,10 @@ class CorpusOptions(Section):
     tokenizer: str = key("bytes", "one of bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here")
     vocab_file: str | None = key(None, "file of the tokenizer: tokenizer.json, vocab.json or .model")
     merge_file: str | None = key(None, "file of GPT2BPETokenizer: merges.txt")
+    end_token: str | None = key(None, "the token that ends a document, if it has none of the usual names")
+    add_bos: bool | None = key(
+        None, "put the tokenizer's token for the beginning of a text before each document; as its file says if absent"
+    )
     vocab_size: int | None = key(None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257)
     split: list[float] | None = key(
         lambda: [0.9, 0.05, 0.05], "train, valid and test shares; null: no division", min_length=3, max_length=3
@@ -79,6 +83,12 @@ class DataOptions(Section):
     )
     vocab_file: str | None = key(None, "tokenizer.json, vocab.json or .model file of the tokenizer", role="data")
     merge_file: str | None = key(None, "merges.txt of GPT2BPETokenizer", role="data")
+    end_token: str | None = key(
+        None, "the token of that tokenizer that ends a document, if it has none of the usual names", role="data"
+    )
+    add_bos: bool | None = key(
+        None, "does that tokenizer put a token before each text? As its file says if absent", role="data"
+    )
     eod_mask_loss: bool = key(False, "do not score the token that follows the end of a document", role="data")
     num_workers: int = key(0, "processes that load batches", ge=0, le=1024, role="machine")
 
@@ -88,7 +98,7 @@ TASK_ALONE = ("task_options", "task_length", "task_shortest_length")
 
 TEXT_ALONE = (
     *("data_path", "split", *(f"{split}_data_{what}" for split in SPLITS for what in ("paths", "weights"))),
-    *("tokenizer_type", "vocab_file", "merge_file", "eod_mask_loss"),
+    *("tokenizer_type", "vocab_file", "merge_file", "end_token", "add_bos", "eod_mask_loss"),
 )
 """Keys that say something of a text."""
 
@@ -138,6 +148,6 @@ def conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
         split_shares(data.split)
     except UserError as error:
         yield "split", str(error)
-    for name in ("vocab_file", "merge_file"):
+    for name in ("vocab_file", "merge_file", "end_token", "add_bos"):
         if data.tokenizer_type is None and getattr(data, name) is not None:
             yield name, f"{name} is given without tokenizer_type; choose HFTokenizer, SPMTokenizer or GPT2BPETokenizer"

@@ -40,6 +40,11 @@ class Recipe:
     def made_from(self) -> dict[str, Any]:
         """What the corpus follows from, as its corpus.json records it."""
         asked = self.options
+        special: dict[str, Any] = {}  # only where there is any, so that older corpora are found again
+        if self.tokenizer is not None and self.tokenizer.bos is not None:
+            special["bos"] = self.tokenizer.bos
+        if asked.end_token is not None:
+            special["end_token"] = asked.end_token
         return {
             "format": FORMAT,
             "files": _digest([[file.name, file.size, file.modified] for file in self.files]),
@@ -49,6 +54,7 @@ class Recipe:
             "jsonl_key": asked.column,
             "documents": asked.documents,
             "tokens": asked.tokens,
+            **special,
         }
 
     @property
@@ -88,6 +94,9 @@ def _tokenizer(options: CorpusOptions) -> Tokenizer | None:
         for key, value in (("vocab_file", options.vocab_file), ("merge_file", options.merge_file)):
             if value is not None:
                 raise UserError(f"{key}: {value}: tokenizer {TRAINED} is trained here and takes no file")
+        if options.end_token is not None or options.add_bos:
+            key = "add_bos" if options.add_bos else "end_token"
+            raise UserError(f"{key}: tokenizer {TRAINED} is trained here, and has <|endoftext|> alone")
         if options.vocab_size is None:
             raise UserError(f"vocab_size: tokenizer {TRAINED} needs it: how many tokens to train")
         return None
@@ -96,7 +105,8 @@ def _tokenizer(options: CorpusOptions) -> Tokenizer | None:
         raise UserError(f"tokenizer: {type!r} is unknown; {choose_from(type, choices)}")
     if options.vocab_size is not None:
         raise UserError(f"vocab_size: only tokenizer {TRAINED} takes one; {type} has its own")
-    return open_tokenizer(type, options.vocab_file, options.merge_file)
+    files = options.vocab_file, options.merge_file
+    return open_tokenizer(type, *files, end_token=options.end_token, bos=options.add_bos)
 
 
 def _digest(value: Any) -> str:

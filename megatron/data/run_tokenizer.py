@@ -10,10 +10,10 @@ get theirs when they are resumed; until then the tokenizer of their data is take
 import contextlib
 from pathlib import Path
 
-from megatron.data.description import TOKENIZER_FILE, TOKENIZER_FILES
+from megatron.data.description import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
 from megatron.data.folders import whole_folder, written
 from megatron.data.options import DataOptions
-from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, open_tokenizer
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of_keys
 from megatron.errors import FarfieldError, UserError
 
 FOLDER = "tokenizer"
@@ -32,7 +32,7 @@ def keep_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
     """
     folder = Path(run) / FOLDER
     with contextlib.suppress(FarfieldError):
-        if (folder / TOKENIZER_FILE).is_file() and load_tokenizer(folder).checksum == tokenizer.checksum:
+        if (folder / TOKENIZER_FILE).is_file() and _is_same(load_tokenizer(folder), tokenizer, folder):
             return folder
     with written(folder):
         there = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -42,6 +42,12 @@ def keep_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
             tokenizer.copy_files(new)
             (new / TOKENIZER_FILE).write_text(tokenizer.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def _is_same(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> bool:
+    """Is a copy of this tokenizer? One from before copies said what begins a text stays: nothing did then."""
+    said = read_tokenizer_folder(folder).facts
+    return copy.checksum == tokenizer.checksum and (copy.facts == tokenizer.facts or "bos" not in said.model_fields_set)
 
 
 def keep_run_tokenizer(data: DataOptions, run: str | Path) -> None:
@@ -86,6 +92,4 @@ def _of_data(data: DataOptions) -> Tokenizer:
     except UserError:
         if data.tokenizer_type is None:
             raise
-        return open_tokenizer(
-            data.tokenizer_type, data.vocab_file, data.merge_file
-        )  # whether the data are there or not
+        return tokenizer_of_keys(data)  # whether the data are there or not

@@ -12,12 +12,18 @@ Four kinds, under GPT-NeoX's names where it has one:
 A corpus folder holds a copy of its tokenizer's files, with a checksum, so that it can be moved and read anywhere.
 So does a run's folder (`run_tokenizer.py`).
 A tokenizer's `name` contains that checksum: two corpora fit together exactly if their tokenizers' names are equal.
+
+Some tokenizers put a token before every text (Llama's `<s>`, OPT's `</s>`). Whether that is done is decided once, when
+a corpus is prepared or a model imported: as the tokenizer's own files say, or as `add_bos` does. The decision is stored
+with the corpus and the run (`bos`), and all that turns text into tokens follows it: documents of a corpus, texts that
+are scored, prompts, lm-evaluation-harness, and an export's tokenizer.
 """
 
 import hashlib
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,18 +34,25 @@ from megatron.data.description import LARGEST_VOCABULARY, TokenizerFacts, read_t
 from megatron.data.options import DataOptions, TokenizerType
 from megatron.data.paths import all_prefixes, description_of
 from megatron.errors import RunError, UserError
-from megatron.suggest import choose_from
+from megatron.suggest import choose_from, did_you_mean
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
 """Names under which tokenizers know the end of a document, the most usual first."""
 
+BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<BOS>", "[BOS]")
+"""Names under which tokenizers know the beginning of a text."""
+
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Every id is in [0, vocab_size); `eod` is the id written after each document."""
+    """Text to token ids and back. Every id is in [0, vocab_size); `eod` is the id written after each document, `bos`
+    the one that stands before each text, None if there is none."""
 
     type: ClassVar[TokenizerType]
     vocab_size: int
     eod: int
+    bos: int | None = None
+    end_token: str | None = None
+    """The name of `eod`, if it is not one of the usual ones."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self.files = files
@@ -60,11 +73,29 @@ class Tokenizer(ABC):
             eod=self.eod,
             files=list(self.files),
             checksum=self.checksum,
+            bos=self.bos,
+            end_token=self.end_token,
         )
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with nothing added at its ends."""
+
+    def encode_with_bos(self, text: str) -> list[int]:
+        """Token ids of a text as a model reads it: after the token that stands before each text, if there is one."""
+        return [*self._prefix, *self.encode(text)]
+
+    @property
+    def _prefix(self) -> list[int]:
+        return [] if self.bos is None else [self.bos]
+
+    def added_before(self) -> list[int]:
+        """What the tokenizer's own files put before a text."""
+        return []
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that is named; None if there is no such token."""
+        return None
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -105,7 +136,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     type = "HFTokenizer"
 
-    def __init__(self, vocab_file: Path) -> None:
+    def __init__(self, vocab_file: Path, *, end_token: str | None = None) -> None:
         super().__init__({"tokenizer.json": vocab_file})
         try:
             self._tokenizer = hf.Tokenizer.from_file(str(vocab_file))
@@ -115,7 +146,23 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = _vocab_size(ids, vocab_file)
-        self.eod = _end_of_document(ids, vocab_file)
+        self.eod, self.end_token = _end_of_document(ids, vocab_file, end_token), end_token
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def added_before(self) -> list[int]:
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
+            return []
+        for text in ("a", "0", " ", *islice(self._tokenizer.get_vocab(), 20)):
+            try:
+                plain, whole = (self._tokenizer.encode(text, add_special_tokens=each).ids for each in (False, True))
+            except Exception:  # the library raises plain Exception where it has no token for a text
+                continue
+            for start in range(len(whole) if plain else 0):
+                if whole[start : start + len(plain)] == plain:
+                    return whole[:start]
+        return []
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -133,7 +180,7 @@ class GPT2Tokenizer(Tokenizer):
 
     type = "GPT2BPETokenizer"
 
-    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+    def __init__(self, vocab_file: Path, merge_file: Path, *, end_token: str | None = None) -> None:
         super().__init__({"vocab.json": vocab_file, "merges.txt": merge_file})
         try:
             ids, merges = hf.models.BPE.read_file(str(vocab_file), str(merge_file))
@@ -143,7 +190,10 @@ class GPT2Tokenizer(Tokenizer):
         self._tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = hf.decoders.ByteLevel()
         self.vocab_size = _vocab_size(ids, vocab_file)
-        self.eod = _end_of_document(ids, vocab_file)
+        self.eod, self.end_token = _end_of_document(ids, vocab_file, end_token), end_token
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
@@ -160,7 +210,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     type = "SPMTokenizer"
 
-    def __init__(self, vocab_file: Path) -> None:
+    def __init__(self, vocab_file: Path, *, end_token: str | None = None) -> None:
         import sentencepiece
 
         super().__init__({"tokenizer.model": vocab_file})
@@ -170,8 +220,12 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(f"{vocab_file}: not a SentencePiece model: {_line(error)}") from None
         self.vocab_size = self._tokenizer.get_piece_size()
         pieces = {self._tokenizer.id_to_piece(i): i for i in range(self.vocab_size)}
-        eos = self._tokenizer.eos_id()
-        self.eod = eos if eos >= 0 else _end_of_document(pieces, vocab_file)
+        eos, self._pieces = self._tokenizer.eos_id(), pieces
+        named = end_token is not None or eos < 0
+        self.eod, self.end_token = _end_of_document(pieces, vocab_file, end_token) if named else eos, end_token
+
+    def token_id(self, token: str) -> int | None:
+        return self._pieces.get(token)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, out_type=int)
@@ -185,8 +239,24 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 }
 
 
-def open_tokenizer(type: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a type, from its files. UserError names the file or choice that is wrong, missing or unused."""
+def open_tokenizer(
+    type: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    *,
+    end_token: str | None = None,
+    bos: bool | str | None = None,
+) -> Tokenizer:
+    """The tokenizer of a type, from its files.
+
+    Args:
+        end_token: the token that ends a document, if it has none of the usual names.
+        bos: does a token stand before every text? As its files say (None), none (False), one of the usual names
+            (True), or that of a name.
+
+    Raises:
+        UserError: a file or choice is wrong, missing or unused; it is named.
+    """
     if type not in TOKENIZERS:
         raise UserError(f"tokenizer: {type!r} is unknown; {choose_from(type, TOKENIZERS)}")
     needs = {
@@ -206,7 +276,34 @@ def open_tokenizer(type: str, vocab_file: str | Path | None = None, merge_file: 
                 problem = "is a folder" if path.is_dir() else "no such file"
                 raise UserError(f"{key}: {path}: {problem}; tokenizer {type} needs its {needed} file")
             files.append(path)
-    return TOKENIZERS[type](*files)
+    if end_token is not None and not files:
+        raise UserError(f"end_token: {end_token!r}: tokenizer {type} has an end of its own")
+    tokenizer = TOKENIZERS[type](*files) if end_token is None else TOKENIZERS[type](*files, end_token=end_token)
+    tokenizer.bos = _beginning_of_text(tokenizer, bos)
+    return tokenizer
+
+
+def _beginning_of_text(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
+    """The token that stands before every text, see `open_tokenizer`."""
+    if bos is False:
+        return None
+    if bos is None:
+        before = tokenizer.added_before()
+        if len(before) > 1:
+            raise UserError(
+                f"add_bos: the file of tokenizer {tokenizer.name} puts {len(before)} tokens before a text, and at most "
+                "one is offered; false puts none there"
+            )
+        return before[0] if before else None
+    names = BEGINNING_OF_TEXT if bos is True else (bos,)
+    if bos is True and (before := tokenizer.added_before()):
+        return before[0]
+    for name in names:
+        if (found := tokenizer.token_id(name)) is not None:
+            return found
+    raise UserError(
+        f"add_bos: tokenizer {tokenizer.name} has no token that begins a text; looked for {', '.join(names)}"
+    )
 
 
 def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
@@ -221,10 +318,12 @@ def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
             return load_tokenizer(described[0])
         if source.tokenizer_type is None:
             raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
-        return open_tokenizer(source.tokenizer_type, source.vocab_file, source.merge_file)
+        return tokenizer_of_keys(source)
     folder = Path(source)
     said = read_tokenizer_folder(folder)
-    tokenizer = open_tokenizer(said.facts.type, *(folder / name for name in said.facts.files))
+    paths = (folder / name for name in said.facts.files)
+    tokenizer = open_tokenizer(said.facts.type, *paths, end_token=said.facts.end_token, bos=False)
+    tokenizer.bos = said.facts.bos
     if tokenizer.checksum != said.facts.checksum:
         files = ", ".join(said.facts.files)
         raise RunError(f"{folder}: {files} changed since {said.since}; restore it or {said.remedy}")
@@ -235,6 +334,14 @@ def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
                 f"{said.file}: tokenizer.{fact} is {stated}, but the tokenizer beside it has {found}; {said.remedy}"
             )
     return tokenizer
+
+
+def tokenizer_of_keys(data: DataOptions) -> Tokenizer:
+    """The tokenizer that the keys of a configuration name. Raises UserError as `open_tokenizer`."""
+    assert data.tokenizer_type is not None
+    return open_tokenizer(
+        data.tokenizer_type, data.vocab_file, data.merge_file, end_token=data.end_token, bos=data.add_bos
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
@@ -259,11 +366,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
 
 
-def _end_of_document(ids: dict[str, int], path: Path) -> int:
+def _end_of_document(ids: dict[str, int], path: Path, end_token: str | None) -> int:
+    if end_token is not None:
+        if end_token not in ids:
+            raise UserError(
+                f"end_token: {path} has no token {end_token!r}; {did_you_mean(end_token, ids)}".rstrip("; ")
+            )
+        return ids[end_token]
     for name in END_OF_DOCUMENT:
         if name in ids:
             return ids[name]
-    raise UserError(f"{path}: no token ends a document; looked for {', '.join(END_OF_DOCUMENT)}")
+    raise UserError(
+        f"{path}: no token ends a document; looked for {', '.join(END_OF_DOCUMENT)}; name it with end_token "
+        "(--end-token)"
+    )
 
 
 def _vocab_size(ids: dict[str, int], path: Path) -> int:

@@ -5,18 +5,20 @@ from pathlib import Path
 
 from megatron.data.options import DataOptions
 from megatron.data.paths import all_prefixes, description_of
-from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
+from megatron.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_keys
 from megatron.errors import UserError
 from megatron.tasks.chosen import exercise
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids are in [0, size). `name` tells the tokenizer or the task, `eod` ends documents, if there are any."""
+    """Token ids are in [0, size). `name` tells the tokenizer or the task, `eod` ends documents, if there are any, and
+    `bos` begins them, if anything does."""
 
     size: int
     name: str
     eod: int | None
+    bos: int | None = None
 
 
 def vocabulary(data: DataOptions) -> Vocabulary:
@@ -36,6 +38,11 @@ def vocabulary(data: DataOptions) -> Vocabulary:
     if found:
         (first, expected), *others = found.items()
         for prefix, other in others:
+            if other.name == expected.name and other.bos != expected.bos:
+                raise UserError(
+                    f"{prefix}: its documents begin {_beginning(other)}, and those of {first} {_beginning(expected)}; "
+                    "prepare both with the same add_bos"
+                )
             if other != expected:
                 raise UserError(f"{prefix}: made by tokenizer {other.name}, but {first} by {expected.name}")
     if data.tokenizer_type is None:
@@ -45,12 +52,18 @@ def vocabulary(data: DataOptions) -> Vocabulary:
     named_only = data.vocab_file is None and data.merge_file is None
     if found and named_only and data.tokenizer_type == expected.name.split("-")[0]:
         return expected
-    tokenizer = open_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    tokenizer = tokenizer_of_keys(data)
     if found and tokenizer.name != expected.name:
         raise UserError(f"tokenizer_type: {tokenizer.name} does not fit the data: {first} was made by {expected.name}")
-    return vocabulary_of(tokenizer)
+    if found and data.add_bos is not None and tokenizer.bos != expected.bos:
+        raise UserError(f"add_bos: {data.add_bos} does not fit the data: {first} begins {_beginning(expected)}")
+    return expected if found else vocabulary_of(tokenizer)
+
+
+def _beginning(vocabulary: Vocabulary) -> str:
+    return "with no token of their own" if vocabulary.bos is None else f"with token {vocabulary.bos}"
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     """That of a tokenizer."""
-    return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod)
+    return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod, tokenizer.bos)

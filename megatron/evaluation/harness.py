@@ -94,8 +94,15 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.tokens_of.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        return self.tokens_of.eod if self.tokens_of.bos is None else self.tokens_of.bos
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return list(self.tokens_of.encode(string))
+        return list(
+            self.tokens_of.encode(string) if add_special_tokens is False else self.tokens_of.encode_with_bos(string)
+        )
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
         empty = next((request for request in requests if not request.args[1]), None)
@@ -110,7 +117,7 @@ class HarnessModel(TemplateLM):
         owners: list[int] = []
         counts: list[tuple[int, bool]] = []
         for number, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0])
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             found: list[_Scored] = [(None, *make_disjoint_window(window)) for window in rolling]
             windows += found

@@ -126,7 +126,8 @@ def _split(
         if description_of(named) is None:
             tokenizer = _tokenizer(name, config, prefix, trained, run)
             files = dict(zip(("vocab_file", "merge_file"), map(str, tokenizer.files.values()), strict=False))
-            options = options.replace(tokenizer_type=tokenizer.type, **files)
+            special = {"end_token": tokenizer.end_token, "add_bos": False}  # the tokens are there already
+            options = options.replace(tokenizer_type=tokenizer.type, **files, **special)
         return options, "test"
     for split in ("test", "valid"):
         if own.data_path is not None and sequence_range(own.split, split, 1 << 20) is not None:

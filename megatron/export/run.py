@@ -116,7 +116,9 @@ def _write_descriptions(
     }
     padding = list(range(tokenizer.vocab_size, rows))
     # transformers 4 calls it torch_dtype, and 5 reads both.
-    _write_json(folder / FILE, family.written(run.config, rows, torch_dtype=dtype, bos_token_id=None, **always, **code))
+    _write_json(
+        folder / FILE, family.written(run.config, rows, torch_dtype=dtype, bos_token_id=tokenizer.bos, **always, **code)
+    )
     _write_json(folder / "generation_config.json", {**always, **({"suppress_tokens": padding} if padding else {})})
 
 

@@ -3,7 +3,7 @@
 | ours | written | read as |
 |---|---|---|
 | bytes | tokenizer.json: a BPE of the 256 bytes without merges | PreTrainedTokenizerFast |
-| HFTokenizer | its tokenizer.json, as it is | PreTrainedTokenizerFast |
+| HFTokenizer | its tokenizer.json, with what the run puts before a text | PreTrainedTokenizerFast |
 | GPT2BPETokenizer | tokenizer.json made of vocab and merges | PreTrainedTokenizerFast |
 | SPMTokenizer | tokenizer.model, and a class around it | FarfieldTokenizer, by remote code |
 
@@ -35,6 +35,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
     config = _WRITERS[tokenizer.type](tokenizer, folder)
     known = {
         TOKENIZER_KIND: tokenizer.type,
+        "add_bos_token": tokenizer.bos is not None,
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
@@ -53,7 +54,7 @@ def _bytes(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     made.decoder = hf.decoders.ByteLevel()
     made.add_special_tokens([hf.AddedToken(END_OF_DOCUMENT[0], normalized=False, special=True)])
     (folder / "tokenizer.json").write_text(made.to_str(pretty=True), encoding="utf-8")  # with Python's errors
-    return _fast(END_OF_DOCUMENT[0], parses=False)
+    return _fast(made, tokenizer, parses=False)
 
 
 def _byte_characters() -> list[str]:
@@ -65,8 +66,29 @@ def _byte_characters() -> list[str]:
 
 
 def _tokenizer_json(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    read = hf.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return _fast(read.id_to_token(tokenizer.eod), parses=True)
+    path = folder / "tokenizer.json"
+    read = hf.Tokenizer.from_file(str(path))
+    wanted = [] if tokenizer.bos is None else [tokenizer.bos]
+    if tokenizer.added_before() != wanted:  # the run's decision is another than the file's
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["post_processor"] = _post_processor(read, tokenizer.bos)
+        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return _fast(read, tokenizer, parses=True)
+
+
+def _post_processor(read: hf.Tokenizer, bos: int | None) -> dict[str, Any] | None:
+    """What puts a token before every text, as tokenizer.json has it; None if nothing does."""
+    if bos is None:
+        return None
+    read.post_processor = _template(read.id_to_token(bos), bos)
+    return json.loads(read.to_str())["post_processor"]
+
+
+def _template(token: str | None, number: int) -> hf.processors.TemplateProcessing:
+    assert token is not None
+    return hf.processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, number)]
+    )
 
 
 def _gpt2(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -76,8 +98,10 @@ def _gpt2(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     made.decoder = hf.decoders.ByteLevel()
     end = made.id_to_token(tokenizer.eod)
     made.add_special_tokens([hf.AddedToken(end, normalized=False, special=True)])
+    if tokenizer.bos is not None:
+        made.post_processor = _template(made.id_to_token(tokenizer.bos), tokenizer.bos)
     (folder / "tokenizer.json").write_text(made.to_str(pretty=True), encoding="utf-8")  # with Python's errors
-    return _fast(end, parses=False)
+    return _fast(made, tokenizer, parses=False)
 
 
 def _sentencepiece(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -90,17 +114,20 @@ def _sentencepiece(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     return {
         "tokenizer_class": "FarfieldTokenizer",
         "auto_map": {"AutoTokenizer": [f"{CLASS_FILE.stem}{suffix}.FarfieldTokenizer", None]},
-        **_ends(pieces.id_to_piece(tokenizer.eod)),
+        **_special(pieces.id_to_piece, tokenizer),
     }
 
 
-def _fast(end: str | None, *, parses: bool) -> dict[str, Any]:
-    """parses: does `end` in a text become the special token?"""
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": not parses, **_ends(end)}
+def _fast(made: hf.Tokenizer, tokenizer: Tokenizer, *, parses: bool) -> dict[str, Any]:
+    """parses: do special tokens in a text become their ids?"""
+    special = _special(made.id_to_token, tokenizer)
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": not parses, **special}
 
 
-def _ends(end: str | None) -> dict[str, Any]:
-    return {"eos_token": end, "pad_token": end}  # padding is masked, whatever its token
+def _special(name: Callable[[int], str | None], tokenizer: Tokenizer) -> dict[str, Any]:
+    end = name(tokenizer.eod)
+    begin = {} if tokenizer.bos is None else {"bos_token": name(tokenizer.bos)}
+    return {"eos_token": end, "pad_token": end, **begin}  # padding is masked, whatever its token
 
 
 _WRITERS: dict[str, Callable[[Tokenizer, Path], dict[str, Any]]] = {

@@ -105,7 +105,7 @@ def load(asked: Request) -> Writer:
         backend=options.backend,
     )  # fmt: skip
     for prompt in asked.prompts or ("",):
-        check_length(outline, len(asked.tokenizer.encode(prompt)) or 1, options.maximum_tokens)
+        check_length(outline, len(asked.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
     loaded = load_model(run.checkpoint, device=device, dtype=dtype, backend=options.backend, window=options.window)
     return Writer(loaded.model, asked.tokenizer, options)
 

@@ -46,7 +46,7 @@ class Writer:
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens that stand for a prompt; for none, the end of the document before, where training begins too."""
-        return list(self.tokenizer.encode(prompt)) or [self.tokenizer.eod]
+        return self.tokenizer.encode_with_bos(prompt) or [self.tokenizer.eod]
 
     def write(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
         """Go on with prompts, some of them together.

@@ -36,6 +36,8 @@ def import_model(
     tokenizer: str | None = None,
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
+    end_token: str | None = None,
+    add_bos: bool | None = None,
 ) -> tuple[Imported, tuple[str, ...]]:
     """Make a run folder of a model from elsewhere.
 
@@ -44,6 +46,8 @@ def import_model(
         run: the folder to make.
         configs: configuration files of GPT-NeoX's model, where its checkpoint has none, or others.
         tokenizer, vocab_file, merge_file: the model's tokenizer, where the source does not hold it, or another one.
+        end_token: the token that ends a document, if it has none of the usual names.
+        add_bos: does a token stand before every text? As the source says if None.
 
     Returns:
         What was made, and lines worth telling.
@@ -55,7 +59,7 @@ def import_model(
     run = Path(run)
     run_folder.check_place(run)
     found = find_source(Path(source), [Path(each) for each in configs])
-    files = (None if file is None else Path(file) for file in (vocab_file, merge_file))
-    opened = run_folder.tokenizer_of(found, tokenizer, *files)
+    vocabulary, merges = (None if file is None else Path(file) for file in (vocab_file, merge_file))
+    opened = run_folder.tokenizer_of(found, tokenizer, vocabulary, merges, end_token, add_bos)
     found.config()  # refused here if it cannot be one of ours, before torch
     return run_folder.write(found, run, opened), found.notes

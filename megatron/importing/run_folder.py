@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from megatron.config.schema import Config
 from megatron.config.yaml_files import dump
@@ -35,6 +35,9 @@ TOKENIZER_FILES = (
     ("SPMTokenizer", ("tokenizer.model",)),
 )
 """What a tokenizer is known by, the first that is there."""
+CONFIG_FILE = "tokenizer_config.json"
+ASK_NO_FILE = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
+"""Classes of transformers that put nothing before a text, whatever a tokenizer.json says (transformers 5.23)."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,24 @@ def check_place(run: Path) -> None:
         raise UserError(f"{run}: is a file; name a folder")
 
 
-def tokenizer_of(source: Source, kind: str | None, vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
+def tokenizer_of(
+    source: Source,
+    kind: str | None,
+    vocab_file: Path | None,
+    merge_file: Path | None,
+    end_token: str | None = None,
+    add_bos: bool | None = None,
+) -> Tokenizer:
     """The tokenizer that was named, or the source's own.
+
+    Args:
+        end_token: the token that ends a document, if it has none of the usual names.
+        add_bos: does a token stand before every text? As the source says if None.
 
     Raises UserError: there is none, or its files are not what they should be.
     """
     if kind is not None:
-        return open_tokenizer(kind, vocab_file, merge_file)
+        return open_tokenizer(kind, vocab_file, merge_file, end_token=end_token, bos=add_bos)
     if vocab_file is not None or merge_file is not None:
         raise UserError("vocab_file: say which tokenizer it belongs to with --tokenizer")
     known = dict(TOKENIZER_FILES)
@@ -69,7 +83,8 @@ def tokenizer_of(source: Source, kind: str | None, vocab_file: Path | None, merg
         named = _named(source.tokenizer)
         for name, files in ((named, known.get(named, ())),) if named is not None else TOKENIZER_FILES:
             if all((source.tokenizer / file).is_file() for file in files):
-                return open_tokenizer(name, *(source.tokenizer / file for file in files))
+                bos = _beginning_of_text(source.tokenizer, name, add_bos)
+                return open_tokenizer(name, *(source.tokenizer / file for file in files), end_token=end_token, bos=bos)
     names = "; ".join(" and ".join(files) for _, files in TOKENIZER_FILES)
     raise UserError(
         f"{source.path}: holds no tokenizer ({names}); name it with --tokenizer (bytes, HFTokenizer, GPT2BPETokenizer "
@@ -77,14 +92,35 @@ def tokenizer_of(source: Source, kind: str | None, vocab_file: Path | None, merg
     )
 
 
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """What transformers knows of the tokenizer of a folder; nothing if there is no such file that can be read."""
+    try:
+        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # others' tokenizers are known by their files
+    return values if isinstance(values, dict) else {}
+
+
+def _beginning_of_text(folder: Path, kind: str, add_bos: bool | None) -> bool | str | None:
+    """What stands before every text, as transformers does it: `bos` of `open_tokenizer`.
+
+    A tokenizer.json says so itself, but for classes that do not ask it; other files leave it to `add_bos_token`.
+    """
+    values = _tokenizer_config(folder)
+    token = values.get("bos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    named = name if isinstance(name, str) else True
+    if add_bos is not None:
+        return named if add_bos else False
+    if kind == "HFTokenizer":
+        return False if values.get("tokenizer_class") in ASK_NO_FILE else None
+    return named if values.get("add_bos_token") is True else False
+
+
 def _named(folder: Path) -> str | None:
     """The kind of tokenizer that an export of this project says it has."""
-    path = folder / "tokenizer_config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # others' tokenizers are known by their files
-    named = values.get(TOKENIZER_KIND) if isinstance(values, dict) else None
+    path = folder / CONFIG_FILE
+    named = _tokenizer_config(folder).get(TOKENIZER_KIND)
     if named is not None and named not in get_args(TokenizerType):
         raise UserError(f"{path}: {TOKENIZER_KIND} is {named!r}; {choose_from(str(named), get_args(TokenizerType))}")
     return named

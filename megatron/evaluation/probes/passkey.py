@@ -94,15 +94,16 @@ class Passkey(Probe):
     @property
     def shortest(self) -> int:
         key = next(iter(self.answers))
-        return len(self.tokenizer.encode(NEEDLE.format(key=key) + QUESTION)) + 2 * self.scored
+        return len(self.tokenizer.encode_with_bos(NEEDLE.format(key=key) + QUESTION)) + 2 * self.scored
 
     def sequences(self, length: int, place: float) -> np.ndarray:
         filler, asked = list(self.tokenizer.encode(FILLER)), self._asked()
+        begin = self.tokenizer.encode_with_bos("")
         rows = []
         for key, answer in self.answers.items():
             needle = list(self.tokenizer.encode(NEEDLE.format(key=key)))
-            room = length + 1 - len(needle) - len(asked) - len(answer)
+            room = length + 1 - len(begin) - len(needle) - len(asked) - len(answer)
             before = round(place * room)
             padding = (filler * (room // len(filler) + 1))[:room]
-            rows.append([*padding[:before], *needle, *padding[before:], *asked, *answer])
+            rows.append([*begin, *padding[:before], *needle, *padding[before:], *asked, *answer])
         return np.array(rows, dtype=np.int64)

@@ -14,16 +14,17 @@ FILE = "tokenizer.model"
 
 
 class FarfieldTokenizer(PreTrainedTokenizer):
-    """Pieces of a SentencePiece model; nothing is added to a text, and no special token is looked for in it."""
+    """Pieces of a SentencePiece model, after the token that stands before each text, where the training had one; no
+    special token is looked for in a text."""
 
     vocab_files_names = {"vocab_file": FILE}  # noqa: RUF012 (transformers' own form)
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
-    def __init__(self, vocab_file: str, **kwargs: Any) -> None:
-        self.vocab_file = vocab_file
+    def __init__(self, vocab_file: str, add_bos_token: bool = False, **kwargs: Any) -> None:
+        self.vocab_file, self.add_bos_token = vocab_file, add_bos_token
         self.pieces = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
         kwargs["split_special_tokens"] = True
-        super().__init__(**kwargs)
+        super().__init__(add_bos_token=add_bos_token, **kwargs)
 
     @property
     def vocab_size(self) -> int:
@@ -34,6 +35,12 @@ class FarfieldTokenizer(PreTrainedTokenizer):
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         return [self.pieces.id_to_piece(i) for i in self.pieces.encode(text, out_type=int)]
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        begin = [self.bos_token_id] if self.add_bos_token else []
+        return begin + token_ids_0 + (begin + token_ids_1 if token_ids_1 is not None else [])
 
     def _convert_token_to_id(self, token: str) -> int:
         return int(self.pieces.piece_to_id(token))

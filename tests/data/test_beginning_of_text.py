@@ -1,0 +1,202 @@
+"""What stands before a text is decided once, and all that reads text follows: held against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers as hf
+from tokenizer_files import SAMPLE
+
+from megatron.data.corpus import prepare
+from megatron.data.options import CorpusOptions, DataOptions
+from megatron.data.run_tokenizer import keep_tokenizer, run_tokenizer
+from megatron.data.tokenizers import Tokenizer, open_tokenizer
+from megatron.data.vocabulary import vocabulary
+from megatron.errors import UserError
+from megatron.evaluation.harness import HarnessModel
+from megatron.export.tokenizer import write_tokenizer
+from megatron.generation.options import GenerationOptions
+from megatron.generation.writer import Writer
+from megatron.importing.run_folder import tokenizer_of
+from megatron.importing.source import Source
+from tools.export_cases import Case, gpt_of
+
+TEXTS = ["the then there", "Grüße, 東京!", "def encode(text):"]
+
+
+def byte_level(folder: Path, special: list[str], before: str | None) -> None:
+    """A random byte-level BPE, as Llama 3's and GPT-NeoX's are."""
+    made = hf.Tokenizer(hf.models.BPE())
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = hf.decoders.ByteLevel()
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    trainer = hf.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator(SAMPLE, trainer)
+    if before is not None:
+        template = hf.processors.TemplateProcessing(
+            single=[before, "$A"], pair=[before, "$A", before, "$B:1"], special_tokens=[(before, special.index(before))]
+        )
+        made.post_processor = hf.processors.Sequence([hf.processors.ByteLevel(trim_offsets=False), template])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def pieces(folder: Path) -> None:
+    """A SentencePiece model, as Llama 2's is."""
+    (folder / "text").write_text("\n".join(SAMPLE * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=80, model_type="bpe",
+        hard_vocab_limit=False, minloglevel=9,
+    )  # fmt: skip
+
+
+def write_style(style: str, folder: Path) -> None:
+    """The tokenizer of a model somebody published, as transformers finds it."""
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    if style == "Llama 3":
+        names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+        byte_level(folder, list(names.values()), names["bos_token"])
+        config = {**names, "tokenizer_class": "PreTrainedTokenizerFast"}
+    elif style == "GPT-NeoX":
+        byte_level(folder, ["<|endoftext|>"], None)
+        config = dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>") | {"tokenizer_class": "GPTNeoXTokenizer"}
+    elif style == "OPT":
+        byte_level(folder, ["<s>", "</s>"], None)
+        hf.Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
+        (folder / "tokenizer.json").unlink()
+        config |= {"bos_token": "</s>", "add_bos_token": True, "tokenizer_class": "GPT2Tokenizer"}
+    else:
+        pieces(folder)
+        config |= {"add_bos_token": style == "Llama 2", "tokenizer_class": "LlamaTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+STYLES = {"Llama 3": 0, "Llama 2": 1, "GPT-NeoX": None, "OPT": 1, "Llama 2 without": None}
+"""By the style, what stands before a text."""
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("published")
+    write_style(request.param, folder)
+    return request.param, folder
+
+
+def source(folder: Path) -> Source:
+    return Source(folder, "a", {}, None, folder, ())  # type: ignore[arg-type]
+
+
+def of_transformers(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_an_import_reads_as_the_source_and_so_does_its_export(published: tuple[str, Path], tmp_path: Path) -> None:
+    style, folder = published
+    tokenizer = tokenizer_of(source(folder), None, None, None)
+    assert tokenizer.bos == STYLES[style]
+    theirs = of_transformers(folder)
+    if tokenizer.type != "SPMTokenizer":  # no class of theirs reads a SentencePiece file as it is
+        for text in TEXTS:
+            assert tokenizer.encode_with_bos(text) == theirs(text).input_ids
+    copy = run_tokenizer(keep_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
+    assert (copy.bos, copy.name) == (tokenizer.bos, tokenizer.name)
+    (tmp_path / "export").mkdir()
+    write_tokenizer(copy, tmp_path / "export", 64)
+    exported = of_transformers(tmp_path / "export")
+    for text in TEXTS:
+        assert exported(text).input_ids == copy.encode_with_bos(text)
+        assert exported(text, add_special_tokens=False).input_ids == copy.encode(text)
+    assert exported.bos_token_id == tokenizer.bos
+    again = tokenizer_of(source(tmp_path / "export"), None, None, None)
+    assert again.bos == tokenizer.bos
+    other = tokenizer_of(source(folder), None, None, None, add_bos=tokenizer.bos is None)
+    assert (other.bos is None) == (tokenizer.bos is not None)
+    (tmp_path / "other").mkdir()
+    write_tokenizer(other, tmp_path / "other", 64)  # whatever the file says, the run's decision goes with it
+    assert of_transformers(tmp_path / "other")("the").input_ids == other.encode_with_bos("the")
+
+
+def test_prompts_and_tasks_begin_as_the_text_does(published: tuple[str, Path]) -> None:
+    style, folder = published
+    tokenizer = tokenizer_of(source(folder), None, None, None)
+    begin = [] if STYLES[style] is None else [STYLES[style]]
+    gpt = gpt_of(Case("none", {"pos_emb": "none"}), tokenizer.vocab_size)
+    writer = Writer(gpt, tokenizer, GenerationOptions())
+    assert writer.encode("the") == [*begin, *tokenizer.encode("the")]
+    assert writer.encode("") == (begin or [tokenizer.eod])
+    harness = HarnessModel(gpt, tokenizer, 32)
+    assert harness.tok_encode("the") == [*begin, *tokenizer.encode("the")]
+    assert harness.tok_encode("the", add_special_tokens=False) == list(tokenizer.encode("the"))
+    assert [harness.prefix_token_id] == (begin or [tokenizer.eod])
+
+
+def prepared(folder: Path, output: Path, **keys: Any) -> Path:
+    if not (folder / "texts.jsonl").exists():
+        (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    options = CorpusOptions(
+        sources=[str(folder / "texts.jsonl")], tokenizer="HFTokenizer", vocab_file=str(folder / "tokenizer.json"),
+        split=None, workers=1, **keys,
+    )  # fmt: skip
+    return prepare(options, output).folder
+
+
+@pytest.mark.parametrize("add_bos", [None, False])
+def test_documents_of_a_corpus_begin_with_it(tmp_path: Path, add_bos: bool | None) -> None:
+    write_style("Llama 3", tmp_path)
+    corpus = prepared(tmp_path, tmp_path / "corpus", add_bos=add_bos)
+    tokenizer = open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json", bos=add_bos)
+    assert tokenizer.bos == (0 if add_bos is None else None)
+    prefix = next(corpus.glob("*.bin")).with_suffix("")
+    found = np.memmap(f"{prefix}.bin", dtype=np.uint16)
+    expected = [number for text in TEXTS for number in [*tokenizer.encode_with_bos(text), tokenizer.eod]]
+    assert sorted(found) == sorted(expected)
+    assert vocabulary(DataOptions(train_data_paths=[str(prefix)])).bos == tokenizer.bos
+    with pytest.raises(UserError, match="made differently"):
+        prepared(tmp_path, corpus, add_bos=add_bos is not None)
+
+
+def test_corpora_that_begin_differently_do_not_mix(tmp_path: Path) -> None:
+    write_style("Llama 3", tmp_path)
+    one, other = (prepared(tmp_path, tmp_path / str(add), add_bos=add) for add in (True, False))
+    paths = [str(next(corpus.glob("*.bin")).with_suffix("")) for corpus in (one, other)]
+    with pytest.raises(UserError, match=r"its documents begin with no token.*and those of .* with token 0; prepare bo"):
+        vocabulary(DataOptions(train_data_paths=paths))
+
+
+def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
+    byte_level(tmp_path, ["<|endoftext|>"], None)
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no token that begins a text"):
+        open_tokenizer("HFTokenizer", path, bos=True)
+    content = json.loads(path.read_text())
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [first, first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="puts 2 tokens before a text, and at most one is offered; false puts none"):
+        open_tokenizer("HFTokenizer", path)
+    assert open_tokenizer("HFTokenizer", path, bos=False).bos is None
+
+
+def test_an_end_of_an_unusual_name_is_named(tmp_path: Path) -> None:
+    byte_level(tmp_path, ["<|fin|>"], None)
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(UserError, match=r"no token ends a document; looked for .*; name it with end_token"):
+        open_tokenizer("HFTokenizer", path)
+    with pytest.raises(UserError, match=r"end_token: .* has no token '<\|fim\|>'; did you mean <\|fin\|>"):
+        open_tokenizer("HFTokenizer", path, end_token="<|fim|>")
+    tokenizer = open_tokenizer("HFTokenizer", path, end_token="<|fin|>")
+    assert tokenizer.eod == 0
+    copy: Tokenizer = run_tokenizer(keep_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
+    assert (copy.eod, copy.end_token) == (0, "<|fin|>")
+    corpus = prepared(tmp_path, tmp_path / "corpus", end_token="<|fin|>")
+    prefix = next(corpus.glob("*.bin")).with_suffix("")
+    assert vocabulary(DataOptions(train_data_paths=[str(prefix)])).eod == 0
+    assert int(np.memmap(f"{prefix}.bin", dtype=np.uint16)[-1]) == 0
