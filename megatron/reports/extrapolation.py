@@ -77,8 +77,6 @@ def grid(layout: Layout, delta: float = DELTA) -> Grid | None:
         value = percent(change.mean - 1, change.spread, least=1)
         if each.interval is not None:
             value += f" [{', '.join(percent(end, change.spread, least=1) for end in each.interval)}]"
-        elif change.deviation is not None:
-            value += f" ± {percent(change.deviation, change.spread, least=1).lstrip('+')}"
         value += count_note(change.few)
         verdict = f"{'yes' if each.holds(delta) else 'no'}, up to {max(each.ratios):,}"
         rows.append((each.method, (value, f"{each.worst:,}", verdict)))
@@ -95,8 +93,8 @@ def grid(layout: Layout, delta: float = DELTA) -> Grid | None:
     ]
     if layout.repeats > 1:
         notes.append(
-            f"Over seeds: the {layout.metric.mean_name} of each seed's own ratio, minus 1, ± their standard deviation; "
-            f"of {layout.repeats} seeds, where there is no n."
+            f"Over seeds it is the {layout.metric.mean_name} of each seed's own ratio, minus 1; over {layout.repeats}, "
+            "where there is no n."
         )
     return Grid(
         title=f"Extrapolation beyond {layout.train_length:,} tokens, {layout.how}",

@@ -10,6 +10,7 @@ What a change is, everywhere (tables, pages, the criterion of extrapolation, com
     one seed         the ratio of two values of that seed, or their difference where the metric has no ratios
     several seeds    the geometric mean of these ratios, or the mean of these differences, over the seeds that have
                      both values; a seed that has one of the two alone says nothing of a change
+    their spread     the standard deviation of the same kind: of ratios a factor, written ×/÷
 
 Ratios of perplexities are averaged as what they are, exponentials of differences of nll. So it makes no difference
 whether seeds or lengths are averaged first, a change there and back is none, and the number is the one that tests of
@@ -65,7 +66,7 @@ class Change:
 
     metric: Metric
     mean: float  # geometric, of ratios; arithmetic, of differences
-    deviation: float | None
+    deviation: float | None  # over seeds, of the same kind: a factor, of ratios
     interval: tuple[float, float] | None  # 95%, of a single run
     verdict: str | None  # rises, falls, holds; of several seeds the one they share, else mixed
     seeds: int = 1
@@ -73,8 +74,10 @@ class Change:
 
     @property
     def spread(self) -> float | None:
-        """How sure it is: the deviation over seeds, or half of the interval's width."""
-        return _half_width(self.interval) if self.deviation is None else self.deviation
+        """How sure it is: half of the width of its interval, or of what seeds mostly lie in."""
+        if self.deviation is None:
+            return _half_width(self.interval)
+        return self.metric.change_spread(self.mean, self.deviation)
 
     def __str__(self) -> str:
         if self.deviation is not None:
@@ -166,7 +169,7 @@ class Layout:
             what = metric.word
             line = f"Change is {what} at {self.places[-1]:,} {metric.relation} that at {self.places[0]:,} tokens"
             if self.repeats > 1:
-                line += f", each seed's own: their {metric.mean_name} ± standard deviation over the seeds with both"
+                line += f", each seed's own: their {metric.averaged} over the seeds with both"
             if any(change.verdict is not None for change in self.changes.values()):
                 known = " [95% bootstrap interval]." if self.repeats == 1 else "; its verdict is that of every seed."
                 notes += [f"{line}{known}", f"A change {metric.rule}."]
@@ -322,7 +325,7 @@ def _change(metric: Metric, told: Sequence[tuple[float, tuple[float, float] | No
     return Change(
         metric=metric,
         mean=metric.mean_change(values),
-        deviation=_deviation(values),
+        deviation=metric.change_deviation(values),
         interval=told[0][1] if len(told) == 1 else None,
         verdict=None if None in verdicts else verdicts.pop() if len(verdicts) == 1 else "mixed",
         seeds=len(told),

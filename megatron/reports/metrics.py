@@ -7,12 +7,16 @@ ask the metric for everything that differs between metrics, so a new one is an e
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Literal
 
 from megatron.suggest import choose_from
 
 LARGEST_NLL = 700.0
 """Nats per token that still have a perplexity: exp overflows at 709."""
+
+DEVIATIONS = 2
+"""Standard deviations in half of a 95% interval's width."""
 
 MOST_DECIMALS = 6
 """An interval that is narrower says that seeds or texts were the same, and needs no more digits to say so."""
@@ -127,13 +131,22 @@ class Metric:
             return math.exp(math.fsum(map(math.log, changes)) / len(changes))
         return math.fsum(changes) / len(changes)
 
+    def change_deviation(self, changes: Sequence[float]) -> float | None:
+        """The sample standard deviation that belongs to `mean_change`, of the same scale; None of a single change.
+
+        Of ratios it is geometric, a factor: a step of one deviation multiplies or divides by it.
+        """
+        if len(changes) < 2:
+            return None
+        return math.exp(stdev(map(math.log, changes))) if self.compared == "ratio" else stdev(changes)
+
     def shown(self, value: float, spread: float | None = None) -> str:
         """A value in a table's cell, with digits enough for what is said of its uncertainty (see `number`)."""
         return number(value * self.factor, None if spread is None else spread * self.factor)
 
     def shown_with(self, value: float, deviation: float) -> str:
         """A value and its standard deviation, with equally many decimals: 5.60 ± 0.66."""
-        return _with_deviation(self.shown(value, deviation), deviation * self.factor)
+        return _with_deviation(self.shown(value, DEVIATIONS * deviation), deviation * self.factor)
 
     def tick(self, value: float) -> str:
         """A value at a plot's axis."""
@@ -147,8 +160,15 @@ class Metric:
         return _signed(change * self.factor, None if spread is None else spread * self.factor)
 
     def shown_change_with(self, change: float, deviation: float) -> str:
-        """A change and the standard deviation of several: 1.300 ± 0.141."""
-        return _with_deviation(self.shown_change(change, deviation), deviation * self.factor)
+        """A mean change and its `change_deviation`: 1.296 ×/÷ 1.115, or +1.30 ± 0.14."""
+        spread = self.change_spread(change, deviation)
+        if self.compared == "ratio":
+            return f"{_ratio(change, spread)} ×/÷ {_ratio(deviation, DEVIATIONS * (deviation - 1))}"
+        return _with_deviation(self.shown_change(change, spread), deviation * self.factor)
+
+    def change_spread(self, change: float, deviation: float) -> float:
+        """Half of the width of an interval that changes with this mean and `change_deviation` lie in mostly."""
+        return DEVIATIONS * (change * (deviation - 1) if self.compared == "ratio" else deviation)
 
     def shown_interval(self, low: float, high: float) -> str:
         """The interval of a change: [0.985, 1.023]."""
@@ -167,6 +187,13 @@ class Metric:
         if self.compared == "ratio":
             return f"holds if 1 is inside or it is below {self.negligible:.1%}, else rises or falls"
         return f"holds if 0 is inside or it is below {self.negligible * self.factor:g}, else rises or falls"
+
+    @property
+    def averaged(self) -> str:
+        """How changes of several seeds are shown, in words."""
+        if self.compared == "ratio":
+            return "geometric mean ×/÷ geometric standard deviation"
+        return "mean ± standard deviation"
 
     @property
     def relation(self) -> str:
@@ -275,7 +302,7 @@ def decimals(spread: float | None) -> int:
     """Digits after the point that a value needs beside its uncertainty: the last digit counts at most half of it.
 
     Args:
-        spread: a standard deviation, or half of an interval's width; None or 0 where nothing is known.
+        spread: half of the width of its 95% interval; None or 0 where nothing is known.
     """
     if not spread or not math.isfinite(spread):
         return 0
