@@ -166,7 +166,9 @@ def _panel(layout: Layout) -> str:
 
 def _title(groups: Sequence[Layout]) -> str:
     """What is measured, of which methods, at which lengths: the same words whatever the folder is called."""
-    methods = list(dict.fromkeys(method for layout in groups for method in layout.methods))
+    floors = {method for layout in groups for method in layout.floors}
+    methods = [each for each in dict.fromkeys(method for layout in groups for method in layout.methods)
+               if each not in floors] or list(floors)  # fmt: skip
     named = f"{len(methods)} methods" if len(methods) > NAMED else _listed(methods)
     measured = _listed(list(dict.fromkeys(layout.metric.title for layout in groups)))
     lengths = sorted({record.length for layout in groups for record in layout.records})
