@@ -49,8 +49,13 @@ def beside(results: Path) -> Path:
 
 
 def write(results: Path, failures: Sequence[Failure]) -> Path | None:
-    """Write failures beside their results file. Without any, no file is left there, and None is returned."""
+    """Write failures beside their results file. Without any, no file is left there, and None is returned.
+
+    Raises:
+        UserError: what lies there is not a list that this wrote.
+    """
     path = beside(results)
+    read(results)
     if not failures:
         path.unlink(missing_ok=True)
         return None

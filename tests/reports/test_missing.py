@@ -199,6 +199,9 @@ def test_a_list_of_failures_that_is_none_is_refused(text: str, holes: list[Recor
     failures.beside(path).write_text(text)
     with pytest.raises(UserError, match=r"results\.failures\.json: no list of failed runs"):
         together([path], Console(record=True))
+    with pytest.raises(UserError, match="no list of failed runs"):
+        write_results(tmp_path, holes)
+    assert failures.beside(path).read_text() == text, "somebody's own file"
 
 
 def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
