@@ -98,4 +98,4 @@ def _table(table: Table) -> str:
     if not table.folded:
         return shown
     title = html.escape(table.caption) or "Table"
-    return f"<details><summary>{title} ({len(table.rows)} rows)</summary>{shown}</details>"
+    return f"<details><summary>{title} ({len(table.rows):,} rows)</summary>{shown}</details>"

@@ -29,16 +29,22 @@ def _grid(layouts: Sequence[Layout]) -> Grid:
     places = sorted({place for layout in ordered for place in layout.places})
     best = {
         place: metric.best(
-            cell.mean for layout in ordered for (_, where), cell in layout.cells.items() if where == place
+            cell.mean
+            for layout in ordered
+            for (method, where), cell in layout.cells.items()
+            if where == place and method not in layout.floors
         )
         for place in places
     }
+    repeats = max(layout.repeats for layout in ordered)
 
     def shown(layout: Layout, method: str, place: float) -> str:
         cell = layout.cells.get((method, place))
         if cell is None:
             return layout.missing(method, place)
-        return str(replace(cell, best=cell.mean == best[place]))
+        floor = method in layout.floors
+        few = cell.seeds if cell.seeds < repeats and not floor else None
+        return str(replace(cell, best=cell.mean == best[place] and not floor, few=few))
 
     rows = tuple(
         (method, (f"{layout.train_length:,}", *(shown(layout, method, place) for place in places)))
@@ -46,8 +52,8 @@ def _grid(layouts: Sequence[Layout]) -> Grid:
         for method in layout.methods
     )
     notes = [f"The same tokens are scored {axis.each}; {metric.better} is better.", "* best of its column."]
-    if (repeats := max(layout.repeats for layout in ordered)) > 1:
-        notes.append(f"Cells are mean ± standard deviation of up to {repeats} seeds.")
+    if repeats > 1:
+        notes.append(f"Cells are mean ± standard deviation of {repeats} seeds, those with an n of so many.")
     return Grid(
         title=f"{metric.heading} of models that were trained at several lengths, {ordered[0].how}",
         corner="method",

@@ -27,7 +27,7 @@ footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
   tr { display: grid; grid-template-columns: repeat(auto-fit, minmax(6.2rem, 1fr)); gap: 0.4rem 0.6rem;
     padding: 0.6rem 0; border-bottom: 1px solid #ddd; }
   th[scope=row] { font-weight: bold; overflow-wrap: anywhere; } th[scope=row], td.wide { grid-column: 1 / -1; }
-  th, td { display: block; padding: 0; border: 0; text-align: left; }
+  th, td { display: block; padding: 0; border: 0; text-align: left; } .results td { white-space: normal; }
   td::before { content: attr(data-label); display: block; color: #555; font-size: 0.8rem; font-weight: normal; }
 }"""
 

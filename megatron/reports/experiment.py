@@ -14,6 +14,7 @@ from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.reports import published
 from megatron.reports.extrapolation import DELTA
+from megatron.reports.failures import Failure
 from megatron.reports.grids import Grid
 from megatron.reports.judgement import judged
 from megatron.reports.layout import layouts
@@ -37,10 +38,11 @@ class Experiment:
         """Is there something of a paper to tell?"""
         return bool(self.published or self.differences)
 
-    def grids(self, records: Sequence[Record], delta: float = DELTA) -> list[Grid]:
+    def grids(self, records: Sequence[Record], delta: float = DELTA, failures: Sequence[Failure] = ()) -> list[Grid]:
         """What the results say, and the papers' tables beside them; `against` counts once its records are there."""
-        groups = layouts(records)
-        there = any(self.against in layout.methods and len(layout.methods) > 1 for layout in groups)
+        groups = layouts(records, failures)
+        measured = [{record.method for record in layout.records} for layout in groups]
+        there = any(self.against in methods and len(methods) > 1 for methods in measured)
         grids = judged(groups, self.against if there else None, delta)
         for each in self.published:
             grids += published.grids(each, groups)

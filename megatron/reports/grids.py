@@ -25,6 +25,13 @@ class Grid:
         text = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
         return "\n".join([self.title, *(line.rstrip() for line in text), *self.notes]) + "\n"
 
+    def markdown(self) -> str:
+        """A GitHub table with its caption."""
+        lines = [(self.corner, *self.heads), ("---",) * (1 + len(self.heads))]
+        lines += [(name, *cells) for name, cells in self.rows]
+        table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+        return "\n".join([*table, "", f"{self.title}.", *self.notes]) + "\n"
+
     def html(self) -> str:
         """A `<table>` element; every text in it is escaped."""
         columns = [Column(head, kind="text") for head in self.heads]

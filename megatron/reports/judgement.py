@@ -16,7 +16,8 @@ def judged(groups: Sequence[Layout], against: str | None = None, delta: float = 
     grids += [grid for layout in groups if (grid := extrapolation.grid(layout, delta)) is not None]
     if against is None:
         return grids
-    with_it = [layout for layout in groups if against in layout.methods and len(layout.methods) > 1]
+    measured = [(layout, {record.method for record in layout.records}) for layout in groups]
+    with_it = [layout for layout, methods in measured if against in methods and len(methods) > 1]
     if not with_it:
         methods = list(dict.fromkeys(method for layout in groups for method in layout.methods))
         hint = "it is alone in its table" if against in methods else choose_from(against, methods)

@@ -5,14 +5,21 @@ ask the metric for everything that differs between metrics, so a new one is an e
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Literal
 
 from megatron.suggest import choose_from
 
 LARGEST_NLL = 700.0
 """Nats per token that still have a perplexity: exp overflows at 709."""
+
+DEVIATIONS = 2
+"""Standard deviations in half of a 95% interval's width."""
+
+MOST_DECIMALS = 6
+"""An interval that is narrower says that seeds or texts were the same, and needs no more digits to say so."""
 
 
 def _inside(title: str) -> str:
@@ -108,26 +115,71 @@ class Metric:
             return math.exp(math.log(value) - 1.96 * stderr), math.exp(math.log(value) + 1.96 * stderr)
         return value - 1.96 * stderr, value + 1.96 * stderr
 
-    def shown(self, value: float) -> str:
-        """A value in a table's cell."""
-        return number(value * self.factor)
+    @property
+    def mean_name(self) -> str:
+        """Which mean `mean_change` takes."""
+        return "geometric mean" if self.compared == "ratio" else "mean"
+
+    def mean_change(self, changes: Sequence[float]) -> float:
+        """Several changes in one number: the geometric mean of ratios, the arithmetic mean of differences.
+
+        Either is the change of the means of the same kind, so it does not matter whether one averages first: the
+        geometric mean of ratios is the ratio of geometric means, and the exponential of the mean difference of
+        logarithms. Turned round (b over a for a over b) it is the inverse.
+        """
+        if self.compared == "ratio":
+            return math.exp(math.fsum(map(math.log, changes)) / len(changes))
+        return math.fsum(changes) / len(changes)
+
+    def change_deviation(self, changes: Sequence[float]) -> float | None:
+        """The sample standard deviation that belongs to `mean_change`, of the same scale; None of a single change.
+
+        Of ratios it is geometric, a factor: a step of one deviation multiplies or divides by it.
+        """
+        if len(changes) < 2:
+            return None
+        return math.exp(stdev(map(math.log, changes))) if self.compared == "ratio" else stdev(changes)
+
+    def shown(self, value: float, spread: float | None = None) -> str:
+        """A value in a table's cell, with digits enough for what is said of its uncertainty (see `number`)."""
+        return number(value * self.factor, None if spread is None else spread * self.factor)
+
+    def shown_with(self, value: float, deviation: float) -> str:
+        """A value and its standard deviation, with equally many decimals: 5.60 ± 0.66."""
+        return _with_deviation(self.shown(value, DEVIATIONS * deviation), deviation * self.factor)
 
     def tick(self, value: float) -> str:
         """A value at a plot's axis."""
         scaled = value * self.factor
         return f"{scaled:,.3g}" if abs(scaled) < 1000 else f"{scaled:,.0f}"
 
-    def shown_change(self, change: float) -> str:
-        """A change: 1.004, or +12.30."""
-        return _ratio(change) if self.compared == "ratio" else _signed(change * self.factor)
+    def shown_change(self, change: float, spread: float | None = None) -> str:
+        """A change: 1.004, or +12.30. More digits where an interval of half-width `spread` needs them."""
+        if self.compared == "ratio":
+            return _ratio(change, spread)
+        return _signed(change * self.factor, None if spread is None else spread * self.factor)
 
-    def shown_spread(self, deviation: float) -> str:
-        """The standard deviation of changes."""
-        return _ratio(deviation) if self.compared == "ratio" else number(deviation * self.factor)
+    def shown_change_with(self, change: float, deviation: float) -> str:
+        """A mean change and its `change_deviation`: 1.296 ×/÷ 1.115, or +1.30 ± 0.14."""
+        spread = self.change_spread(change, deviation)
+        if self.compared == "ratio":
+            return f"{_ratio(change, spread)} ×/÷ {_ratio(deviation, DEVIATIONS * (deviation - 1))}"
+        return _with_deviation(self.shown_change(change, spread), deviation * self.factor)
 
-    def shown_distance(self, change: float) -> str:
-        """A change as a distance from none: +467%, or -12.30."""
-        return f"{change - 1:+.0%}" if self.compared == "ratio" else _signed(change * self.factor)
+    def change_spread(self, change: float, deviation: float) -> float:
+        """Half of the width of an interval that changes with this mean and `change_deviation` lie in mostly."""
+        return DEVIATIONS * (change * (deviation - 1) if self.compared == "ratio" else deviation)
+
+    def shown_interval(self, low: float, high: float) -> str:
+        """The interval of a change: [0.985, 1.023]."""
+        spread = (high - low) / 2
+        return f"[{self.shown_change(low, spread)}, {self.shown_change(high, spread)}]"
+
+    def shown_distance(self, change: float, spread: float | None = None) -> str:
+        """A change as a distance from none: +467%, +0.3%, or -12.30."""
+        if self.compared == "ratio":
+            return percent(change - 1, spread)
+        return _signed(change * self.factor, None if spread is None else spread * self.factor)
 
     @property
     def rule(self) -> str:
@@ -135,6 +187,13 @@ class Metric:
         if self.compared == "ratio":
             return f"holds if 1 is inside or it is below {self.negligible:.1%}, else rises or falls"
         return f"holds if 0 is inside or it is below {self.negligible * self.factor:g}, else rises or falls"
+
+    @property
+    def averaged(self) -> str:
+        """How changes of several seeds are shown, in words."""
+        if self.compared == "ratio":
+            return "geometric mean ×/÷ geometric standard deviation"
+        return "mean ± standard deviation"
 
     @property
     def relation(self) -> str:
@@ -239,22 +298,55 @@ def bounded_exp(nats: float) -> float:
     return math.exp(min(nats, LARGEST_NLL))
 
 
-def number(value: float) -> str:
+def decimals(spread: float | None) -> int:
+    """Digits after the point that a value needs beside its uncertainty: the last digit counts at most half of it.
+
+    Args:
+        spread: half of the width of its 95% interval; None or 0 where nothing is known.
+    """
+    if not spread or not math.isfinite(spread):
+        return 0
+    return min(max(0, math.ceil(math.log10(2 / abs(spread)))), MOST_DECIMALS)
+
+
+def number(value: float, spread: float | None = None) -> str:
     """Two decimals, fewer where the number is large, more where two would say nothing: 0.0034, 4.87, 152.3, 16,443.
 
-    From ten million on a perplexity says that a model has diverged: 3.2e+17.
+    With a spread (see `decimals`) there are as many as it needs. From ten million on a perplexity says that a model
+    has diverged: 3.2e+17.
     """
     size = abs(value)
-    if 0 < size < 0.005 or size >= 1e7:
+    if (0 < size < 0.005 and not spread) or size >= 1e7:
         return f"{value:.2g}"
-    return f"{value:.2f}" if size < 100 else f"{value:,.1f}" if size < 1000 else f"{value:,.0f}"
+    least = 2 if size < 100 else 1 if size < 1000 else 0
+    text = f"{value:,.{max(least, decimals(spread))}f}"
+    return text if any(digit in text for digit in "123456789") else text.removeprefix("-")
 
 
-def _ratio(value: float) -> str:
+def percent(share: float, spread: float | None = None, least: int = 0) -> str:
+    """A share as signed percent: +467%, -2%, +0.3%, +16,443%.
+
+    Args:
+        share: 1 is 100%.
+        spread: its uncertainty, if it is known: `decimals`.
+        least: digits after the point at least.
+    """
+    places = max(least, decimals(2 * 100 * abs(share) if spread is None else 100 * spread))
+    text = f"{100 * share:+,.{places}f}"
+    return f"{text if any(digit in text for digit in '123456789') else '0'}%"
+
+
+def _with_deviation(text: str, deviation: float) -> str:
+    """A number that is shown as `text`, and its standard deviation with as many decimals."""
+    places = len(text.partition(".")[2])
+    return f"{text} ± {number(deviation) if 'e' in text else f'{deviation:,.{places}f}'}"
+
+
+def _ratio(value: float, spread: float | None = None) -> str:
     """Three decimals below 10, where a paired interval can be as narrow as a percent: 1.002, 6.43, 29.64."""
-    return f"{value:.3f}" if value < 10 else number(value)
+    return f"{value:.{max(3, decimals(spread))}f}" if value < 10 else number(value, spread)
 
 
-def _signed(value: float) -> str:
-    text = number(abs(value))
+def _signed(value: float, spread: float | None = None) -> str:
+    text = number(abs(value), spread)
     return f"{'-' if value < 0 else '+'}{text}" if float(text.replace(",", "")) else text

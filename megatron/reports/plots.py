@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 
 from megatron.errors import UserError
 from megatron.reports.axes import multiple
+from megatron.reports.failures import Failure
 from megatron.reports.layout import Layout, layouts
 from megatron.reports.records import Record
 
@@ -36,17 +37,18 @@ ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
 
 
-def png(records: Sequence[Record], *, narrow: bool = False) -> bytes:
+def png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[Failure] = ()) -> bytes:
     """A PNG with one panel per comparable group of records (see `layout.layouts`).
 
     Args:
         records: what to draw.
         narrow: for telephones: as wide as high, with the legend below.
+        failures: runs without records; of a method that has none the legend says so.
 
     Raises:
         UserError: there is nothing to draw.
     """
-    groups = layouts(records)
+    groups = layouts(records, failures)
     if not groups:
         raise UserError("no records to plot")
     # Figure instead of pyplot: no window system, no global state.
@@ -75,21 +77,21 @@ def style(index: int) -> dict[str, str]:
 def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
     low, high = float("inf"), float("-inf")
     drawn = [_curve(layout, method) for method in layout.methods]
-    barred = len(drawn) <= MOST_BARS and any(None not in bars for _, _, bars in drawn)
+    barred = len(drawn) <= MOST_BARS and any(any(bars) for _, _, bars in drawn)
     places = _side_by_side(layout, len(drawn)) if barred else [1.0] * len(drawn)
     curves: list[Line2D] = []
     for index, ((where, means, bars), place) in enumerate(zip(drawn, places, strict=True)):
         look = style(index)
         curves += axes.plot(where, means, **look, markersize=5, linewidth=1.8 if not barred else 1.4)  # type: ignore[arg-type]
-        if barred and None not in bars:
-            at = [each * place for each in where]
+        if barred and any(bars):
+            at = [each * place for each, bar in zip(where, bars, strict=True) if bar is not None]
             lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
             axes.vlines(at, lower, upper, color=look["color"], linewidth=1.6, alpha=0.85)
             axes.plot(
                 [*at, *at], [*lower, *upper], linestyle="none", marker="_", markersize=6, markeredgewidth=1.6,
                 color=look["color"], alpha=0.85,
             )  # fmt: skip
-        low, high = min(low, *means), max(high, *means)
+        low, high = min([low, *means]), max([high, *means])
 
     _along(axes, layout, narrow=narrow)
     if layout.metric.scale == "logarithmic" and high > 4 * low > 0:
@@ -110,7 +112,8 @@ def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
         if narrow
         else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": 9, "ncols": -(-len(curves) // ROWS)}
     )
-    legend = axes.legend(curves, layout.methods, frameon=False, title=title, alignment="left", **outside)
+    names = [name if where else f"{name} (failed)" for name, (where, _, _) in zip(layout.methods, drawn, strict=True)]
+    legend = axes.legend(curves, names, frameon=False, title=title, alignment="left", **outside)
     legend.get_title().set_fontsize(8)
 
 
@@ -155,7 +158,9 @@ def _curve(layout: Layout, method: str) -> tuple[list[float], list[float], list[
     for place in places:
         values = [record.value for record in found[place]]
         means.append(statistics.fmean(values))
-        bars.append((min(values), max(values)) if len(values) > 1 else found[place][0].interval)
+        # Bars of one picture mean one thing: among several seeds a lone one has none.
+        alone = None if layout.repeats > 1 else found[place][0].interval
+        bars.append((min(values), max(values)) if len(values) > 1 else alone)
     return places, means, bars
 
 

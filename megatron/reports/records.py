@@ -36,6 +36,9 @@ RESULTS = "results.json"
 LENGTH = ("axis", "length")
 """What files leave out."""
 
+FLOOR = "floor: "
+"""How the names of methods begin that learned nothing: what a constant answer, or a guess, reaches."""
+
 APART = ("block_sums", "block_tokens", "remark")
 """Fields that are lists or sentences, which tables of fields leave out."""
 
@@ -131,6 +134,11 @@ class Record(BaseModel):
         return None if self.protocol == "nonoverlapping" else self.targets
 
     @property
+    def is_floor(self) -> bool:
+        """Is it of no model, but of a predictor that learned nothing?"""
+        return self.run is None and self.method.startswith(FLOOR)
+
+    @property
     def measure(self) -> Metric:
         """The metric, with its unit and its better direction."""
         return metrics.find(self.metric)
@@ -159,6 +167,11 @@ class Record(BaseModel):
         if self.bootstrapped is not None or self.stderr is None:
             return self.bootstrapped
         return self.measure.interval(self.value, self.stderr)
+
+    @property
+    def change_interval(self) -> tuple[float, float] | None:
+        """95% bootstrap interval of the change, if known."""
+        return None if self.change_low is None or self.change_high is None else (self.change_low, self.change_high)
 
     @property
     def verdict(self) -> str | None:

@@ -15,7 +15,8 @@ from megatron.reports import plots
 from megatron.reports.axes import multiple
 from megatron.reports.document import document, machine_and_software
 from megatron.reports.html_tables import Cell, Column, table
-from megatron.reports.layout import Layout, layouts
+from megatron.reports.layout import Layout, count_note, layouts
+from megatron.reports.missing import grid as missing_grid
 from megatron.reports.pictures import embedded
 from megatron.reports.records import Record
 from megatron.reports.section import Section
@@ -23,6 +24,9 @@ from megatron.reports.tables import html_table
 
 NAMED = 4
 """Methods that a title names; more are counted."""
+
+CURVES = 9
+"""Of which a picture's alternative text tells the course; of more, the best and the worst."""
 
 _PROTOCOLS = {
     "last": (
@@ -82,7 +86,7 @@ def render(
     records = [record for each in sections for record in each.records]
     if not records:
         raise UserError("no records to report")
-    groups = [layout for each in sections for layout in layouts(each.records)]
+    groups = [layout for each in sections for layout in layouts(each.records, each.failures)]
     metrics = list(dict.fromkeys(layout.metric for layout in groups))
     to_come = f" ({missing} run{'s' * (missing > 1)} to come)" if missing else ""
     defined = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
@@ -118,29 +122,53 @@ def _heading(section: Section) -> str:
 
 def _results(section: Section, number: int, *, headed: bool) -> list[str]:
     """A section's summary, picture and tables."""
-    groups = layouts(section.records)
+    groups = layouts(section.records, section.failures)
     says = [] if headed or not section.grids else ["<h2>What it says</h2>"]
+    absent = missing_grid(groups)
+    lacks = [] if absent is None else [*([] if headed else ["<h2>What is missing</h2>"]), absent.html()]
     return [
         *([f'<h2 id="section-{number}">{html.escape(_heading(section))}</h2>'] if headed else []),
         f"<p>{' '.join(html.escape(_summary(layout)) for layout in groups)}</p>",
-        embedded(lambda narrow: plots.png(section.records, narrow=narrow), f"{_drawn(groups)}, one curve per method"),
+        embedded(lambda narrow: plots.png(section.records, narrow=narrow, failures=section.failures), alt_text(groups)),
         *(html_table(layout) for layout in groups),
+        *lacks,
         *says,
         *(each.html() for each in section.grids),
     ]
 
 
-def _drawn(groups: Sequence[Layout]) -> str:
-    """Which metrics stand over which axes: Perplexity and ΔP over length; Perplexity over position."""
-    metrics: dict[str, list[str]] = {}
-    for layout in groups:
-        metrics.setdefault(layout.axis.name, []).append(layout.metric.title)
-    return "; ".join(f"{_listed(list(dict.fromkeys(titles)))} over {axis}" for axis, titles in metrics.items())
+def alt_text(groups: Sequence[Layout]) -> str:
+    """What a picture of tables shows, for those who do not see it: each panel, and how its curves run."""
+    return " ".join(_panel(layout) for layout in groups)
+
+
+def _panel(layout: Layout) -> str:
+    """Each curve from its first place to its last, the best end first; of many the best and the worst alone."""
+    axis, metric = layout.axis, layout.metric
+    curves = []
+    for method in layout.methods:
+        places = [place for place in layout.places if (method, place) in layout.cells]
+        if not places:
+            continue
+        first, last = layout.cells[method, places[0]], layout.cells[method, places[-1]]
+        short = "" if places[-1] == layout.places[-1] else f" at {axis.told(places[-1])}, where it ends"
+        start = "" if len(places) == 1 else f"{first.number} to "
+        curves.append((metric.rank(last.mean), f"{method} {start}{last.number}{short}"))
+    ordered = [text for _, text in sorted(curves)]
+    if len(ordered) > CURVES:
+        ordered = [*ordered[: CURVES - 1], f"{len(ordered) - CURVES} others between", ordered[-1]]
+    span = axis.told(layout.places[0])
+    if len(layout.places) > 1:
+        span = f"{axis.shown(layout.places[0])} to {axis.told(layout.places[-1])}"
+    what = metric.axis + layout.title.removeprefix(metric.heading)
+    return f"Plot of {what}, over {axis.name} {span}: {'; '.join(ordered)}."
 
 
 def _title(groups: Sequence[Layout]) -> str:
     """What is measured, of which methods, at which lengths: the same words whatever the folder is called."""
-    methods = list(dict.fromkeys(method for layout in groups for method in layout.methods))
+    floors = {method for layout in groups for method in layout.floors}
+    methods = [each for each in dict.fromkeys(method for layout in groups for method in layout.methods)
+               if each not in floors] or list(floors)  # fmt: skip
     named = f"{len(methods)} methods" if len(methods) > NAMED else _listed(methods)
     measured = _listed(list(dict.fromkeys(layout.metric.title for layout in groups)))
     lengths = sorted({record.length for layout in groups for record in layout.records})
@@ -157,17 +185,17 @@ def _listed(words: Sequence[str]) -> str:
 def _summary(layout: Layout) -> str:
     """The result in words: the ranking at the last place, and how far each is from its own start: beyond chance?"""
     metric, axis, first, last = layout.metric, layout.axis, layout.places[0], layout.places[-1]
-    ends = [(layout.cells[method, last].mean, method) for method in layout.methods if (method, last) in layout.cells]
+    ends = [(cell, method) for method in layout.methods if (cell := layout.cells.get((method, last))) is not None]
     parts = []
-    for mean, method in sorted(ends, key=lambda end: (metric.rank(end[0]), end[1])):
-        start = layout.cells.get((method, first))
-        known = layout.changes.get(method)
-        verdict = "" if known is None or known.verdict is None else f", {known.verdict}"
-        change = ""
-        if start is not None and first != last:
-            distance = metric.shown_distance(metric.change(mean, start.mean))
-            change = f" ({distance} from {axis.told(first)}{verdict})"
-        parts.append(f"{method} {metric.shown(mean)}{change}")
+    for cell, method in sorted(ends, key=lambda end: (metric.rank(end[0].mean), end[1])):
+        change = None if first == last else layout.change(method, first, last)
+        told = ""
+        if change is not None:
+            known = layout.changes.get(method)
+            verdict = "" if known is None or known.verdict is None else f", {known.verdict}"
+            distance = metric.shown_distance(change.mean, change.spread if change.interval else None)
+            told = f" ({distance} from {axis.told(first)}{verdict})"
+        parts.append(f"{method} {cell.number}{count_note(cell.few)}{told}")
     where = axis.told(last) if axis.name == "length" else f"{axis.name} {axis.told(last)}"
     times = f"{multiple(last / layout.train_length)}, " if axis.tokens else ""
     return (
@@ -191,7 +219,10 @@ def _measured(layout: Layout) -> str:
     if record.bits_per_byte is not None:
         text += " One token is one byte."
     if layout.repeats > 1:
-        text += f" Cells are means over {layout.repeats} seeds with their standard deviation; bars span the seeds."
+        text += (
+            f" Cells are arithmetic means over {layout.repeats} seeds, or as many as their n says, with their standard "
+            "deviation; bars span the seeds."
+        )
     elif any(entry.stderr is not None for entry in layout.records):
         text += (
             " Bars are 95% intervals over windows of text; all methods and lengths share the text, so differences "

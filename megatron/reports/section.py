@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.reports.failures import Failure
 from megatron.reports.grids import Grid
 from megatron.reports.records import Record
 
@@ -16,3 +17,5 @@ class Section:
     records: Sequence[Record]
     grids: Sequence[Grid] = ()
     """Further tables, shown below those of the records."""
+    failures: Sequence[Failure] = ()
+    """Runs that gave no records."""

@@ -22,7 +22,7 @@ from megatron.errors import UserError
 from megatron.reports.axes import in_one_line
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.grids import Grid
-from megatron.reports.layout import Layout
+from megatron.reports.layout import Layout, count_note, paired
 from megatron.reports.metrics import Metric, bounded_exp
 from megatron.reports.records import Record
 from megatron.suggest import choose_from
@@ -49,8 +49,11 @@ class Comparison:
     method: str
     place: float
     seeds: int
+    """That both have there."""
     change: float
-    """How the method differs from the other: the ratio of the (geometric) means, or the difference of the means."""
+    """How the method differs from the other: over seeds the geometric mean of ratios, or the mean of differences."""
+    few: int | None = None
+    """`seeds`, where other comparisons of the table are over more."""
     interval: tuple[float, float] | None = None
     """Of the change, 95%, by bootstrap; for one seed."""
     values: TTest | None = None
@@ -73,17 +76,20 @@ class Comparison:
 
     def __str__(self) -> str:
         """A cell: the change, what is known of it, and KERPLE's † where the method is worse beyond chance."""
-        known = "one seed"
+        known, spread = "one seed", None
         if self.interval is not None:
-            known = f"[{', '.join(map(self.metric.shown_change, self.interval))}]"
+            known, spread = self.metric.shown_interval(*self.interval), (self.interval[1] - self.interval[0]) / 2
         test = self.logarithms or self.values
         if test is not None:
             known = f"p {_p(test.p)}, Holm {_p(test.holm)}"
-        return f"{self.metric.shown_change(self.change)} {known}{DAGGER if self.verdict == 'worse' else ''}"
+        dagger = DAGGER if self.verdict == "worse" else ""
+        return f"{self.metric.shown_change(self.change, spread)} {known}{count_note(self.few)}{dagger}"
 
 
 def compare(layout: Layout, against: str) -> list[Comparison]:
     """Compare every method of a table with one of them, at every place where both have runs of the same seed.
+
+    Predictors that learned nothing have no seeds, and are left out.
 
     Args:
         layout: the table.
@@ -100,24 +106,26 @@ def compare(layout: Layout, against: str) -> list[Comparison]:
         raise UserError(
             f"--against {against}: no such method in {layout.title}; {choose_from(against, layout.methods)}"
         )
-    runs: dict[tuple[str, float], dict[int, Record]] = {}
+    runs: dict[tuple[str, float], list[Record]] = {}
     for record in layout.records:
-        runs.setdefault((record.method, record.at), {})[record.seed] = record
+        if not record.is_floor:
+            runs.setdefault((record.method, record.at), []).append(record)
     found = []
     for method in layout.methods:
         for place in layout.places:
-            ours, theirs = runs.get((method, place), {}), runs.get((against, place), {})
-            seeds = sorted(ours.keys() & theirs.keys())
-            if method != against and seeds:
-                found.append(_compared(layout.metric, [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]))
-    return _corrected(found)
+            pairs = paired(runs.get((method, place), ()), runs.get((against, place), ()))
+            if method != against and pairs:
+                ours, theirs = zip(*pairs, strict=True)
+                found.append(_compared(layout.metric, ours, theirs))
+    most = max((each.seeds for each in found), default=0)
+    return _corrected([replace(each, few=each.seeds if each.seeds < most else None) for each in found])
 
 
 def _compared(metric: Metric, ours: Sequence[Record], theirs: Sequence[Record]) -> Comparison:
     """One method against another at one place, by records of the same seeds in the same order."""
     a, b = (np.array([record.value for record in records]) for records in (ours, theirs))
     ratio = metric.compared == "ratio"
-    change = float(np.exp(np.mean(np.log(a) - np.log(b)))) if ratio else float(np.mean(a - b))
+    change = metric.mean_change([metric.change(one, other) for one, other in zip(a.tolist(), b.tolist(), strict=True)])
     base = Comparison(metric, ours[0].method, ours[0].at, len(ours), change)
     if len(ours) == 1:
         return replace(base, interval=over_blocks(ours[0], theirs[0]) if ratio else None)
@@ -178,9 +186,13 @@ def _p(value: float) -> str:
 def grid(layout: Layout, against: str) -> Grid:
     """The comparisons of a table. Raises UserError as `compare`."""
     found = {(each.method, each.place): each for each in compare(layout, against)}
-    methods = [method for method in layout.methods if method != against]
+    methods = [method for method in layout.methods if method != against and method not in layout.floors]
     seeds = max((each.seeds for each in found.values()), default=0)
-    notes = [f"The {'ratio to' if layout.metric.compared == 'ratio' else 'difference from'} {against}."]
+    kind = "ratio to" if layout.metric.compared == "ratio" else "difference from"
+    over = f": the {layout.metric.mean_name} over the seeds that both have" if seeds > 1 else ""
+    notes = [f"The {kind} {against}{over}."]
+    if any(each.few is not None for each in found.values()):
+        notes.append(f"{seeds} seeds are paired, where there is no n.")
     intervals = any(each.interval is not None for each in found.values())
     tests = any(each.values is not None for each in found.values())
     if intervals:
@@ -202,7 +214,20 @@ def grid(layout: Layout, against: str) -> Grid:
         corner="method",
         heads=tuple(in_one_line(*heads) for heads in layout.heads()),
         rows=tuple(
-            (method, tuple(str(found.get((method, place), "–")) for place in layout.places)) for method in methods
+            (
+                method,
+                tuple(
+                    str(found.get((method, place)) or _unpaired(layout, (method, against), place))
+                    for place in layout.places
+                ),
+            )
+            for method in methods
         ),
         notes=tuple(notes),
     )
+
+
+def _unpaired(layout: Layout, methods: Sequence[str], place: float) -> str:
+    """What stands where two methods are not compared: why one of them has no number, or that they share no seed."""
+    absent = [method for method in methods if (method, place) not in layout.cells]
+    return layout.missing(absent[0], place) if absent else "no seed in common"

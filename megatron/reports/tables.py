@@ -10,22 +10,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.reports import html_tables
+from megatron.reports import html_tables, missing
 from megatron.reports.axes import in_one_line
+from megatron.reports.failures import Failure
 from megatron.reports.html_tables import Column
 from megatron.reports.layout import Cell, Layout, layouts
 from megatron.reports.records import Record
 
 
-def show(console: Console, records: Sequence[Record]) -> None:
-    """Print every table of the records: framed where the terminal is wide enough, else (and in pipes) as plain text."""
-    for layout in layouts(records):
+def show(console: Console, records: Sequence[Record], failures: Sequence[Failure] = ()) -> None:
+    """Print every table of the records: framed where the terminal is wide enough, else (and in pipes) as plain text.
+
+    What they lack is listed below them, runs that failed among it.
+    """
+    groups = layouts(records, failures)
+    for layout in groups:
         table = rich_table(layout)
         unlimited = console.options.update(max_width=1 << 20)
         if console.is_terminal and console.measure(table, options=unlimited).maximum <= console.width:
             console.print(table)
         else:
             console.print(Text(plain(layout)), soft_wrap=True, end="")
+    absent = missing.grid(groups)
+    if absent is not None:
+        console.print(Text(f"\n{absent.plain()}"), soft_wrap=True, end="")
 
 
 def rich_table(layout: Layout) -> Table:
@@ -107,11 +115,13 @@ def _html_cell(layout: Layout, method: str, place: float) -> html_tables.Cell:
     cell = layout.cells.get((method, place))
     if cell is None:
         return html_tables.Cell(html.escape(layout.missing(method, place)))
-    interval = "" if cell.interval is None else f"<small>{' – '.join(map(cell.metric.shown, cell.interval))}</small>"
+    interval = f"<small>{' – '.join(cell.ends)}</small>" if cell.ends else ""
     return html_tables.Cell(html.escape(str(cell)) + interval, "best" if cell.best else "")
 
 
 def _change(layout: Layout, method: str) -> str:
+    if method not in layout.changes and not any(name == method for name, _ in layout.cells):
+        return layout.missing(method, layout.places[-1])
     return str(layout.changes.get(method, "–"))
 
 

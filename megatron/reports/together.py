@@ -8,9 +8,10 @@ from rich.console import Console
 
 from megatron.errors import UserError
 from megatron.files import check_folder
-from megatron.reports import experiment, extrapolation, records, tables
+from megatron.reports import experiment, extrapolation, failures, records, tables
 from megatron.reports.apart import contradictions, told_apart
 from megatron.reports.experiment import Experiment
+from megatron.reports.failures import Failure
 from megatron.reports.judgement import judged
 from megatron.reports.layout import layouts
 from megatron.reports.records import RESULTS, Record
@@ -46,13 +47,14 @@ def together(
         _check_page(output)
     found = {path: records.read(path) for path in _files(results)}
     known = {path: told for path in found if (told := experiment.read(path)) is not None}
-    sections = _sections(found, known, against, delta)
+    failed = {path: failures.read(path) for path in found}
+    sections = _sections(found, known, failed, against, delta)
     for line in contradictions({path: each for path, each in found.items() if path not in known}):
         console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     for each in sections:
         if each.title is not None:
             console.print(f"\n{each.title}\n", markup=False, highlight=False, soft_wrap=True)
-        tables.show(console, each.records)
+        tables.show(console, each.records, each.failures)
         for grid in each.grids:
             console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
     if output is not None:
@@ -73,24 +75,31 @@ def _check_page(output: Path) -> None:
 
 
 def _files(results: Sequence[Path]) -> list[Path]:
-    """The files with records. What a sweep says of its experiment lies beside its records and is read with them."""
+    """The files with records. What a sweep says of its experiment, and of runs that failed, lies beside its records and
+    is read with them."""
     files = [path / RESULTS if path.is_dir() else path for path in results]
-    beside = {experiment.beside(path) for path in files}
+    beside = {aside for path in files for aside in (experiment.beside(path), failures.beside(path))}
     return [path for path in dict.fromkeys(files) if path not in beside]
 
 
 def _sections(
-    found: Mapping[Path, list[Record]], known: Mapping[Path, Experiment], against: str | None, delta: float
+    found: Mapping[Path, list[Record]],
+    known: Mapping[Path, Experiment],
+    failed: Mapping[Path, Sequence[Failure]],
+    against: str | None,
+    delta: float,
 ) -> list[Section]:
     """What belongs to no experiment first, all together."""
     sections = []
     rest = told_apart([record for path in found if path not in known for record in found[path]])
+    lost = [each for path in found if path not in known for each in failed[path]]
     if rest:
-        sections.append(Section(None, rest, judged(layouts(rest), against, delta)))
+        sections.append(Section(None, rest, judged(layouts(rest, lost), against, delta), lost))
     for path, each in known.items():
         if found[path]:
             chosen = each if against is None else replace(each, against=against)
-            sections.append(Section(each.title, found[path], chosen.grids(found[path], delta)))
+            grids = chosen.grids(found[path], delta, failed[path])
+            sections.append(Section(each.title, found[path], grids, failed[path]))
     if not sections:
         raise UserError(f"{', '.join(map(str, found))}: no results")
     methods = list(dict.fromkeys(record.method for each in sections for record in each.records))

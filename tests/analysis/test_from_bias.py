@@ -1,6 +1,8 @@
 """What follows from a bias alone, against loops over the papers' formulas and the values that they imply."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +184,14 @@ def test_effective_lengths_that_are_none() -> None:
 def test_heads_are_counted_up_to_each_distance() -> None:
     assert cumulative([3, 3, 700, 30_000, math.inf]) == [(0, 0), (3, 2), (700, 3), (FAR, 3)]
     assert cumulative([math.inf]) == [(0, 0), (FAR, 0)]
+
+
+def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances() -> None:
+    """docs/analysis.md's table: its bias at 10⁴, 10⁵ and 10⁶ keys, for the first, sixth and last of 12 heads."""
+    page = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^ *\| ([\d.]+) \(\w+\) \| (−[\d.]+), (−[\d.]+), (−[\d.]+) \|", page, re.MULTILINE)
+    far = torch.tensor([10**4, 10**5, 10**6], dtype=torch.float64)
+    bias = in_double(encoding_of("sandwich", heads=12)).table(far).bias
+    assert [float(row[0]) for row in rows] == [12 / (8 * head) for head in (1, 6, 12)]
+    for row, head in zip(rows, (0, 5, 11), strict=True):
+        assert [float(each.replace("−", "-")) for each in row[1:]] == [round(each, 1) for each in bias[head].tolist()]

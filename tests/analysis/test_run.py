@@ -102,6 +102,11 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Pic
         assert (Path("out") / f"{name}.{analysis.data}").stat().st_size > 100
         assert f"{name}.{analysis.data}" in text
     assert len(pictures) >= 8
+    shown = " ".join(picture.alt for picture in pictures)
+    for method in methods[1:]:
+        assert re.search(rf"medians in keys: .*{re.escape(method)} \d", shown), "what a picture shows, in words"
+        assert re.search(rf"bias of {re.escape(method)}[^;.]*, from 0.00 at hand to -[\d.,]+", shown)
+    assert re.search(r"Empirical receptive field .* rotary at length 96: ", shown)
     said = out.getvalue()
     assert "out/analysis.html" in said
     assert "rotary: loading" in said

@@ -59,3 +59,22 @@ def test_quoted_lengths_are_multiples_that_are_scored(name: str) -> None:
         assert all(value is None or value > 0 for values in table.rows.values() for value in values) or (
             table.metric == "delta_perplexity"
         )
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_the_papers_state_of_their_training_is_told_and_ours_is_what_is_told(name: str) -> None:
+    """Batch, vocabulary, least learning rate and seeds stand under every table, and small is what they say it is."""
+    sweep = small(name)
+    told = " ".join(sweep.options.differences)
+    for word in ("seeds", "vocabulary", "min_lr", "least learning rate"):
+        assert word in told, word
+    assert "sequences at a time" in told or "a step has 2,048 tokens at every length" in told
+    seeds = {"one": "here there is one", "three": "here there are three"}
+    said = {number for number, text in seeds.items() if text in told}
+    assert said <= {"one" if len(sweep.options.seeds) == 1 else "three"}
+    for config in (member.config for member in sweep.members):
+        batch = config.training.train_micro_batch_size_per_gpu
+        assert (batch, config.model.seq_length) == (32, 64) or (
+            name == "dape_f3" and batch * config.model.seq_length == 2048
+        )
+        assert config.optimizer.min_lr == pytest.approx(config.optimizer.optimizer.params.lr / 10)

@@ -10,12 +10,8 @@ from megatron.reports.records import Record
 def record(method: str, length: int, perplexity: float, seed: int = 1, **more: object) -> Record:
     """A record of a model trained at 64 tokens."""
     known = {"train_length": 64, "protocol": "last", "tokens": 4096, "run": f"runs/{method}/{seed}"}
-    return Record(
-        **{**known, "method": method, "length": length, "seed": seed, **more},
-        metric="perplexity",
-        value=perplexity,
-        nll=math.log(perplexity),
-    )
+    known |= {"metric": "perplexity", "nll": math.log(perplexity)}
+    return Record(**{**known, "method": method, "length": length, "seed": seed, **more}, value=perplexity)
 
 
 @pytest.fixture

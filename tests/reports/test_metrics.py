@@ -12,7 +12,7 @@ from pages import page_of
 from megatron.errors import UserError
 from megatron.reports import plots, records, tables
 from megatron.reports.layout import layouts
-from megatron.reports.metrics import METRICS, Metric, find, number
+from megatron.reports.metrics import METRICS, Metric, find, number, percent
 from megatron.reports.records import Record, of_row
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,8 @@ def test_accuracy_in_a_plot_and_a_page() -> None:
     assert axes.yaxis.get_major_formatter()(0.5, 0) == "50"
     page = page_of(accuracies())
     assert "accuracy in % at 160 tokens (4×, protocol task): cdape 97.00 (+1.00 from 40 tokens, holds), rotary" in page
-    assert 'alt="Accuracy over length' in page
+    assert 'alt="Plot of accuracy in %, trained at 40 tokens, protocol task, over length 40 to 160 tokens: ' in page
+    assert "cdape 96.00 to 97.00; rotary 100.0 to 50.00." in page
     assert "rightly. Higher is better." in page
     assert re.search(r'class="best"[^>]*>97\.00\*', page)
 
@@ -145,6 +146,36 @@ def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: P
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "text"),
+    [(4.8661, 0.5, "4.87"), (4.8661, 0.02, "4.87"), (4.8661, 0.019, "4.866"), (4.8661, 0.0004, "4.8661"),
+     (16443.4, 0.3, "16,443.4"), (0.0012, 0.3, "0.00"), (-0.0012, 0.3, "0.00"), (4.8661, 0.0, "4.87")],
+)  # fmt: skip
+def test_numbers_have_digits_enough_for_their_interval(value: float, spread: float, text: str) -> None:
+    """The last digit counts at most half of the half-width, so that the ends differ from each other and the value."""
+    assert number(value, spread) == text
+
+
+def test_a_narrow_interval_shows_its_ends() -> None:
+    rows = [{"length": 40, "perplexity": 5.0, "perplexity_low": 4.9994, "perplexity_high": 5.0006},
+            {"length": 80, "perplexity": 5.001, "change": 1.0002, "change_low": 0.99992, "change_high": 1.00042,
+             "change_from": 40}]  # fmt: skip
+    found = [of_row({**COMMON, "method": "a", **row}) for row in rows]
+    (layout,) = layouts(found)
+    assert str(layout.cells["a", 40]) == "5.0000"
+    assert layout.cells["a", 40].ends == ("4.9994", "5.0006")
+    assert str(layout.changes["a"]) == "1.0002 [0.9999, 1.0004] holds"
+    assert "single cells are within -0.01% and +0.01%" in tables.plain(layout)
+    assert "+0.02% from 40 tokens" in page_of(found)
+
+
+def test_large_changes_have_separators() -> None:
+    assert find("perplexity").shown_distance(165.43) == "+16,443%"
+    assert percent(165.4321, least=1) == "+16,543.2%"
+    assert find("perplexity").shown_change(16443.4) == "16,443"
+    assert (percent(0.0), percent(-1e-12), percent(0.003)) == ("0%", "0%", "+0.3%")
 
 
 @pytest.mark.parametrize("name", METRICS)

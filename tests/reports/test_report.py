@@ -12,6 +12,7 @@ from megatron.errors import UserError
 from megatron.reports import plots, report
 from megatron.reports.layout import layouts
 from megatron.reports.records import Record, of_row
+from megatron.reports.report import alt_text
 from megatron.reports.section import Section
 
 from .conftest import record
@@ -84,11 +85,14 @@ def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
 
 
 def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
-    assert 'alt="Perplexity over length, one curve per method"' in page_of(story)
+    title = "Plot of perplexity per token, trained at 64 tokens, protocol last, over length 64 to 2,048 tokens: "
+    curves = "cdape 4.96 to 4.87; kerple_log 5.50 to 5.43; rotary 5.25 to 29.75."
+    assert f'alt="{title}{curves}"' in page_of(story)
     here = {"metric": "loss", "axis": "depth"}
     probed = [story[0].replace(**here, place=place, value=value) for place, value in ((0.25, 3.0), (1.0, 2.0))]
     page = page_of([*story, *probed])
-    assert 'alt="Perplexity over length; Loss over depth, one curve per method"' in page
+    assert f"{title}{curves} Plot of loss in nats per token by depth, windows of 64 tokens," in page
+    assert "over depth 25% to 100%: rotary 3.00 to 2.00." in page
     assert "at depth 100% (protocol last): rotary 2.00 (-1.00 from 25%)." in Page(page).text
     where = {"axis": "position", "place": 64.0}
     (inside,) = layouts([record("rotary", 512, 5.0, **where, change=1.5, change_from=64)])
@@ -118,6 +122,15 @@ def test_nothing_from_outside_becomes_markup() -> None:
     assert page.text.count("alert(1)") >= 7
     # Template's own placeholder sign is harmless too.
     assert "$plot" in Page(page_of([record("$plot", 64, 5.0)])).text
+
+
+def test_the_alternative_text_tells_where_curves_end_and_does_not_grow_without_bound() -> None:
+    gain = [record("a", 64, 5.0, metric="delta_perplexity"), record("short", 64, 6.0), record("short", 128, 6.5)]
+    rows = [*gain[1:], record("long", 64, 5.0), record("long", 256, 4.0)]
+    assert alt_text(layouts(rows)).endswith(": long 5.00 to 4.00; short 6.00 to 6.50 at 128 tokens, where it ends.")
+    assert alt_text(layouts(gain[:1])).startswith("Plot of ΔP per token, trained at 64")
+    many = [record(f"m{i}", 64, 5.0 + i) for i in range(30)]
+    assert alt_text(layouts(many)).endswith("m7 12.00; 21 others between; m29 34.00.")
 
 
 def test_the_title_says_what_is_shown(story: list[Record]) -> None:

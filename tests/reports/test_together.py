@@ -67,12 +67,12 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
     (grid,) = across.grids(layouts(rows))
     assert grid.heads == ("trained at", "64", "128", "256")
     assert dict(grid.rows) == {
-        "a": ("32", "6.00", "max 64", "max 64"),
-        "b": ("64", "5.00*", "4.50", "9.00"),
-        "c": ("128", "–", "4.10 ± 0.14*", "3.90*"),
+        "a": ("32", "6.00 (n 1)", "max 64", "max 64"),
+        "b": ("64", "5.00 (n 1)*", "4.50 (n 1)", "9.00 (n 1)"),
+        "c": ("128", "–", "4.10 ± 0.14*", "3.90 (n 1)*"),
     }
     assert [name for name, _ in grid.rows] == ["a", "b", "c"]
-    assert any("up to 2 seeds" in note for note in grid.notes)
+    assert "Cells are mean ± standard deviation of 2 seeds, those with an n of so many." in grid.notes
     for other in (
         [*rows[:3]],
         [each.replace(target_digest=None) for each in rows],

@@ -50,7 +50,11 @@ class BiasMaps(Analysis):
     def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
         panels = [(name, each, head) for name, each in found.items() for head in _ends(each)]
         note = [f"The maps of {name} are those of layer 0." for name, each in found.items() if each.layer == "layer 0"]
-        return [Picture("exp(bias) of query i and key j", lambda narrow: _draw(panels, narrow)), *note]
+        maps = "; ".join(
+            f"{name}, head {head}: {each.maps[head][-1, 0].nan_to_num(0).item():.2g}" for name, each, head in panels
+        )
+        alt = f"exp(bias) of query i and key j, by colour; at distance {SIDE - 1}: {maps}."
+        return [Picture(alt, lambda narrow: _draw(panels, narrow)), *note]
 
     def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
         for head, factors in found.maps.items():

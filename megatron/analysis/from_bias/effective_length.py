@@ -37,10 +37,12 @@ class EffectiveLength(Analysis):
             known = sorted(length for length in lengths if length is not None)
             within = sum(length <= FAR for length in known)
             cells = [_shown(known[0]), _shown(known[(len(known) - 1) // 2]), _shown(known[-1])]
-            rows.append([name, str(len(lengths)), *cells, str(within), str(len(lengths) - len(known))])
+            rows.append([name, f"{len(lengths):,}", *cells, f"{within:,}", f"{len(lengths) - len(known):,}"])
         columns = ["method", "heads", "least", "median", "largest", f"heads within {FAR:,}", "heads whose bias rises"]
+        curves = "; ".join(f"{row[0]} {row[-2]} of {row[1]}, the first at {row[2]}" for row in rows)
+        alt = f"Share of heads with an effective length up to each distance, to {FAR:,}: {curves}."
         return [
-            Picture("Heads with an effective length up to each distance", lambda narrow: _draw(found, names, narrow)),
+            Picture(alt, lambda narrow: _draw(found, names, narrow)),
             Table(columns, rows, "∞ stands for a bias above −2 at every distance up to 2^53."),
         ]
 

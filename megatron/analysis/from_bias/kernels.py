@@ -7,6 +7,7 @@ import torch
 
 from megatron.analysis.analysis import Analysis, Block, LayerEncoding, Looked, NotApplicable, Picture, Table
 from megatron.analysis.bias import in_double, terms_at
+from megatron.reports.metrics import number
 
 LOWEST = -12.0
 """Biases below are cut off in pictures: e^−12 = 6e-6."""
@@ -53,8 +54,11 @@ class Kernels(Analysis):
         panels = [
             (name, kernel, which) for name, kernels in drawn.items() for kernel in kernels for which in kernel.terms
         ]
+        curves = "; ".join(_course(*panel) for panel in panels)
         blocks: list[Block] = [
-            Picture("Bias or weight over the distance, one curve per head", lambda narrow: _draw(panels, narrow))
+            Picture(
+                f"Bias or weight over the distance, one curve per head: {curves}.", lambda narrow: _draw(panels, narrow)
+            )
         ]
         for name, kernels in found.items():
             if table := _parameters(name, kernels):
@@ -70,6 +74,18 @@ class Kernels(Analysis):
                             "layer": kernel.layer, "head": head, "term": which, "distance": int(distance),
                             "value": value,
                         }  # fmt: skip
+
+
+def _course(name: str, kernel: Kernel, which: str) -> str:
+    """Where the curves of a panel begin and end, in words: of all heads the least and the largest."""
+    values, far = kernel.terms[which], int(kernel.distances[-1])
+
+    def among_heads(column: int) -> str:
+        ends = values[:, column].min().item(), values[:, column].max().item()
+        return " to ".join(dict.fromkeys(number(end) for end in ends))
+
+    where = "" if kernel.layer in ("", "all layers") else f", {kernel.layer}"
+    return f"{which} of {name}{where}, from {among_heads(0)} at hand to {among_heads(-1)} at distance {far:,}"
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from megatron.analysis.analysis import Analysis, Block, Looked, Picture
 from megatron.analysis.bias import bias_over_distance, windowed
@@ -58,10 +59,13 @@ class TheoreticalReceptiveField(Analysis):
             for head in each.heads
         ]
         columns = [f"ε = {share:g}" for share in SHARES]
+        place = len(PLOTTED) // 2
+        medians = "; ".join(
+            f"{name} {median(head.finite[place] for head in each.heads):,.0f}" for name, each in found.items()
+        )
+        alt = f"Receptive field over ε {within}; at ε = {PLOTTED[place]:.2g}, medians in keys: {medians}."
         return [
-            Picture(
-                f"Receptive field over ε, one curve per method, {within}", lambda narrow: _draw(found, names, narrow)
-            ),
+            Picture(alt, lambda narrow: _draw(found, names, narrow)),
             f"Lines are medians over heads and layers, bands 10% to 90%; {within}, by the finite algorithm.",
             table_of_heads(columns, heads, "By equation 22, in keys, the query's own counted."),
         ]

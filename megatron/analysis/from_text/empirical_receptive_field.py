@@ -51,10 +51,12 @@ class EmpiricalReceptiveField(Analysis):
             "Median over layers and heads, in keys, and in brackets the 10% and 90% quantile; > m where the last m "
             "keys hold less than that share."
         )
+        medians = "; ".join(f"{row[0]} at length {row[1]}: {row[3]}" for row in rows)
+        alt = (
+            f"Empirical receptive field over ε, one panel per length; at ε = {SHARES[0]:g}, medians in keys: {medians}."
+        )
         return [
-            Picture(
-                "Empirical receptive field over ε, one panel per length", lambda narrow: _draw(found, names, narrow)
-            ),
+            Picture(alt, lambda narrow: _draw(found, names, narrow)),
             "Lines are medians over layers and heads, bands 10% to 90%.",
             Table(columns, rows, caption),
         ]

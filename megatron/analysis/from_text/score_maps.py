@@ -79,4 +79,7 @@ def _picture(name: str, layer: int, head: int, row: int, of_layer: Mapping[int, 
         title = f"{name}\nlayer {layer}, head {head}"
         return map_grid(grid, lengths, title, logarithmic=(NAMED["attention"],), narrow=narrow)
 
-    return Picture(f"Maps of layer {layer}, head {head} of {name}", draw)
+    shown = list(of_layer)[:MOST_PANELS]
+    what = ", ".join(NAMED[kind] for kind in kinds)
+    lengths = ", ".join(f"{length:,}" for length in shown)
+    return Picture(f"{what} of query i and key j: layer {layer}, head {head} of {name}, at lengths {lengths}", draw)

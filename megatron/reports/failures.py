@@ -1,0 +1,81 @@
+"""Runs that gave no result, and why: a sweep's failed members, beside its results.
+
+A method whose run diverged has no record, because records hold numbers. What became of it stands beside results.json,
+as results.failures.json, so that tables, pages and lists of what is missing can say so:
+
+    [{"method": "rotary", "seed": 1235, "reason": "the loss is not finite", "step": 120}]
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import UserError
+from megatron.files import write_text
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended without a result."""
+
+    method: str
+    """As records call it: in a sweep the variant."""
+    seed: int
+    reason: str
+    """One line."""
+    step: int | None = None
+    """At which it failed, if that is known."""
+    train_length: int | None = None
+    """Of the run; None if that is not known. It then belongs to tables of all training lengths."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("method", str), ("seed", int), ("reason", str)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+        for name in ("step", "train_length"):
+            if not isinstance(getattr(self, name), int | None):
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" at step {self.step:,}"
+        return f"failed{at}: {self.reason}"
+
+
+def beside(results: Path) -> Path:
+    """Where the failures of a results file lie."""
+    return results.with_suffix(".failures.json")
+
+
+def write(results: Path, failures: Sequence[Failure]) -> Path | None:
+    """Write failures beside their results file. Without any, no file is left there, and None is returned.
+
+    Raises:
+        UserError: what lies there is not a list that this wrote.
+    """
+    path = beside(results)
+    read(results)
+    if not failures:
+        path.unlink(missing_ok=True)
+        return None
+    rows = [{name: value for name, value in asdict(each).items() if value is not None} for each in failures]
+    return write_text(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+def read(results: Path) -> list[Failure]:
+    """The failures of a results file; none if it has no such file beside it.
+
+    Raises:
+        UserError: the file is not one that `write` wrote.
+    """
+    path = beside(results)
+    if not path.is_file():
+        return []
+    try:
+        rows: Any = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise TypeError("should be a list of objects")
+        return [Failure(**row) for row in rows]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: no list of failed runs ({error})") from error

@@ -1,0 +1,221 @@
+"""Seeds and lengths that are not there: each number says what it rests on, and a list says what is missing."""
+
+import math
+from pathlib import Path
+
+import pytest
+from pages import page_of
+from rich.console import Console
+
+from megatron.errors import UserError
+from megatron.reports import across, extrapolation, failures, missing, published, records, report, significance, tables
+from megatron.reports.failures import Failure
+from megatron.reports.folder import write_results
+from megatron.reports.layout import Layout, layouts
+from megatron.reports.published import Published
+from megatron.reports.records import Record
+from megatron.reports.section import Section
+from megatron.reports.significance import compare
+from megatron.reports.together import together
+
+from .conftest import record
+
+DIVERGED = Failure("gone", 1, "the loss is not finite", step=1200)
+
+
+def run(method: str, seed: int, start: float, end: float | None) -> list[Record]:
+    """A run that was scored at 64 tokens, and at 128 unless there is no end."""
+    change = {} if end is None else {"change": end / start, "change_from": 64}
+    found = [record(method, 64, start, seed), *([] if end is None else [record(method, 128, end, seed, **change)])]
+    return [each.replace(target_digest="d") for each in found]
+
+
+@pytest.fixture
+def holes() -> list[Record]:
+    """log has three seeds, and of the third no number at 128 tokens; t5 has the first two; alibi the last alone."""
+    return [
+        *run("log", 1, 5.0, 6.0), *run("log", 2, 5.2, 5.2), *run("log", 3, 9.0, None),
+        *run("t5", 1, 6.0, 9.0), *run("t5", 2, 6.4, 7.2),
+        *run("alibi", 3, 8.0, 8.4),
+    ]  # fmt: skip
+
+
+def layout_of(found: list[Record], lost: tuple[Failure, ...] = ()) -> Layout:
+    (layout,) = layouts(found, lost)
+    return layout
+
+
+def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: list[Record]) -> None:
+    layout = layout_of(holes)
+    assert {where: str(cell) for where, cell in layout.cells.items()} == {
+        ("log", 64): "6.40 ± 2.25",
+        ("log", 128): "5.60 ± 0.57 (n 2)*",
+        ("t5", 64): "6.20 ± 0.28 (n 2)*",
+        ("t5", 128): "8.10 ± 1.27 (n 2)",
+        ("alibi", 64): "8.00 (n 1)",
+        ("alibi", 128): "8.40 (n 1)",
+    }
+    assert "Cells are mean ± standard deviation of 3 seeds, those with an n of so many." in layout.notes
+    assert "5.60 ± 0.57 (n 2)" in tables.markdown(layout)
+    assert "5.60 ± 0.57 (n 2)*" in tables.html_table(layout)
+    whole = [each for each in holes if each.method == "log" and each.seed < 3]
+    assert "(n" not in tables.plain(layout_of(whole)).replace("(n …)", "")
+
+
+def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) -> None:
+    """The third seed of log, whose start is far above the others', must not make its change a fall."""
+    layout = layout_of(holes)
+    assert layout.changes["log"].mean == pytest.approx(math.sqrt(6.0 / 5.0 * 1.0))
+    assert str(layout.changes["log"]) == f"1.095 ×/÷ {math.exp(math.log(1.2) / math.sqrt(2)):.3f} (n 2)"
+    assert str(layout.changes["alibi"]) == "1.050 (n 1)"
+    assert (
+        "each seed's own: their geometric mean ×/÷ geometric standard deviation over the seeds with both"
+        in tables.plain(layout)
+    )
+    found = {each.method: each for each in extrapolation.extrapolation(layout)}
+    for method in layout.methods:
+        assert found[method].ratios == {128: pytest.approx(layout.changes[method].mean - 1)}
+    grid = extrapolation.grid(layout)
+    assert grid is not None
+    assert dict(grid.rows)["log"][0] == "+9.5% (n 2)"
+    assert "log 5.60 (n 2) (+10% from 64 tokens)" in page_of(holes)
+
+
+def test_one_definition_of_change_gives_one_number(holes: list[Record]) -> None:
+    """From length to length and from method to method: the geometric mean of ratios, whichever is averaged first."""
+    layout = layout_of([each for each in holes if each.seed < 3 and each.method != "alibi"])
+    by_length = {method: layout.change(method, 64, 128) for method in layout.methods}
+    by_method = {each.place: each.change for each in compare(layout, "log")}
+    assert by_length["t5"].mean / by_length["log"].mean == pytest.approx(by_method[128] / by_method[64])
+    back = layout.change("t5", 128, 64)
+    assert back is not None
+    assert back.mean * by_length["t5"].mean == pytest.approx(1.0)
+    gain = [each.replace(metric="delta_perplexity", change=None, change_from=None) for each in layout.records]
+    (differences,) = layouts(gain)
+    change = differences.change("t5", 64, 128)
+    assert change is not None
+    assert change.mean == pytest.approx((3.0 + 0.8) / 2)
+
+
+def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]) -> None:
+    layout = layout_of(holes)
+    found = {(each.method, each.place): each for each in compare(layout, "log")}
+    t5 = found["t5", 64]
+    assert (t5.seeds, t5.few) == (2, None)
+    assert t5.change == pytest.approx(math.sqrt(6.0 / 5.0 * 6.4 / 5.2))
+    assert (found["alibi", 64].seeds, found["alibi", 64].few) == (1, 1)
+    assert ("alibi", 128) not in found, "the only seed of alibi is the one that log lacks there"
+    grid = significance.grid(layout, "log")
+    cells = dict(grid.rows)["alibi"]
+    assert cells[0].endswith("(n 1)")
+    assert cells[1] == "no seed in common"
+    assert "2 seeds are paired, where there is no n." in grid.notes
+    assert "The ratio to log: the geometric mean over the seeds that both have." in grid.notes
+
+
+def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
+    """By the cells log would be behind t5 at 64 tokens, because of a seed that t5 does not have."""
+    layout = layout_of(holes)
+    assert layout.cells["log", 64].mean > layout.cells["t5", 64].mean
+    theirs = Published("A paper", 512, "perplexity", (512,), {"log": (3.0,), "t5": (4.0,)})
+    (found,) = published.agreement(theirs, layout)
+    assert (found.tau, found.seeds) == (1.0, 2)
+    assert dict(published.grids(theirs, [layout])[0].rows)["order agreement τ"] == ("+1.00 [+1.00, +1.00] (n 2)",)
+    apart = Published("A paper", 512, "perplexity", (512,), {"t5": (3.0,), "alibi": (4.0,)})
+    assert published.agreement(apart, layout) == []
+
+
+def test_what_is_missing_is_listed(holes: list[Record]) -> None:
+    grid = missing.grid([layout_of(holes)])
+    assert grid is not None
+    assert grid.rows == (
+        ("log", ("3", "128 tokens", "no record of it")),
+        ("t5", ("3", "everything", "no record of it")),
+        ("alibi", ("1, 2", "everything", "no record of it")),
+    )
+    page = page_of(holes)
+    assert "<h2>What is missing</h2>" in page
+    assert "128 tokens" in page
+    console = Console(record=True, width=200)
+    tables.show(console, holes)
+    assert "What is missing" in console.export_text()
+
+
+def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: list[Record]) -> None:
+    whole = [each for each in holes if each.seed == 1]
+    limited = [*whole, record("learned", 64, 5.0, max_length=64, target_digest="d")]
+    floor = [record("floor: a guess", n, 4.0, seed=0, run=None, target_digest="d") for n in (64, 128)]
+    assert missing.grid(layouts([*limited, *floor])) is None
+    assert "What is missing" not in page_of([*limited, *floor])
+
+
+def test_a_failed_run_stands_in_table_page_picture_and_statistics(holes: list[Record]) -> None:
+    lost = (DIVERGED, Failure("t5", 3, "killed by signal 9"))
+    layout = layout_of(holes, lost)
+    lines = tables.plain(layout).splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("gone")]
+    assert row == ["gone", "failed", "failed", "failed"]
+    grid = missing.grid([layout])
+    assert grid is not None
+    assert ("t5", ("3", "everything", "failed: killed by signal 9")) in grid.rows
+    assert ("gone", ("1", "everything", "failed at step 1,200: the loss is not finite")) in grid.rows
+    assert dict(significance.grid(layout, "log").rows)["gone"] == ("failed", "failed")
+    verdicts = extrapolation.grid(layout)
+    assert verdicts is not None
+    assert dict(verdicts.rows)["gone"] == ("–", "–", "failed")
+    page = report.render([Section(None, holes, failures=lost)])
+    assert "failed at step 1,200: the loss is not finite" in page
+    assert not any(each.method == "gone" for each in compare(layout, "log"))
+
+
+def test_a_failed_method_is_in_tables_of_its_training_length_alone(holes: list[Record]) -> None:
+    found = [*holes, record("log", 128, 4.0, train_length=128, target_digest="d")]
+    short, long_ = layouts(found, [Failure("gone", 1, "why", train_length=128)])
+    assert "gone" not in short.methods
+    assert long_.methods == ("log", "gone")
+    (grid,) = across.grids([short, long_])
+    assert ("gone", ("128", "failed", "failed")) in grid.rows
+
+
+def test_failures_lie_beside_results_and_a_report_reads_them(holes: list[Record], tmp_path: Path) -> None:
+    write_results(tmp_path, holes, [DIVERGED])
+    assert failures.read(tmp_path / "results.json") == [DIVERGED]
+    assert "| gone | failed | failed | failed |" in (tmp_path / "results.md").read_text()
+    assert "failed at step 1,200" in (tmp_path / "results.md").read_text()
+    console = Console(record=True, width=200)
+    together([tmp_path, tmp_path / "results.failures.json"], console, output=tmp_path / "page.html")
+    assert "failed at step 1,200" in console.export_text()
+    assert "failed at step 1,200" in (tmp_path / "page.html").read_text()
+    write_results(tmp_path, holes)
+    assert not (tmp_path / "results.failures.json").exists(), "all members have run since"
+    assert records.read(tmp_path / "results.json") == holes
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "no JSON", "[1]", '[{"method": "a", "seed": "1", "reason": "x"}]', '[{"method": "a"}]']
+)
+def test_a_list_of_failures_that_is_none_is_refused(text: str, holes: list[Record], tmp_path: Path) -> None:
+    path = records.write(tmp_path / "results.json", holes)
+    failures.beside(path).write_text(text)
+    with pytest.raises(UserError, match=r"results\.failures\.json: no list of failed runs"):
+        together([path], Console(record=True))
+    with pytest.raises(UserError, match="no list of failed runs"):
+        write_results(tmp_path, holes)
+    assert failures.beside(path).read_text() == text, "somebody's own file"
+
+
+def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
+    shared = {"metric": "accuracy", "train_length": 40, "protocol": "task", "target_digest": "d"}
+    found = [record("rotary", n, 0.5, seed, **shared) for n in (40, 80) for seed in (1, 2)]
+    found += [record("cdape", n, 0.6, seed, **shared) for n in (40, 80) for seed in (1, 2)]
+    found += [record("floor: a guess", n, 0.9, 0, run=None, **shared) for n in (40, 80)]
+    layout = layout_of(found)
+    assert {where for where, cell in layout.cells.items() if cell.best} == {("cdape", 40), ("cdape", 80)}
+    assert str(layout.cells["floor: a guess", 40]) == "90.00", "it has no seeds that others could have more of"
+    assert not {each.method for each in compare(layout, "rotary")} & set(layout.floors)
+    assert [name for name, _ in significance.grid(layout, "rotary").rows] == ["cdape"]
+    alone = [each for each in found if each.method != "rotary"]
+    assert not any(cell.best for cell in layout_of(alone).cells.values()), "better than a floor is not best of several"
+    other = [each.replace(train_length=20) for each in found]
+    (grid,) = across.grids(layouts([*found, *other]))
+    assert all("*" not in cell for name, cells in grid.rows if name.startswith("floor") for cell in cells)
