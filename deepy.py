@@ -654,6 +654,9 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With launcher=slurm: print the batch script, and do nothing else.")
     ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Train members again whose training diverged.")
+    ] = False,
 ) -> None:
     """Train every variant of a sweep file, evaluate each, and report them side by side.
 
@@ -668,7 +671,9 @@ def sweep(
     from megatron.experiments.run import run
 
     files, overrides = _divide(arguments)
-    run(files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run)
+    run(
+        files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run, retry_failed=retry_failed
+    )
 
 
 @command

@@ -20,25 +20,38 @@ PATIENCE = 10.0
 
 
 class RunLock:
-    """Holds a run's folder until `release`.
+    """Holds a run's folder, or a sweep's, until `release`.
+
+    Args:
+        run: the folder.
+        key: that names it.
+        busy: what to say of a folder that somebody else holds.
+        patience: seconds to wait for them.
 
     Raises:
-        UserError: another process holds it, and went on to for `PATIENCE` seconds.
+        UserError: another process holds it, and went on to for `patience` seconds.
         RunError: the folder cannot be written.
     """
 
-    def __init__(self, run: str | Path) -> None:
-        path = Path(run) / LOCK
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        key: str = "save",
+        busy: str = "another run is writing there; choose another folder or wait",
+        patience: float | None = None,
+    ) -> None:
+        self._key, path = key, Path(run) / LOCK
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise RunError(f"save: {run}: cannot be written: {error.strerror}") from error
-        deadline = time.monotonic() + PATIENCE
+            raise RunError(f"{key}: {run}: cannot be written: {error.strerror}") from error
+        deadline = time.monotonic() + (PATIENCE if patience is None else patience)
         while not self._taken(run):
             if time.monotonic() > deadline:
                 os.close(self._descriptor)
-                raise UserError(f"save: {run}: another run is writing there; choose another folder or wait") from None
+                raise UserError(f"{key}: {run}: {busy}") from None
             time.sleep(0.05)
 
     def _taken(self, run: str | Path) -> bool:
@@ -49,7 +62,7 @@ class RunLock:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # file systems that have no locks
                 os.close(self._descriptor)
-                raise RunError(f"save: {run}: cannot be locked: {error.strerror}") from error
+                raise RunError(f"{self._key}: {run}: cannot be locked: {error.strerror}") from error
         return True
 
     def release(self) -> None:

@@ -13,12 +13,15 @@ from megatron.checkpoint import folder as checkpoints
 from megatron.checkpoint.manifest import newest_whole
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.stored import config_of
+from megatron.config.load import read as read_config
 from megatron.config.settings import show
 from megatron.data.parts import sequence_range
-from megatron.errors import UserError
+from megatron.errors import FarfieldError, UserError
 from megatron.experiments.spec import Member
 from megatron.files import write_text
+from megatron.reports.failures import Failure
 from megatron.reports.records import RESULTS, Record, read
+from megatron.training import records
 from megatron.training.records import recorded
 
 RECEIPT = "evaluated.json"
@@ -45,6 +48,32 @@ def finished_steps(member: Member) -> int:
             "another sweep.output"
         )
     return Progress.read(checkpoint).step
+
+
+def divergence(member: Member) -> Failure | None:
+    """How the member's training ended, if its loss stayed bad: that is its result until it is asked for again.
+
+    A folder whose run was configured otherwise says nothing of the member.
+    """
+    found = records.divergence(member.folder)
+    if found is None:
+        return None
+    try:
+        there = read_config(member.folder / checkpoints.CONFIG).training_as_such()
+    except FarfieldError:
+        return None
+    wanted = member.settled.training_as_such()
+    if any(there.get(key) != value for key, value in wanted.items()):
+        return None
+    return failure(member, found[1], found[0])
+
+
+def failure(member: Member, reason: str, step: int | None = None) -> Failure:
+    """A member that gave no result, as reports have it."""
+    config = member.config
+    return Failure(
+        member.variant, member.seed, reason, step, config.model.seq_length if config.data.task is None else None
+    )
 
 
 def lacks_test(member: Member) -> bool:

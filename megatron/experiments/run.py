@@ -10,6 +10,10 @@ A sweep that is stopped, by a person or an error, is carried on by the same comm
 are, an interrupted one resumes at its last checkpoint. A run folder whose configuration is not the one asked for is
 never overwritten and never reused; the sweep refuses to start.
 
+A member that fails does not keep the others from running. One whose training diverged has that for a result: it stands
+in tables and on the page with its reason and step, and is tried again only where that is asked for (`--retry-failed`).
+One that failed otherwise, as by a full disk, is tried again by the next start.
+
 With `launcher: slurm` what is left to do becomes a job array, a task for each member; once its tasks have ended, the
 same command finds nothing left to do and writes the report.
 
@@ -26,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from megatron.checkpoint.lock import RunLock
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.experiments import receipts, slurm_array, supervision
 from megatron.experiments.estimate import Work, work
@@ -38,6 +43,7 @@ from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
 from megatron.quantities import duration, flop
 from megatron.reports import tables
+from megatron.reports.failures import Failure
 from megatron.reports.records import RESULTS, Record
 from megatron.stopping.signals import Stopped, acknowledged
 from megatron.training.records import METRICS
@@ -49,6 +55,11 @@ if TYPE_CHECKING:
 
 STOPPING = "stopping; a training under way saves after its step first (again to end at once)"
 CARRIES_ON = "the same command carries on from here"
+BUSY = "a sweep is running there; wait for its end, or choose another folder"
+RETRIES = "--retry-failed trains again what diverged"
+TRIES_AGAIN = "the same command tries again what failed"
+NAMED = 5
+"""Failures that a line names."""
 
 
 def run(
@@ -59,6 +70,7 @@ def run(
     *,
     member: int | None = None,
     dry: bool = False,
+    retry_failed: bool = False,
 ) -> list[Record]:
     """Run a sweep to its end, from wherever an earlier attempt left it.
 
@@ -67,45 +79,53 @@ def run(
         console: where progress and table go. If None, the terminal; what libraries print then goes to OUTPUT/log.txt.
         member: train and evaluate only the one of this index, and write no report.
         dry: print the batch script that would be submitted, and do nothing.
+        retry_failed: train members again whose training diverged.
 
     Returns:
         The records of all runs.
 
     Raises:
         UserError: the files, a run folder that holds another run, or what training or evaluation refuse.
-        RunError: a training or an evaluation failed; what is finished stays and is used next time.
+        RunError: trainings or evaluations failed; the others ran, and what is finished is used next time.
     """
     sweep = read(files, overrides, search)
     if member is not None and member >= len(sweep.members):
         raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members; the first is 0")
-    array = slurm_array.job(sweep, files, overrides, search)
+    array = slurm_array.job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
     if dry:
         if array is None:
             raise UserError("--dry-run shows the batch script of a sweep: it needs launcher=slurm")
         print(slurm.script(array), end="")
         return []
     make_folder("sweep.output", sweep.output)
-    with _console(console, sweep.output / "log.txt") as shown:
+    lock = None if member is not None else RunLock(sweep.output, key="sweep.output", busy=BUSY, patience=1.0)
+    with _released(lock), _console(console, sweep.output / "log.txt") as shown:
         say = _lines(shown)
         for note in sweep.notes:
             shown.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
         try:
             with acknowledged(say, STOPPING):
-                return _run(sweep, shown, say, member, array)
+                return _run(sweep, shown, say, member, array, retry_failed)
         except (KeyboardInterrupt, Stopped):
             say(f"stopped; {CARRIES_ON}")
             raise
 
 
 def _run(
-    sweep: Sweep, console: Console, say: Callable[[str], None], only: int | None, array: slurm.Job | None
+    sweep: Sweep,
+    console: Console,
+    say: Callable[[str], None],
+    only: int | None,
+    array: slurm.Job | None,
+    retry_failed: bool,
 ) -> list[Record]:
     begun = time.monotonic()
     finished = {member: receipts.finished_steps(member) for member in sweep.members}  # refuses foreign folders first
+    known = {} if retry_failed else {m: why for m in sweep.members if (why := receipts.divergence(m)) is not None}
     if sweep.options.corpus is not None:
         _prepare(sweep.options.corpus, console, say)
     todo = work(sweep, finished, say)
-    open_ = [index for index, each in enumerate(todo.values()) if each.any]
+    open_ = [index for index, (member, each) in enumerate(todo.items()) if each.any and member not in known]
     if array is not None and open_:
         job = replace(array, array=slurm_array.indices(open_))
         for line in slurm.described(job, slurm.submit(job)):
@@ -114,28 +134,59 @@ def _run(
         return []
     if only is not None:
         member = sweep.members[only]
+        if member in known:
+            raise RunError(f"{member.name}: {known[member]}; {RETRIES}")
         with Meter(console, [todo[member].training, todo[member].evaluation]) as meter:
-            return _member(member, todo[member], sweep, [], meter)
+            return _member(member, todo[member], meter)
     found: list[Record] = []
-    jobs = [job for each in todo.values() for job in (each.training, each.evaluation)]
-    with Meter(console, jobs, forecast=lambda left: meter.say(_forecast(todo, left))) as meter:
-        meter.say(_outlook(todo))
+    failed: list[Failure] = []
+    jobs = [job for member, each in todo.items() if member not in known for job in (each.training, each.evaluation)]
+    pending = {member: each for member, each in todo.items() if member not in known}
+    with Meter(console, jobs, forecast=lambda left: meter.say(_forecast(pending, left))) as meter:
+        meter.say(_outlook(pending, len(todo)))
         for number, (member, each) in enumerate(todo.items(), start=1):
-            worked = each.any
-            found += _member(member, each, sweep, found, meter)
-            if worked or number == len(todo):  # pictures of what was there before take longer than all else
-                _write(sweep, found)
+            worked = each.any and member not in known
+            if member in known:
+                failed.append(known[member])
+                meter.say(f"{member.name}: {known[member]}; {RETRIES}")
+            else:
+                try:
+                    found += _member(member, each, meter)
+                except FarfieldError as error:
+                    failed.append(receipts.divergence(member) or receipts.failure(member, str(error)))
+                    meter.skip(each.training)
+                    meter.skip(each.evaluation)
+                    meter.say(f"{member.name}: {failed[-1]}")
+            if found and (worked or number == len(todo)):  # pictures of what was there take longer than all else
+                _write(sweep, found, failed)
             if worked and number < len(todo) and (left := seconds_left(meter.jobs)) is not None:
                 meter.say(f"{number} of {len(todo)} runs done, about {duration(left)} left")
     found = floors_last(found)
-    tables.show(console, found)
+    if found:
+        _show(sweep, found, failed, console)
+        names = ("report.html", *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
+        files = ", ".join(str(sweep.output / name) for name in names)
+        say(f"{files} ({duration(time.monotonic() - begun)})")
+    if failed:
+        diverged = sum(receipts.divergence(member) is not None for member in todo)
+        raise RunError(_told(failed, diverged, len(todo)))
+    return found
+
+
+def _show(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure], console: Console) -> None:
+    """The tables of a sweep, on the console."""
+    tables.show(console, found, failed)
     options = sweep.options
     for grid in _experiment(sweep).grids(found) if options.published or options.against or options.differences else ():
         console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
-    names = ("report.html", *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
-    files = ", ".join(str(sweep.output / name) for name in names)
-    say(f"{files} ({duration(time.monotonic() - begun)})")
-    return found
+
+
+def _told(failed: Sequence[Failure], diverged: int, members: int) -> str:
+    """One line for all that failed: how many, and each with its reason."""
+    each = "; ".join(f"{one.method}, seed {one.seed}: {one}" for one in failed[:NAMED])
+    more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
+    again = RETRIES if diverged == len(failed) else TRIES_AGAIN if not diverged else f"{TRIES_AGAIN}, and {RETRIES}"
+    return f"{len(failed)} of {members} runs failed: {each}{more}; {again}"
 
 
 def _prepare(corpus: SweepCorpusOptions, console: Console, say: Callable[[str], None]) -> None:
@@ -146,15 +197,15 @@ def _prepare(corpus: SweepCorpusOptions, console: Console, say: Callable[[str], 
     say(f"corpus {made.folder} {'is there' if made.reused else 'prepared'}: {sizes}")
 
 
-def _outlook(todo: dict[Member, Work]) -> str:
+def _outlook(todo: dict[Member, Work], members: int) -> str:
     """How much there is to do, before any speed is known."""
     runs = sum(each.any for each in todo.values())
     if not runs:
-        return f"nothing to do: {len(todo)} of {len(todo)} runs are done"
+        return f"nothing to do: {len(todo)} of {members} runs are done"
     training = sum(each.training.work for each in todo.values())
     evaluation = sum(each.evaluation.work for each in todo.values())
     return (
-        f"{runs} of {len(todo)} runs to do: {flop(training)} of training and {flop(evaluation)} of evaluation; "
+        f"{runs} of {members} runs to do: {flop(training)} of training and {flop(evaluation)} of evaluation; "
         "how long that takes follows with the first steps"
     )
 
@@ -164,15 +215,10 @@ def _forecast(todo: dict[Member, Work], left: float) -> str:
     return f"about {duration(left)} for {runs} of {len(todo)} runs, at the speed of the first steps"
 
 
-def _member(member: Member, todo: Work, sweep: Sweep, found: Sequence[Record], meter: Meter) -> list[Record]:
-    """Train and evaluate one member. What fails is told with its name, and what is kept of the others."""
-    try:
-        _train(member, todo, meter)
-        return _evaluate(member, todo.evaluation, meter)
-    except FarfieldError as error:
-        kept = f" ({len(found)} results are kept in {sweep.output})" if found else ""
-        message = f"{member.name}: {error}{kept}; {CARRIES_ON}"
-        raise (UserError if isinstance(error, UserError) else RunError)(message) from error
+def _member(member: Member, todo: Work, meter: Meter) -> list[Record]:
+    """Train and evaluate one member."""
+    _train(member, todo, meter)
+    return _evaluate(member, todo.evaluation, meter)
 
 
 def _train(member: Member, todo: Work, meter: Meter) -> None:
@@ -229,7 +275,7 @@ def floors_last(found: Sequence[Record]) -> list[Record]:
     return [*runs, *(each for index, each in enumerate(floors) if each not in floors[:index])]
 
 
-def _write(sweep: Sweep, found: Sequence[Record]) -> None:
+def _write(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure]) -> None:
     """Rewrite the results and the report of what is measured so far."""
     from megatron.reports import experiment, report
     from megatron.reports.folder import write_results
@@ -237,7 +283,7 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
 
     output = sweep.output
     found = floors_last(found)
-    write_results(output, found)
+    write_results(output, found, failed)
     told = _experiment(sweep)
     if told.of_a_paper:  # the results of other sweeps may be put together with others
         experiment.write(output / RESULTS, told)
@@ -245,10 +291,10 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     texts = dict(sweep.texts)
     done = [member for member in sweep.members if (member.variant, member.seed) in measured]
     texts |= {str(member.beside(".yml")): member.text for member in done}
-    missing = len(sweep.members) - len(done)
+    missing = len(sweep.members) - len(done) - len(failed)
     report.write(
         output / "report.html",
-        [Section(sweep.options.title, found, told.grids(found))],
+        [Section(sweep.options.title, found, told.grids(found), failed)],
         missing=missing,
         configurations=texts,
     )
@@ -264,6 +310,16 @@ def _experiment(sweep: Sweep) -> "Experiment":
         for each in options.published
     )
     return Experiment(options.title, options.against, tables, tuple(options.differences))
+
+
+@contextmanager
+def _released(lock: RunLock | None) -> Iterator[None]:
+    """Let others have the sweep's folder in the end."""
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _lines(console: Console) -> Callable[[str], None]:

@@ -31,7 +31,7 @@ from megatron.training import outline
 from megatron.training.bad_loss import MOST_ROLLBACKS, GoBack, UsualLoss
 from megatron.training.console import ConsoleReporter
 from megatron.training.hardware import peak_memory
-from megatron.training.metrics import EvaluationRecord, Interval, TrainRecord, perplexity
+from megatron.training.metrics import DivergenceRecord, EvaluationRecord, Interval, TrainRecord, perplexity
 from megatron.training.records import recorded
 from megatron.training.reporters import report
 from megatron.training.setup import Run, prepare
@@ -304,6 +304,7 @@ class Loop:
                 self.run.console.say(f"{problem}; going back to {self.checkpoint}, behind the data until here")
                 raise back
             problem += f"; gone back {MOST_ROLLBACKS} times to the same checkpoint already"
+        report(self.run.reporters, DivergenceRecord(self.step, what))
         last = f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "no checkpoint was saved"
         raise RunError(f"{problem}; {last}")
 

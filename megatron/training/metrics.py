@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.training.records import DIVERGED
+
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where that is beyond a float."""
@@ -53,6 +55,17 @@ class EvaluationRecord:
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": self.split, **{k: v for k, v in asdict(self).items() if k != "split"}}
+
+
+@dataclass(frozen=True)
+class DivergenceRecord:
+    """Why a run ended before its last step: its loss or its gradients."""
+
+    step: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": DIVERGED, **asdict(self)}
 
 
 class Interval:

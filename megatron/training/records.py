@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+DIVERGED = "diverged"
+"""The kind of the record that ends a run whose loss stayed bad: with its step, and the reason in one line."""
 ASIDE = "metrics.unreadable.txt"
 """In the run's folder: lines of its records that were found damaged, as they were."""
 HEARTBEAT = "heartbeat.json"
@@ -48,6 +50,16 @@ def _all(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
         except (ValueError, KeyError, TypeError):
             record = None
         yield line, record
+
+
+def divergence(run: str | Path) -> tuple[int, str] | None:
+    """Step and reason if a run's training ended because its loss stayed bad, and was not started again since."""
+    last = None
+    for _, record in lines(Path(run) / METRICS):
+        last = record
+    if last is None or last["kind"] != DIVERGED:
+        return None
+    return int(last["step"]), str(last.get("reason"))
 
 
 def recorded(run: str | Path, kind: str, step: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError, reason
 from megatron.files import write_text
-from megatron.training.metrics import EvaluationRecord, TrainRecord
+from megatron.training.metrics import DivergenceRecord, EvaluationRecord, TrainRecord
 from megatron.training.records import ASIDE, METRICS, damage_in, lines, unreadable
 
 
@@ -24,6 +24,7 @@ class Reporter(Protocol):
 
     def train(self, record: TrainRecord) -> None: ...
     def evaluation(self, record: EvaluationRecord) -> None: ...
+    def divergence(self, record: DivergenceRecord) -> None: ...
     def close(self) -> None: ...
 
 
@@ -85,6 +86,9 @@ class JsonLines:
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write(record.as_dict())
 
+    def divergence(self, record: DivergenceRecord) -> None:
+        self._write(record.as_dict())
+
     def _write(self, values: dict[str, Any]) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         try:
@@ -118,6 +122,9 @@ class TensorBoard:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._scalars(record.split, record.as_dict())
+
+    def divergence(self, record: DivergenceRecord) -> None:
+        self._writer.add_text("diverged", record.reason, record.step)
 
     def _scalars(self, group: str, values: dict[str, Any]) -> None:
         step = values["step"]
@@ -161,6 +168,9 @@ class WeightsAndBiases:
     def evaluation(self, record: EvaluationRecord) -> None:
         self._log(record.split, record.as_dict())
 
+    def divergence(self, record: DivergenceRecord) -> None:
+        self._run.summary["diverged"] = f"step {record.step}: {record.reason}"
+
     def _log(self, group: str, values: dict[str, Any]) -> None:
         step = values["step"]
         known = {f"{group}/{k}": v for k, v in values.items() if k not in ("step", "kind") and v is not None}
@@ -181,10 +191,13 @@ def _wandb_id(run: Path) -> str:
     return fresh
 
 
-def report(reporters: Sequence[Reporter], record: TrainRecord | EvaluationRecord) -> None:
+def report(reporters: Sequence[Reporter], record: TrainRecord | EvaluationRecord | DivergenceRecord) -> None:
     """Hand a record to every reporter."""
     for reporter in reporters:
-        if isinstance(record, TrainRecord):
-            reporter.train(record)
-        else:
-            reporter.evaluation(record)
+        match record:
+            case TrainRecord():
+                reporter.train(record)
+            case EvaluationRecord():
+                reporter.evaluation(record)
+            case DivergenceRecord():
+                reporter.divergence(record)

@@ -70,7 +70,8 @@ class Run:
 
     def close(self) -> None:
         """Close files, release the engine and the folder."""
-        for reporter in (self.console, *self.reporters):
+        self.console.close()
+        for reporter in self.reporters:
             reporter.close()
         self.engine.close()
         self.session.close()

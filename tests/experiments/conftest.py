@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron.reports import plots
 from megatron.reports.records import Record
 from megatron.reports.records import write as write_records
 from megatron.training.preflight import preflight
+from megatron.training.records import METRICS
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,12 +84,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Trainer:
     """Stands where a process of `./deepy.py train FILE` would: leaves the checkpoint that it would leave.
 
-    Its training of `fails_at` ends at step 3 with an error. `asked` is what it was asked for.
+    Its training of `fails_at` ends at step 3 with an error, that of `diverges` with a bad loss. `asked` is what it was
+    asked for.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.fails_at: str | None = None
+        self.diverges: str | None = None
         self.steps: tuple[int, ...] = ()  # that the training is seen at
 
     def train(self, configuration: Path, printed: Path, metrics: Path, watch: Watch) -> None:
@@ -99,7 +103,15 @@ class Trainer:
         stop = 3 if name == self.fails_at else config.training.train_iters
         self.save(config, Path(config.checkpoint.save or ""), stop)
         if stop == 3:
-            raise RunError("the loss is NaN")
+            raise RunError("the disk is full")
+        run = Path(config.checkpoint.save or "")
+        (run / METRICS).write_text('{"kind": "train", "step": 2, "loss": 5.0}\n')
+        if name == self.diverges:
+            config.save(run / "config.yml")
+            shutil.rmtree(run / "checkpoints")
+            with open(run / METRICS, "a") as file:
+                file.write('{"kind": "diverged", "step": 3, "reason": "its loss is nan"}\n')
+            raise RunError("step 3: its loss is nan; no checkpoint was saved")
 
     def save(self, config: Config, run: Path, step: int) -> Path:
         checkpoint = run / "checkpoints" / f"step_{step:07d}"

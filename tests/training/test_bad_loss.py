@@ -19,6 +19,7 @@ from megatron.training.bad_loss import GoBack, UsualLoss
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loop import Loop, train
+from megatron.training.records import divergence
 from megatron.training.setup import prepare
 
 KEYS: dict[str, Any] = {"train_iters": 8, "checkpoint_factor": 2, "num_workers": 0}
@@ -120,6 +121,12 @@ def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest
     spike(monkeypatch, 2)
     with pytest.raises(RunError, match=r"^step 2: its loss .* is more than loss_spike × the usual .*; no checkpoint"):
         train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
+    step, why = divergence(tmp_path) or (0, "")
+    assert step == 2
+    assert "is more than loss_spike" in why
+    monkeypatch.undo()
+    train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
+    assert divergence(tmp_path) is None  # it was started again, and ended
 
 
 def test_stop_means_the_first(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
