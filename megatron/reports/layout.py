@@ -122,9 +122,8 @@ class Layout:
         Its interval is known of one seed, where its record has one of the change from there.
         """
         own = [record for record in self.records if record.method == method]
-        pairs = paired(
-            (record for record in own if record.at == place), (record for record in own if record.at == base)
-        )
+        there, first = ([record for record in own if record.at == at] for at in (place, base))
+        pairs = paired(there, first, same_run=True)
         told = [
             (self.metric.change(later.value, first.value), later.change_interval if later.change_from == base else None)
             for later, first in pairs
@@ -214,15 +213,20 @@ def count_note(few: int | None) -> str:
     return "" if few is None else f" (n {few})"
 
 
-def paired(ours: Iterable[Record], theirs: Iterable[Record]) -> list[tuple[Record, Record]]:
+def paired(ours: Iterable[Record], theirs: Iterable[Record], *, same_run: bool = False) -> list[tuple[Record, Record]]:
     """Records of the same seed, by seed: what only one side has is left out.
 
-    Both may hold a seed once for each run; of the same method that is the same run.
+    Args:
+        ours, theirs: of one method at one place each.
+        same_run: both are of the same method, and are paired only if they are of the same run.
     """
-    found = {record.seed: record for record in theirs}
-    return sorted(
-        ((record, found[record.seed]) for record in ours if record.seed in found), key=lambda pair: pair[0].seed
-    )
+
+    def identity(record: Record) -> tuple[int, str | None]:
+        return record.seed, record.run if same_run else None
+
+    found = {identity(record): record for record in theirs}
+    pairs = [(record, found[identity(record)]) for record in ours if identity(record) in found]
+    return sorted(pairs, key=lambda pair: pair[0].seed)
 
 
 def layouts(records: Sequence[Record], failures: Sequence[Failure] = ()) -> list[Layout]:

@@ -1,7 +1,8 @@
 """What is not in the tables: seeds that a method lacks, lengths that a seed lacks, and why, where that is known.
 
-A table is whole if every method has every seed of the table at every place of the table. Positions that end before a
-length explain themselves in the cell, and predictors that learned nothing have no seeds.
+A table is whole if every method has every seed of the table at every place of the table. Where no method has more than
+one seed, seeds are no repeats, and each method has its own. Positions that end before a length explain themselves in
+the cell, and predictors that learned nothing have no seeds.
 """
 
 from collections.abc import Sequence
@@ -38,14 +39,12 @@ def _runs(groups: Sequence[Layout]) -> list[tuple[str, int]]:
     """Every method with every seed that a table of it should have, and every run that failed."""
     wanted: dict[tuple[str, int], None] = {}
     for layout in groups:
-        failed = {each.method for each in layout.failures}
-        seeds = _seeds(layout)
         for method in layout.methods:
             if method not in layout.floors:
-                there = any(record.method == method for record in layout.records)
                 own = [each.seed for each in layout.failures if each.method == method]
-                wanted |= dict.fromkeys((method, seed) for seed in (seeds if there or method not in failed else own))
-                wanted |= dict.fromkeys((method, seed) for seed in own)
+                there = [record.seed for record in layout.records if record.method == method]
+                seeds = _seeds(layout) if there and layout.repeats > 1 else there
+                wanted |= dict.fromkeys((method, seed) for seed in (*seeds, *own))
     return sorted(wanted, key=lambda run: list(dict.fromkeys(method for method, _ in wanted)).index(run[0]))
 
 

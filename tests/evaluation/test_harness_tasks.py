@@ -79,7 +79,7 @@ metric_list: [{metric: exact_match}]
 def _no_pictures() -> Iterator[None]:
     """Drawing costs more than the tasks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "png", lambda found: b"\x89PNG")
+        patch.setattr(plots, "png", lambda found, **_: b"\x89PNG")
         yield
 
 

@@ -45,7 +45,7 @@ DATA = [f"{split}_data_paths=[corpus/{split}_text_document]" for split in ("trai
 def picture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Drawing costs more than the evaluation of such models: the numbers of records that were to be drawn instead."""
     asked: list[int] = []
-    monkeypatch.setattr(plots, "png", lambda found: (asked.append(len(found)), b"\x89PNG")[1])
+    monkeypatch.setattr(plots, "png", lambda found, **_: (asked.append(len(found)), b"\x89PNG")[1])
     return asked
 
 

@@ -149,6 +149,24 @@ def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: 
     assert "What is missing" not in page_of([*limited, *floor])
 
 
+def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> None:
+    """Two runs of somebody that were put side by side are no experiment with holes."""
+    two = [*run("log", 1, 5.0, 6.0), *run("t5", 2, 6.0, 9.0)]
+    assert missing.grid(layouts(two)) is None
+    grid = missing.grid(layouts(two[:-1]))
+    assert grid is not None
+    assert grid.rows == (("t5", ("2", "128 tokens", "no record of it")),)
+
+
+def test_lengths_are_paired_within_a_run() -> None:
+    """Two runs of one seed by one name, each scored at both lengths."""
+    twice = [each.replace(run=place) for place, end in (("a", 6.0), ("b", 9.0)) for each in run("log", 1, 5.0, end)]
+    twice[2] = twice[2].replace(value=6.0)
+    change = layout_of(twice).change("log", 64, 128)
+    assert change is not None
+    assert change.mean == pytest.approx(math.sqrt(6.0 / 5.0 * 9.0 / 6.0))
+
+
 def test_a_failed_run_stands_in_table_page_picture_and_statistics(holes: list[Record]) -> None:
     lost = (DIVERGED, Failure("t5", 3, "killed by signal 9"))
     layout = layout_of(holes, lost)
