@@ -218,6 +218,7 @@ def _submit(loaded: Loaded, dry_run: bool) -> int:
     _check_position(loaded)
     with loaded.placing_errors():
         local.check_data(loaded.config)
+        local.check_save(loaded.config)
     _note(settled.notes)
     if dry_run:
         print(slurm.script(job), end="")

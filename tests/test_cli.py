@@ -151,10 +151,21 @@ MISTAKES = {
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
     ("plan", "125M", "--gpu", "a200"): "--gpu a200 is not known; did you mean h200? choose from a10, a100, a100-40gb",
     ("plan", "125M", "--gpus", "0"): "Invalid value '0' for '--gpus'",
+    ("train", "tiny", "save=own"): "save: own holds metrics.jsonl, which no run wrote and a run would replace",
+    ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md is there, and is none of this",
+    ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html is there, and is none of this",
+    ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv is there, and",
+    ("report", "run", "-o", "own/analysis.html"): "--output: own/analysis.html is there, and is none of this",
+    ("sweep", "sweep.yml"): "sweep.output: own/results.md is there, and is none of this command's earlier results",
+    ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml is there, and is none of this",
     ("status", "nowhere"): "nowhere: no such folder",
     ("status", "data"): "data: no run in it",
     ("nonsense",): "No such command 'nonsense'",
 }
+
+
+OWN = ("results.md", "metrics.jsonl", "analysis.html", "data/kernels.csv", "runs/rotary/seed_1234.yml")
+"""Files of somebody's in the folder `own`, by the names of ours."""
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +178,15 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     load([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
     Progress(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
     (checkpoint / "model.safetensors").touch()  # nobody comes to read it
+    (corpus / "own" / "data").mkdir(parents=True)
+    (corpus / "own" / "runs" / "rotary").mkdir(parents=True)
+    for name in OWN:
+        (corpus / "own" / name).write_text("what somebody wrote")
+    (corpus / "sweep.yml").write_text(
+        (corpus / "tiny.yml").read_text().replace("pos_emb: rotary\n", "")
+        + data.replace("=", ": ")
+        + "\nsweep:\n  output: own\n  variants:\n    rotary: {pos_emb: rotary}\n"
+    )
     (checkpoint.parent / "latest").write_text(checkpoint.name)
     return calls_without(("torch",), list(MISTAKES), corpus)
 
@@ -179,6 +199,8 @@ def test_errors_come_without_torch_in_one_line_with_exit_code_2(corpus, mistakes
     assert errors[0].startswith("error: ")
     assert MISTAKES[arguments] in errors[0]
     assert not (corpus / "runs" / "none").exists()
+    assert all((corpus / "own" / name).read_text() == "what somebody wrote" for name in OWN)
+    assert not (corpus / "own" / "log.txt").exists()
     assert out == ""
     assert code == 2
 
@@ -341,6 +363,29 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert "rotary" in evaluated.stdout
     assert "runs/one: step_0000004, whole by its checksums" in evaluated.stdout
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
+
+
+def test_a_run_keeps_the_file_that_it_was_told_by(corpus, inside):
+    own = corpus / "exp1" / "config.yml"
+    own.parent.mkdir()
+    own.write_text(
+        f"# as in the appendix\n{(corpus / 'tiny.yml').read_text()}train_iters: 2  # enough\n".replace(
+            "train_iters: 4\n", ""
+        )
+    )
+    before = own.read_text()
+    done = inside("train", "exp1/config.yml", "save=exp1", cwd=corpus)
+    assert done.returncode == 0, done.stderr
+    assert own.read_text() == before
+    assert (
+        "exp1/config.yml was not written by a run and stays as it is; the whole configuration is in exp1/config.r"
+        in (done.stdout)
+    )
+    shown = json.loads(inside("status", "exp1", "--json", cwd=corpus).stdout)
+    assert [(each["state"], each["train_iters"]) for each in shown] == [("finished", 2)]
+    again = inside("train", "exp1/config.yml", "load=exp1", "save=exp1", "train_iters=4", cwd=corpus)
+    assert again.returncode == 0, again.stderr
+    assert (own.read_text(), "train_iters: 4" in (own.parent / "config.resolved.yml").read_text()) == (before, True)
 
 
 def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(corpus, trained, inside):

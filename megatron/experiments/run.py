@@ -26,18 +26,22 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.run_files import is_saved_config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.experiments import receipts, slurm_array, supervision
 from megatron.experiments.estimate import Work, work
 from megatron.experiments.options import SweepCorpusOptions
 from megatron.experiments.spec import Member, Sweep, read
-from megatron.files import make_folder
+from megatron.files import make_folder, refuse_files_of_others
 from megatron.launch import slurm
 from megatron.launch.console import explained, run_console
 from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
 from megatron.quantities import duration, flop
 from megatron.reports import tables
+from megatron.reports.folder import refuse_results_of_others
 from megatron.reports.records import RESULTS, Record
 from megatron.stopping.signals import Stopped, acknowledged
 from megatron.training.records import METRICS
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
 # What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
 
 STOPPING = "stopping; a training under way saves after its step first (again to end at once)"
+REPORT = "report.html"
 CARRIES_ON = "the same command carries on from here"
 
 
@@ -85,6 +90,7 @@ def run(
         print(slurm.script(array), end="")
         return []
     make_folder("sweep.output", sweep.output)
+    _refuse_files_of_others(sweep)
     with _console(console, sweep.output / "log.txt") as shown:
         say = _lines(shown)
         for note in sweep.notes:
@@ -95,6 +101,24 @@ def run(
         except (KeyboardInterrupt, Stopped):
             say(f"stopped; {CARRIES_ON}")
             raise
+
+
+def _refuse_files_of_others(sweep: Sweep) -> None:
+    """Refuse an output that holds files by the names of a sweep's which no sweep wrote. Raises UserError."""
+    from megatron.reports.document import is_document
+
+    key, output = "sweep.output", sweep.output
+    refuse_results_of_others(key, output)
+    refuse_files_of_others(key, [output / REPORT], is_document)
+    for member in sweep.members:
+        begun = (member.folder / LOCK).exists() or bool(checkpoints(member.folder))
+
+        def ours(path: Path, member: Member = member, begun: bool = begun) -> bool:
+            return begun or is_saved_config(member.beside(".yml"))
+
+        refuse_files_of_others(key, [member.beside(".yml"), member.beside(".txt")], ours)
+    configured = any(member.beside(".yml").exists() for member in sweep.members)
+    refuse_files_of_others(key, [output / RESULTS], lambda _: configured or (output / REPORT).exists())
 
 
 def _run(
@@ -132,7 +156,7 @@ def _run(
     options = sweep.options
     for grid in _experiment(sweep).grids(found) if options.published or options.against or options.differences else ():
         console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
-    names = ("report.html", *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
+    names = (REPORT, *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
     files = ", ".join(str(sweep.output / name) for name in names)
     say(f"{files} ({duration(time.monotonic() - begun)})")
     return found
@@ -247,7 +271,7 @@ def _write(sweep: Sweep, found: Sequence[Record]) -> None:
     texts |= {str(member.beside(".yml")): member.text for member in done}
     missing = len(sweep.members) - len(done)
     report.write(
-        output / "report.html",
+        output / REPORT,
         [Section(sweep.options.title, found, told.grids(found))],
         missing=missing,
         configurations=texts,

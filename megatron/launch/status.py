@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megatron.checkpoint import folder
 from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.run_files import config_file
 from megatron.config.load import read
 from megatron.errors import FarfieldError, UserError
 from megatron.launch.console import PlainConsole
@@ -80,7 +81,7 @@ def status(run: Path) -> Status:
     beat = _heartbeat(run)
     alive = _alive(run, beat)
     try:
-        train_iters = read(run / folder.CONFIG).training.train_iters
+        train_iters = read(config_file(run)).training.train_iters
     except FarfieldError:
         train_iters = None
     steps = [last.get("step", 0), *saved, *([beat.get("step", 0)] if alive else [])]
