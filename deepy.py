@@ -815,7 +815,7 @@ def _text(value: Any) -> str:
 
 def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Files and `key=value` pairs. A pair is what has an equals sign and names no file."""
-    pairs = [text for text in arguments if "=" in text and not Path(text).is_file()]
+    pairs = [text for text in arguments if "=" in text and not os.path.isfile(text)]
     return [text for text in arguments if text not in pairs], pairs
 
 

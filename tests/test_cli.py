@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked
+from permissions import unprivileged, unreadable
 
 from megatron.config.names import encodings, processors
 from megatron.config.reference import lookup
@@ -158,6 +159,16 @@ MISTAKES = {
     ("report", "run", "-o", "own/analysis.html"): "--output: own/analysis.html is there, and is none of this",
     ("sweep", "sweep.yml"): "sweep.output: own/results.md is there, and is none of this command's earlier results",
     ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml is there, and is none of this",
+    ("import", "deep", "imported"): "deep/config.json: cannot be read as JSON (it is nested too deeply)",
+    ("import", "lost", "imported"): "lost/latest: names 'global_step9', and there is no such folder beside it",
+    ("import", "lost/long", "imported"): "lost/long/latest: names 'xxxxxxxx",
+    ("sweep", "sweep.yml", f"sweep.variants={{{'x' * 300}: {{}}}}"): "names a folder too: use 255 characters at most",
+    ("train", "x" * 300): f"{'x' * 100}…{'x' * 100}: cannot be used (File name too long)",
+    ("train", "tiny", f"save={'x' * 300}"): "cannot be written to (File name too long)",
+    ("evaluate", "x" * 300): "cannot be used (File name too long)",
+    ("status", "x" * 300): "x: cannot be used (File name too long)",
+    ("prepare", "x" * 300, "-o", "out"): "x: cannot be used (File name too long)",
+    ("generate", "run", "-f", "x" * 300): "x: cannot be used (File name too long)",
     ("status", "nowhere"): "nowhere: no such folder",
     ("status", "data"): "data: no run in it",
     ("nonsense",): "No such command 'nonsense'",
@@ -187,6 +198,11 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
         + data.replace("=", ": ")
         + "\nsweep:\n  output: own\n  variants:\n    rotary: {pos_emb: rotary}\n"
     )
+    (corpus / "deep").mkdir()
+    (corpus / "deep" / "config.json").write_text('{"a":' * 200_000)
+    (corpus / "lost" / "long").mkdir(parents=True)
+    (corpus / "lost" / "latest").write_text("global_step9\n")
+    (corpus / "lost" / "long" / "latest").write_text("x" * 100_000)
     (checkpoint.parent / "latest").write_text(checkpoint.name)
     return calls_without(("torch",), list(MISTAKES), corpus)
 
@@ -335,6 +351,23 @@ def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, m
     log = Path(found.group(1))
     assert "Traceback" in log.read_text()
     log.unlink()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["train shut/c.yml", "evaluate shut/run", "evaluate run", "status shut/run", "prepare shut/x.txt -o out",
+     "import shut/model new", "report shut/results.json", "generate shut/run -p a", "checkpoints run", "export run new",
+     "sweep shut/s.yml", "prepare text -o out --tokenizer HFTokenizer --vocab-file shut/x", "prepare text -o shut/out",
+     "train tiny train_data_paths=[shut/x]", "train tiny save=shut/run", "import shut new"],
+)  # fmt: skip
+def test_what_may_not_be_read_is_said_to_be_forbidden_and_not_missing(corpus, mistakes, inside, arguments):
+    (corpus / "shut").mkdir(exist_ok=True)
+    with unprivileged(), unreadable(corpus / "shut"), unreadable(corpus / "run" / "checkpoints"):
+        done = inside(*arguments.split(), cwd=corpus)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("note: "))
+    assert re.match(r"error: .*(shut|run/checkpoints).*(Permission denied|not readable)", line)
+    assert "traceback" not in line
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _lengths_and_reading(
 def _config(text: str) -> Config:
     """A configuration as `train` takes it."""
     words = shlex.split(text)
-    pairs = [word for word in words if "=" in word and not Path(word).is_file()]
+    pairs = [word for word in words if "=" in word and not os.path.isfile(word)]
     return load([word for word in words if word not in pairs], pairs).config
 
 

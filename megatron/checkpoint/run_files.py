@@ -9,6 +9,7 @@ Records and heartbeats have one name each, by which others find them, so a folde
 takes no run.
 """
 
+import os
 from pathlib import Path
 
 from megatron.checkpoint.folder import CONFIG, checkpoints
@@ -52,10 +53,11 @@ def refuse_files_of_others(run: str | Path | None, names: tuple[str, ...]) -> No
     Raises:
         UserError: with the first of them.
     """
-    if run is None or (Path(run) / LOCK).exists() or checkpoints(run):
+    # A folder that cannot be looked into is refused, with the key, by whoever makes files in it.
+    if run is None or os.path.exists(Path(run) / LOCK) or not os.access(run, os.R_OK | os.X_OK) or checkpoints(run):
         return
-    found = [name for name in names if (Path(run) / name).exists()]
-    if (Path(run) / RESOLVED).exists() and not is_saved_config(Path(run) / RESOLVED):
+    found = [name for name in names if os.path.exists(Path(run) / name)]
+    if os.path.exists(Path(run) / RESOLVED) and not is_saved_config(Path(run) / RESOLVED):
         found.append(RESOLVED)
     if found:
         raise UserError(

@@ -7,7 +7,6 @@
 The checkpoint has weights alone, no optimizer's states: it is evaluated, exported and finetuned, not resumed.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.data.options import TokenizerType
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
 from megatron.errors import RunError, UserError
+from megatron.files import parse_json
 from megatron.formats.farfield import TOKENIZER_KIND
 from megatron.importing.source import Source, Weights
 from megatron.suggest import choose_from
@@ -81,7 +81,7 @@ def _named(folder: Path) -> str | None:
     """The kind of tokenizer that an export of this project says it has."""
     path = folder / "tokenizer_config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # others' tokenizers are known by their files
     named = values.get(TOKENIZER_KIND) if isinstance(values, dict) else None
