@@ -228,6 +228,7 @@ def _submit(loaded: Loaded, dry_run: bool) -> int:
     _check_position(loaded)
     with loaded.placing_errors():
         local.check_data(loaded.config)
+        local.check_save(loaded.config)
     _note(settled.notes)
     if dry_run:
         print(slurm.script(job), end="")
@@ -837,7 +838,7 @@ def _text(value: Any) -> str:
 
 def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Files and `key=value` pairs. A pair is what has an equals sign and names no file."""
-    pairs = [text for text in arguments if "=" in text and not Path(text).is_file()]
+    pairs = [text for text in arguments if "=" in text and not os.path.isfile(text)]
     return [text for text in arguments if text not in pairs], pairs
 
 

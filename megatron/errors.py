@@ -1,5 +1,6 @@
 """The two ways Farfield ends early. Each becomes one line on the console and an exit code, never a traceback."""
 
+import errno
 import os
 import re
 
@@ -33,6 +34,29 @@ class HangError(RunError):
     """A rank hangs: nothing is wrong with what the user wrote, and the same run may go on when it is started again."""
 
     exit_code = os.EX_TEMPFAIL
+
+
+UNUSABLE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
+)  # fmt: skip
+"""Of the system's errors those that a path itself is to blame for, whoever opens it and when."""
+
+
+def unusable_path(error: BaseException) -> UserError | None:
+    """The error of a path that cannot be used, wherever it came up; None if it is another error.
+
+    Such a path was written by somebody: no permission, a name that is too long, a file where a folder should be.
+    """
+    if not isinstance(error, OSError) or error.errno not in UNUSABLE or error.filename is None:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+    return UserError(f"{shortened(path)}: cannot be used ({error.strerror})")
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """A text that may be of any length and hold anything, as a part of one line."""
+    line = text if text.isprintable() else repr(text)[1:-1]
+    return line if len(line) <= most else f"{line[: most // 2]}…{line[-most // 2 :]}"
 
 
 def reason(error: BaseException) -> str:

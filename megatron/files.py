@@ -1,10 +1,13 @@
-"""Folders for results, and files that are written whole or not at all: a temporary name, then a rename."""
+"""Folders for results, and files that are written whole or not at all: a temporary name, then a rename. And JSON that
+may be anything."""
 
 import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import RunError, UserError
 
@@ -44,6 +47,33 @@ def remove_empty(folders: Iterable[Path]) -> None:
 def check_folder(key: str, folder: Path) -> None:
     """`make_folder`, with nothing left of it."""
     remove_empty(make_folder(key, folder))
+
+
+def refuse_files_of_others(key: str, files: Iterable[Path], ours: Callable[[Path], bool]) -> None:
+    """Refuse to write where a file lies that this program did not write.
+
+    Args:
+        key: what named the place.
+        files: that are to be written.
+        ours: is this one, which is there, a file that an earlier command wrote?
+
+    Raises:
+        UserError: naming the first that is not.
+    """
+    for path in files:
+        if path.exists() and not ours(path):
+            raise UserError(
+                f"{key}: {path} is there, and is none of this command's earlier results, which alone it replaces; "
+                "name another place, or move it away"
+            )
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` for files, which may hold anything. Raises ValueError, also for what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_bytes(path: str | Path, content: bytes) -> Path:

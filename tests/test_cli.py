@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked
+from permissions import unprivileged, unreadable
 
 from megatron.config.names import encodings, processors
 from megatron.config.reference import lookup
@@ -151,10 +152,31 @@ MISTAKES = {
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
     ("plan", "125M", "--gpu", "a200"): "--gpu a200 is not known; did you mean h200? choose from a10, a100, a100-40gb",
     ("plan", "125M", "--gpus", "0"): "Invalid value '0' for '--gpus'",
+    ("train", "tiny", "save=own"): "save: own holds metrics.jsonl, which no run wrote and a run would replace",
+    ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md is there, and is none of this",
+    ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html is there, and is none of this",
+    ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv is there, and",
+    ("report", "run", "-o", "own/analysis.html"): "--output: own/analysis.html is there, and is none of this",
+    ("sweep", "sweep.yml"): "sweep.output: own/results.md is there, and is none of this command's earlier results",
+    ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml is there, and is none of this",
+    ("import", "deep", "imported"): "deep/config.json: cannot be read as JSON (it is nested too deeply)",
+    ("import", "lost", "imported"): "lost/latest: names 'global_step9', and there is no such folder beside it",
+    ("import", "lost/long", "imported"): "lost/long/latest: names 'xxxxxxxx",
+    ("sweep", "sweep.yml", f"sweep.variants={{{'x' * 300}: {{}}}}"): "names a folder too: use 255 characters at most",
+    ("train", "x" * 300): f"{'x' * 100}…{'x' * 100}: cannot be used (File name too long)",
+    ("train", "tiny", f"save={'x' * 300}"): "cannot be written to (File name too long)",
+    ("evaluate", "x" * 300): "cannot be used (File name too long)",
+    ("status", "x" * 300): "x: cannot be used (File name too long)",
+    ("prepare", "x" * 300, "-o", "out"): "x: cannot be used (File name too long)",
+    ("generate", "run", "-f", "x" * 300): "x: cannot be used (File name too long)",
     ("status", "nowhere"): "nowhere: no such folder",
     ("status", "data"): "data: no run in it",
     ("nonsense",): "No such command 'nonsense'",
 }
+
+
+OWN = ("results.md", "metrics.jsonl", "analysis.html", "data/kernels.csv", "runs/rotary/seed_1234.yml")
+"""Files of somebody's in the folder `own`, by the names of ours."""
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +189,20 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     load([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
     Progress(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
     (checkpoint / "model.safetensors").touch()  # nobody comes to read it
+    (corpus / "own" / "data").mkdir(parents=True)
+    (corpus / "own" / "runs" / "rotary").mkdir(parents=True)
+    for name in OWN:
+        (corpus / "own" / name).write_text("what somebody wrote")
+    (corpus / "sweep.yml").write_text(
+        (corpus / "tiny.yml").read_text().replace("pos_emb: rotary\n", "")
+        + data.replace("=", ": ")
+        + "\nsweep:\n  output: own\n  variants:\n    rotary: {pos_emb: rotary}\n"
+    )
+    (corpus / "deep").mkdir()
+    (corpus / "deep" / "config.json").write_text('{"a":' * 200_000)
+    (corpus / "lost" / "long").mkdir(parents=True)
+    (corpus / "lost" / "latest").write_text("global_step9\n")
+    (corpus / "lost" / "long" / "latest").write_text("x" * 100_000)
     (checkpoint.parent / "latest").write_text(checkpoint.name)
     return calls_without(("torch",), list(MISTAKES), corpus)
 
@@ -179,6 +215,8 @@ def test_errors_come_without_torch_in_one_line_with_exit_code_2(corpus, mistakes
     assert errors[0].startswith("error: ")
     assert MISTAKES[arguments] in errors[0]
     assert not (corpus / "runs" / "none").exists()
+    assert all((corpus / "own" / name).read_text() == "what somebody wrote" for name in OWN)
+    assert not (corpus / "own" / "log.txt").exists()
     assert out == ""
     assert code == 2
 
@@ -315,6 +353,23 @@ def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, m
     log.unlink()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["train shut/c.yml", "evaluate shut/run", "evaluate run", "status shut/run", "prepare shut/x.txt -o out",
+     "import shut/model new", "report shut/results.json", "generate shut/run -p a", "checkpoints run", "export run new",
+     "sweep shut/s.yml", "prepare text -o out --tokenizer HFTokenizer --vocab-file shut/x", "prepare text -o shut/out",
+     "train tiny train_data_paths=[shut/x]", "train tiny save=shut/run", "import shut new"],
+)  # fmt: skip
+def test_what_may_not_be_read_is_said_to_be_forbidden_and_not_missing(corpus, mistakes, inside, arguments):
+    (corpus / "shut").mkdir(exist_ok=True)
+    with unprivileged(), unreadable(corpus / "shut"), unreadable(corpus / "run" / "checkpoints"):
+        done = inside(*arguments.split(), cwd=corpus)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("note: "))
+    assert re.match(r"error: .*(shut|run/checkpoints).*(Permission denied|not readable)", line)
+    assert "traceback" not in line
+
+
 @pytest.fixture(scope="module")
 def trained(corpus) -> subprocess.CompletedProcess[str]:
     """A run by one process, from another working directory than the project's."""
@@ -341,6 +396,29 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert "rotary" in evaluated.stdout
     assert "runs/one: step_0000004, whole by its checksums" in evaluated.stdout
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
+
+
+def test_a_run_keeps_the_file_that_it_was_told_by(corpus, inside):
+    own = corpus / "exp1" / "config.yml"
+    own.parent.mkdir()
+    own.write_text(
+        f"# as in the appendix\n{(corpus / 'tiny.yml').read_text()}train_iters: 2  # enough\n".replace(
+            "train_iters: 4\n", ""
+        )
+    )
+    before = own.read_text()
+    done = inside("train", "exp1/config.yml", "save=exp1", cwd=corpus)
+    assert done.returncode == 0, done.stderr
+    assert own.read_text() == before
+    assert (
+        "exp1/config.yml was not written by a run and stays as it is; the whole configuration is in exp1/config.r"
+        in (done.stdout)
+    )
+    shown = json.loads(inside("status", "exp1", "--json", cwd=corpus).stdout)
+    assert [(each["state"], each["train_iters"]) for each in shown] == [("finished", 2)]
+    again = inside("train", "exp1/config.yml", "load=exp1", "save=exp1", "train_iters=4", cwd=corpus)
+    assert again.returncode == 0, again.stderr
+    assert (own.read_text(), "train_iters: 4" in (own.parent / "config.resolved.yml").read_text()) == (before, True)
 
 
 def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(corpus, trained, inside):

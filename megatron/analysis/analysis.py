@@ -159,6 +159,11 @@ def names(*folders: str) -> list[str]:
     return sorted(path.stem for path in paths if path.stem != "__init__")
 
 
+def is_data(path: Path) -> bool:
+    """Is a file one that `Findings` wrote: rows that begin with the method's name?"""
+    return path.is_file() and path.read_bytes()[:16].startswith((b"method,", b'[\n{"method":', b"[\n]\n"))
+
+
 def reads(name: str) -> bool:
     """Does this analysis let trained models read something?"""
     return name in names("from_text")

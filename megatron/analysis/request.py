@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.analysis.analysis import check_names, reads
+from megatron.analysis.analysis import check_names, is_data, names, reads
 from megatron.analysis.options import AnalysisOptions
 from megatron.analysis.reading import Reading, of_task, of_text
 from megatron.checkpoint.trained import Run, open_runs
@@ -18,11 +19,13 @@ from megatron.evaluation.exercise import learned_task, questions
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.texts import common_text
-from megatron.files import check_folder
+from megatron.files import check_folder, refuse_files_of_others
 from megatron.model.placement import check_precision
+from megatron.reports.document import is_document
 
 MULTIPLES = [1.0, 4.0]
 """Window lengths in training lengths, if none are asked for."""
+PAGE = "analysis.html"
 FOLDER = "analysis"
 """In a run's folder, where the results of a single run go."""
 
@@ -71,8 +74,16 @@ def read_request(
     _check_places("--heads", options.heads, [config.model.num_attention_heads for config in everyone], "heads")
     folder = _folder(opened, untrained, output)
     check_folder("--output", folder)
+    _refuse_files_of_others(folder, options)
     lengths, reading = _lengths_and_reading(opened, everyone, options)
     return Request(opened, untrained, options, folder, lengths, reading)
+
+
+def _refuse_files_of_others(folder: Path, options: AnalysisOptions) -> None:
+    """Refuse a folder with files by the names of ours that no analysis wrote. Raises UserError."""
+    data = [folder / f"{name}.{kind}" for name in options.only or names() for kind in ("csv", "json")]
+    refuse_files_of_others("--output", [folder / PAGE], is_document)
+    refuse_files_of_others("--output", data, is_data)
 
 
 def _lengths_and_reading(
@@ -96,7 +107,7 @@ def _lengths_and_reading(
 def _config(text: str) -> Config:
     """A configuration as `train` takes it."""
     words = shlex.split(text)
-    pairs = [word for word in words if "=" in word and not Path(word).is_file()]
+    pairs = [word for word in words if "=" in word and not os.path.isfile(word)]
     return load([word for word in words if word not in pairs], pairs).config
 
 

@@ -16,7 +16,7 @@ from megatron.analysis.analysis import Table, analyses
 from megatron.analysis.candidates import Candidate, candidates_of, looked, work_of
 from megatron.analysis.findings import Findings
 from megatron.analysis.options import AnalysisOptions
-from megatron.analysis.request import Request, read_request
+from megatron.analysis.request import PAGE, Request, read_request
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import saying
 from megatron.files import write_text
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # What needs torch or matplotlib is imported where it is used: a mistake in what was asked for is told at once.
-
-PAGE = "analysis.html"
 
 
 def analyze(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints, run_of_checkpoint
 from megatron.errors import RunError, reason
+from megatron.files import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 4
@@ -89,7 +90,7 @@ def format_of(checkpoint: Path) -> int:
     if not has_checksums(checkpoint):
         return 0
     try:
-        number = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["format"]
+        number = parse_json((checkpoint / MANIFEST).read_text(encoding="utf-8"))["format"]
         if not isinstance(number, int) or number < 1:
             raise ValueError
     except (OSError, ValueError, LookupError, TypeError):
@@ -199,7 +200,7 @@ def newest_whole(run: str | Path) -> Path | None:
 def read(path: Path) -> dict[str, Entry] | None:
     """The entries of a manifest; None if it is not one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         return {name: Entry(int(about["bytes"]), str(about["crc32"])) for name, about in content["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None

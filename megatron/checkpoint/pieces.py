@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint.fragments import Fragment
 from megatron.errors import RunError
+from megatron.files import parse_json
 from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import Division, cut, division, join
 
@@ -78,7 +79,7 @@ class Pieces:
         for path in self._files:
             try:
                 file = self._open.enter_context(safe_open(path, "pt"))
-                for name, values in json.loads(file.metadata()[METADATA]).items():
+                for name, values in parse_json(file.metadata()[METADATA]).items():
                     piece = Piece(**{**values, "shape": tuple(values["shape"])})
                     self._found.setdefault(name, []).append((piece, file))
             except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.folder import PROGRESS
 from megatron.errors import RunError, reason
+from megatron.files import parse_json
 from megatron.parallel.mesh import Sizes
 
 
@@ -61,7 +62,7 @@ class Progress:
         """Read a checkpoint's `progress.json`. Raises RunError if it is missing or damaged."""
         path = Path(folder) / PROGRESS
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(path.read_text(encoding="utf-8"))
             if not isinstance(values, dict):
                 raise ValueError("it is no object")
             known = {field.name for field in fields(Progress)}

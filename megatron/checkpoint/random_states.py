@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron.errors import RunError
+from megatron.files import parse_json
 from megatron.parallel import seeds
 
 METADATA = "random"
@@ -66,7 +67,7 @@ def unpacked(file: Any) -> dict[str, Any]:
     Raises RunError: it has none, or they are not what `packed` gives.
     """
     try:
-        others = json.loads(file.metadata()[METADATA])
+        others = parse_json(file.metadata()[METADATA])
         names = [name for name in file.keys() if name.startswith(f"{METADATA}/")]  # noqa: SIM118
         tensors = {name.removeprefix(f"{METADATA}/"): file.get_tensor(name) for name in names}
         (version, gauss), (kind, *rest) = others["python"], others["numpy"]

@@ -40,7 +40,8 @@ what it replaced:
   `score_processor` drops the options given for the one before.
 - Of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` any two give the third.
 - `precision` is short for `fp16` and `bf16` `enabled`; a file that switches one on switches the other off.
-- Every run saves its resolved configuration as `config.yml`, which loads to the same thing.
+- Every run saves its resolved configuration as `config.yml`, which loads to the same thing; where a `config.yml` of
+  yours lies already, as `config.resolved.yml`.
 
 Every key has a role, which says what it decides and what becomes of a change when a run is resumed:
 

@@ -6,7 +6,6 @@ A description is checked when it is read: types, ranges, names. Everything else 
 """
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from megatron.data.options import TokenizerType
 from megatron.errors import RunError, UserError
+from megatron.files import parse_json
 
 CORPUS_FILE, TOKENIZER_FILE = "corpus.json", "description.json"
 LARGEST_FILE = 1 << 26
@@ -148,13 +148,11 @@ def _read(path: Path, kind: type[Described], what: str, remedy: str) -> Describe
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise ValueError(f"it is larger than {LARGEST_FILE:,} bytes")
-        return kind.model_validate(json.loads(content.decode("utf-8")))
+        return kind.model_validate(parse_json(content.decode("utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; `./deepy.py prepare` makes a corpus folder, which has one") from None
     except ValidationError as error:
         problem = _problem(error)
-    except RecursionError:
-        problem = "nested too deeply"
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError as error:

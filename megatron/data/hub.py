@@ -21,7 +21,7 @@ from typing import Any
 import zstandard
 
 from megatron.errors import RunError, UserError, reason
-from megatron.files import write_bytes
+from megatron.files import parse_json, write_bytes
 from megatron.optional import need
 from megatron.suggest import choose_from
 
@@ -137,7 +137,7 @@ class _Pieces:
         self._size = 0
         self._since = time.monotonic()
         while (facts := self._path(".json")).is_file():
-            found = json.loads(facts.read_text(encoding="utf-8"))
+            found = parse_json(facts.read_text(encoding="utf-8"))
             self.documents, self.ended, self.state = found["documents"], found["ended"], found["state"]
             self._number += 1
 
@@ -146,7 +146,7 @@ class _Pieces:
         for number in range(self._number):
             content = (self._folder / f"{number:06d}.jsonl.zst").read_bytes()
             for line in zstandard.ZstdDecompressor().decompress(content).splitlines():
-                yield json.loads(line)
+                yield parse_json(line)
 
     def add(self, text: str) -> bool:
         """Take a text; returns whether it is time for a piece."""

@@ -11,7 +11,6 @@ manifest and every number with the range it must be in.
                 index.json           size and SHA-256 of each
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.data.description import FileFacts, file_facts
 from megatron.data.megatron_core import GPTDataset
+from megatron.files import parse_json
 
 MANIFEST = "index.json"
 UNREADABLE = (OSError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
@@ -78,7 +78,7 @@ def damage(folder: Path, samples: int, lengths: np.ndarray, first: int, last: in
     """What is wrong with the index in a folder, which must have at least `samples` samples of the sequences
     first … last − 1 of the given lengths; None if nothing is."""
     try:
-        manifest = _Manifest.model_validate(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        manifest = _Manifest.model_validate(parse_json((folder / MANIFEST).read_text(encoding="utf-8")))
         for name in SampleIndex._fields:
             if file_facts(folder / f"{name}.npy") != getattr(manifest, name):
                 return f"{name}.npy is not what {MANIFEST} recorded"

@@ -18,7 +18,6 @@ as the formats demand, while decoding and tokenizing use all cores.
 import gzip
 import hashlib
 import io
-import json
 import os
 import sysconfig
 import tokenize
@@ -32,6 +31,7 @@ from typing import Literal
 from megatron.data.hub import PREFIX, Hub
 from megatron.data.tables import TABLES, row_count, texts
 from megatron.errors import UserError
+from megatron.files import parse_json
 from megatron.optional import need
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -300,11 +300,9 @@ def _decode_python(content: bytes) -> str | None:
 
 def _json_text(line: str, where: str, key: str) -> str:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}") from None
-    except RecursionError:
-        raise UserError(f"{where}: not JSON that can be read: nested too deeply") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: a JSON {type(value).__name__}, not an object with the key {key!r}")
     if key not in value:

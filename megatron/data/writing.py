@@ -21,7 +21,7 @@ import numpy as np
 from megatron.data.description import SplitCounts, SplitName
 from megatron.data.encode import EncodedChunk
 from megatron.data.paths import basename
-from megatron.files import write_text
+from megatron.files import parse_json, write_text
 
 SAVED_EVERY = 30.0
 """Seconds."""
@@ -33,7 +33,7 @@ PROGRESS = "progress.json"
 def read_progress(work: Path) -> dict[str, Any] | None:
     """How far a working folder is; None if that is nowhere, or its files are not what is said of them."""
     try:
-        found: dict[str, Any] = json.loads((work / PROGRESS).read_text(encoding="utf-8"))
+        found: dict[str, Any] = parse_json((work / PROGRESS).read_text(encoding="utf-8"))
         for name, size in found["bytes"].items():
             count = found["counted"][name]["documents"]
             if (work / "new" / f"{basename(name)}.bin").stat().st_size < size:

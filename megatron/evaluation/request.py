@@ -10,6 +10,7 @@ from megatron.evaluation.options import EvaluationOptions
 from megatron.files import check_folder
 from megatron.model.placement import check_backend, check_precision
 from megatron.reports import records as record_files
+from megatron.reports.folder import refuse_results_of_others
 from megatron.reports.records import RESULTS, Record
 
 
@@ -45,6 +46,7 @@ def _kept(folder: Path | None) -> tuple[Record, ...]:
     if folder is None:
         return ()
     check_folder("--output", folder)
+    refuse_results_of_others("--output", folder)
     return tuple(record_files.read(folder / RESULTS)) if (folder / RESULTS).exists() else ()
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from megatron.config.problems import describe
 from megatron.config.schema import Path_
-from megatron.errors import UserError
+from megatron.errors import UserError, shortened
 from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments.options import SweepCorpusOptions, SweepOptions
 from megatron.options import Section
@@ -17,6 +17,8 @@ from megatron.suggest import choose_from, did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Names of variants: they are folder names too."""
+LONGEST = 255
+"""Bytes of a name in the file systems of Linux."""
 
 MINE = {"save": "output", "load": "output", "seed": "seeds"}
 """Keys of ordinary configurations that a sweep sets itself, and the key of the sweep that decides them."""
@@ -78,7 +80,10 @@ def _inconsistent(options: SweepOptions, where: Callable[[Path_], str]) -> Itera
     for name, keys in options.variants.items():
         if not NAME.fullmatch(name):
             place = where(("sweep", "variants", name))
-            yield f"{place}: variant {name!r} names a folder too: use letters, digits and _.+- only"
+            yield f"{place}: variant {shortened(name)!r} names a folder too: use letters, digits and _.+- only"
+        elif len(name) > LONGEST:
+            place = where(("sweep", "variants", name))
+            yield f"{place}: variant {shortened(name)} names a folder too: use {LONGEST} characters at most"
         for key_name in keys:
             if (instead := MINE.get(key_name.replace("-", "_"))) is not None:
                 inside = where(("sweep", "variants", name, key_name))

@@ -18,7 +18,7 @@ from megatron.config.settings import show
 from megatron.data.parts import sequence_range
 from megatron.errors import FarfieldError, UserError
 from megatron.experiments.spec import Member
-from megatron.files import write_text
+from megatron.files import parse_json, write_text
 from megatron.reports.failures import Failure
 from megatron.reports.records import RESULTS, Record, read
 from megatron.training import records
@@ -119,7 +119,7 @@ def _how(member: Member) -> dict[str, Any]:
 
 def _receipt(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

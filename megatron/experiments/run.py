@@ -30,13 +30,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.lock import LOCK, RunLock
+from megatron.checkpoint.run_files import is_saved_config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.experiments import receipts, slurm_array, supervision
 from megatron.experiments.estimate import Work, work
 from megatron.experiments.options import SweepCorpusOptions
 from megatron.experiments.spec import Member, Sweep, read
-from megatron.files import make_folder
+from megatron.files import make_folder, refuse_files_of_others
 from megatron.launch import slurm
 from megatron.launch.console import explained, run_console
 from megatron.launch.prepare import metered
@@ -44,6 +46,7 @@ from megatron.meter import Job, Meter, seconds_left
 from megatron.quantities import duration, flop
 from megatron.reports import tables
 from megatron.reports.failures import Failure
+from megatron.reports.folder import refuse_results_of_others
 from megatron.reports.records import RESULTS, Record
 from megatron.stopping.signals import Stopped, acknowledged
 from megatron.training.records import METRICS
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
 # What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
 
 STOPPING = "stopping; a training under way saves after its step first (again to end at once)"
+REPORT = "report.html"
 CARRIES_ON = "the same command carries on from here"
 BUSY = "a sweep is running there; wait for its end, or choose another folder"
 RETRIES = "--retry-failed trains again what diverged"
@@ -98,6 +102,7 @@ def run(
         print(slurm.script(array), end="")
         return []
     make_folder("sweep.output", sweep.output)
+    _refuse_files_of_others(sweep)
     lock = None if member is not None else RunLock(sweep.output, key="sweep.output", busy=BUSY, patience=1.0)
     with _released(lock), _console(console, sweep.output / "log.txt") as shown:
         say = _lines(shown)
@@ -109,6 +114,24 @@ def run(
         except (KeyboardInterrupt, Stopped):
             say(f"stopped; {CARRIES_ON}")
             raise
+
+
+def _refuse_files_of_others(sweep: Sweep) -> None:
+    """Refuse an output that holds files by the names of a sweep's which no sweep wrote. Raises UserError."""
+    from megatron.reports.document import is_document
+
+    key, output = "sweep.output", sweep.output
+    refuse_results_of_others(key, output)
+    refuse_files_of_others(key, [output / REPORT], is_document)
+    for member in sweep.members:
+        begun = (member.folder / LOCK).exists() or bool(checkpoints(member.folder))
+
+        def ours(path: Path, member: Member = member, begun: bool = begun) -> bool:
+            return begun or is_saved_config(member.beside(".yml"))
+
+        refuse_files_of_others(key, [member.beside(".yml"), member.beside(".txt")], ours)
+    configured = any(member.beside(".yml").exists() for member in sweep.members)
+    refuse_files_of_others(key, [output / RESULTS], lambda _: configured or (output / REPORT).exists())
 
 
 def _run(
@@ -164,7 +187,7 @@ def _run(
     found = floors_last(found)
     if found:
         _show(sweep, found, failed, console)
-        names = ("report.html", *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
+        names = (REPORT, *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
         files = ", ".join(str(sweep.output / name) for name in names)
         say(f"{files} ({duration(time.monotonic() - begun)})")
     if failed:
@@ -293,7 +316,7 @@ def _write(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure]) -> 
     texts |= {str(member.beside(".yml")): member.text for member in done}
     missing = len(sweep.members) - len(done) - len(failed)
     report.write(
-        output / "report.html",
+        output / REPORT,
         [Section(sweep.options.title, found, told.grids(found), failed)],
         missing=missing,
         configurations=texts,

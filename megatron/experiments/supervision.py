@@ -3,7 +3,6 @@
 It is `./deepy.py train FILE`, so no run inherits another's state, and any can be repeated by hand.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.errors import FarfieldError, RunError, UserError
+from megatron.files import parse_json
 from megatron.stopping.parent import bound
 
 DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
@@ -62,7 +62,7 @@ def last_step(metrics: Path, since: float) -> int | None:
         return None
     for line in reversed(lines):
         try:
-            return int(json.loads(line)["step"])
+            return int(parse_json(line)["step"])
         except (ValueError, KeyError, TypeError):
             continue
     return None

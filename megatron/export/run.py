@@ -19,6 +19,7 @@ from megatron.export.bundle import bundle, name_by_content
 from megatron.export.card import card, write_card
 from megatron.export.tokenizer import write_tokenizer
 from megatron.export.weights import Weights, write_shards
+from megatron.files import parse_json
 from megatron.formats.families import exact_family
 from megatron.formats.family import FILE, Family
 from megatron.formats.farfield import CHECKSUMS, CODE, FARFIELD, TOKENIZER_KIND
@@ -156,7 +157,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 def _is_export(folder: Path) -> bool:
     """Only our own exports say which of our tokenizers they have."""
     try:
-        values = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        values = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and TOKENIZER_KIND in values

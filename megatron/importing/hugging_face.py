@@ -1,6 +1,5 @@
 """A folder of Hugging Face's libraries: config.json, weights, and a tokenizer's files."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
+from megatron.errors import RunError, UserError, reason
+from megatron.files import parse_json
 from megatron.formats.families import family_of
 from megatron.formats.family import EMBEDDING, FILE, OUTPUT, Family, Weight
 from megatron.formats.keys import Keys
@@ -40,9 +40,9 @@ def hugging_face(folder: Path) -> Source:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path}: cannot be read as JSON ({reason(error)})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no keys")
     return values

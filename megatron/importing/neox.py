@@ -21,6 +21,7 @@ the parts of several ranks:
 KERPLE's modules are in every layer's file although all layers share them; DAPE's are each layer's own.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from megatron.config import neox as vocabulary
 from megatron.config.load import merge
 from megatron.config.schema import Config, owners
 from megatron.config.yaml_files import Document, read_yaml
-from megatron.errors import RunError, UserError
+from megatron.errors import RunError, UserError, shortened
 from megatron.formats.transforms import Interleaved
 from megatron.importing.source import Source
 from megatron.model.options import GATED, feed_forward_size, intermediate_size, kv_heads
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from megatron.importing.weight_files import Tensors
 
 LATEST, CONFIGS = "latest", "configs"
+MOST = 4096
+"""Characters that are read of `latest`, which holds a name."""
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _WHOLE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 IGNORED = re.compile(r".*\b(inv_freq|slopes|masked_bias)|attention\.bias|.*\.cached_\w+|.*\.cache_matrix\w*")
@@ -68,10 +71,18 @@ REFUSALS = (
 def checkpoint_of(path: Path) -> Path | None:
     """The checkpoint in a folder of GPT-NeoX's, which may be the folder itself; None if it is none of them."""
     if (path / LATEST).is_file():
-        name = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-        if Path(name).name == name and (path / name).is_dir():
+        with open(path / LATEST, encoding="utf-8", errors="replace") as file:
+            name = file.read(MOST).strip()
+        if name and Path(name).name == name and os.path.isdir(path / name):
             return path / name
-    return path if any(path.glob("*_model_states.pt")) or any(path.glob("layer_*-model_*-model_states.pt")) else None
+        if not _holds_states(path):
+            raise UserError(f"{path / LATEST}: names {shortened(name)!r}, and there is no such folder beside it")
+    return path if _holds_states(path) else None
+
+
+def _holds_states(path: Path) -> bool:
+    """Are there files of a checkpoint's in a folder?"""
+    return any(any(path.glob(names)) for names in ("*_model_states.pt", "layer_*-model_*-model_states.pt"))
 
 
 def neox_checkpoint(checkpoint: Path, configs: Sequence[Path] = ()) -> Source:

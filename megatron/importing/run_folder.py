@@ -7,7 +7,6 @@
 The checkpoint has weights alone, no optimizer's states: it is evaluated, exported and finetuned, not resumed.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.data.options import TokenizerType
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
 from megatron.errors import RunError, UserError
+from megatron.files import parse_json
 from megatron.formats.farfield import TOKENIZER_KIND
 from megatron.importing.source import Source, Weights
 from megatron.suggest import choose_from
@@ -95,8 +95,8 @@ def tokenizer_of(
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """What transformers knows of the tokenizer of a folder; nothing if there is no such file that can be read."""
     try:
-        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = parse_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}  # others' tokenizers are known by their files
     return values if isinstance(values, dict) else {}
 

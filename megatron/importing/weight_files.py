@@ -1,6 +1,5 @@
 """Files of tensors that others wrote: safetensors, and torch's own without running what is in them."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest, tensor_files
 from megatron.errors import RunError, UserError, reason
+from megatron.files import parse_json
 from megatron.formats.farfield import CHECKSUMS
 
 KINDS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
@@ -81,7 +81,7 @@ def _files(folder: Path) -> tuple[list[Path], str]:
 def _shards(index: Path) -> list[Path]:
     """The files that an index names."""
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
             raise ValueError("it names no files beside itself")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

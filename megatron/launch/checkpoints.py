@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.checkpoint import folder, listing
+from megatron.checkpoint.run_files import config_file
 from megatron.config.load import read
 from megatron.launch.console import PlainConsole
 from megatron.quantities import size
@@ -65,7 +66,7 @@ def show(run: Path, *, verify: bool, as_json: bool) -> bool:
 
 def _milestones(run: Path) -> list[int]:
     """The steps whose checkpoints are never deleted. Raises UserError if the run's configuration cannot be read."""
-    return read(folder.run_of(run) / folder.CONFIG).checkpoint.extra_save_iters
+    return read(config_file(folder.run_of(run))).checkpoint.extra_save_iters
 
 
 def _losses(run: Path) -> dict[tuple[str, int], float]:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console, ConsoleDimensions
 from rich.control import Control
 
-from megatron.errors import FarfieldError, RunError, describe
+from megatron.errors import FarfieldError, RunError, describe, unusable_path
 from megatron.stopping.output import write_nowhere
 from megatron.stopping.signals import Stopped, told
 
@@ -108,7 +108,8 @@ def explained(log: Path) -> Iterator[None]:
     """Write to the log how it ended, if not well (standard error goes there, inside `run_console`).
 
     Raises:
-        UnexpectedError: for what is no FarfieldError, in one line that names the log, which has the traceback.
+        UserError: for a path that cannot be used.
+        UnexpectedError: for what else is no FarfieldError, in one line that names the log, which has the traceback.
     """
     try:
         yield
@@ -120,6 +121,8 @@ def explained(log: Path) -> Iterator[None]:
         raise
     except Exception as error:
         traceback.print_exc()
+        if (unusable := unusable_path(error)) is not None:
+            raise unusable from error
         raise UnexpectedError(f"{describe(error)}; the traceback is in {log}") from error
 
 

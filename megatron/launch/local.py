@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.run_files import refuse_files_of_others
 from megatron.config.schema import Config
 from megatron.data.paths import SPLITS, split_prefixes
 from megatron.errors import FarfieldError, RunError, UserError
@@ -27,6 +28,7 @@ from megatron.parallel.surroundings import ADDRESS, Started, job_line
 from megatron.stopping.parent import end_with_parent
 from megatron.stopping.signals import Stopped
 from megatron.training.preflight import Settled
+from megatron.training.records import HEARTBEAT, METRICS
 from megatron.training.wandb_login import check_login
 
 LOG_FILE = "log.txt"
@@ -50,6 +52,7 @@ def train(settled: Settled, started: Started | None = None) -> int:
     config, world = settled.config, settled.world
     assert world is not None, "a dry run is not for training"
     check_data(config)
+    check_save(config)
     check_login(config.logging)
     place = Place() if started is None else started.place
     with run_log(config, place.rank == 0) as log:
@@ -69,6 +72,11 @@ def check_data(config: Config) -> None:
     """Missing files are told before torch is imported, or a job is submitted. Raises UserError."""
     for split in SPLITS:
         split_prefixes(config.data, split)
+
+
+def check_save(config: Config) -> None:
+    """Files of others in the run's folder are told before anything is written there. Raises UserError."""
+    refuse_files_of_others(config.checkpoint.save, (METRICS, HEARTBEAT))
 
 
 @contextmanager

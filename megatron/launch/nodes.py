@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.launch.local import run_log
+from megatron.launch.local import check_save, run_log
 from megatron.launch.options import LaunchOptions
 from megatron.launch.processes import ROOT, supervise
 from megatron.parallel.place import Place
@@ -136,6 +136,7 @@ def train(config: Config) -> int:
     hosts = read_hosts(config.launch)
     if config.checkpoint.save is None:
         raise UserError("a run over several machines needs save, a folder that all of them see")
+    check_save(config)
     order = {
         "configuration": config.replace(num_gpus=None, nodes=None).text(given=True),
         "address": hosts[0].name.rpartition("@")[2],

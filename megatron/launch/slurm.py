@@ -28,6 +28,8 @@ from megatron.parallel.surroundings import in_slurm_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIGURATION = "job.sbatch", "job.yml"
+SIGNATURE = "# Submit it again with: sbatch"
+"""In every script, and by it known as one that was written here."""
 LAST_RANKS = 600  # seconds that ranks have after the first has ended: to finish a save
 
 
@@ -127,7 +129,7 @@ def script(job: Job) -> str:
     lines = [
         "#!/bin/bash",
         f"# Written by {' '.join(shlex.join(['./deepy.py', *sys.argv[1:]]).split())}",
-        f"# Submit it again with: sbatch {shlex.quote(str(job.folder / SCRIPT))}",
+        f"{SIGNATURE} {shlex.quote(str(job.folder / SCRIPT))}",
         *(f"#SBATCH {option}" for option in [*options, *slurm.options]),
         "",
         f"cd {shlex.quote(os.getcwd())} || exit 1",
@@ -194,6 +196,11 @@ def submit(job: Job) -> str:
     made = make_folder("save", job.folder)
     files = {job.folder / name: text for name, text in (*job.files, (SCRIPT, script(job)))}
     before = {path: path.read_bytes() for path in files if path.is_file()}
+    if before and SIGNATURE.encode() not in before.get(job.folder / SCRIPT, b""):
+        raise UserError(
+            f"save: {next(iter(before))} is there, and no earlier submission wrote it; choose another folder, or move "
+            "it away"
+        )
     for path, text in files.items():
         write_text(path, text)
     done = subprocess.run(

@@ -5,7 +5,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from megatron.checkpoint import folder
 from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.run_files import config_file
 from megatron.config.load import read
-from megatron.errors import FarfieldError, UserError
+from megatron.errors import FarfieldError, UserError, reason
+from megatron.files import parse_json
 from megatron.launch.console import PlainConsole
 from megatron.quantities import duration
 from megatron.training.records import HEARTBEAT, METRICS, damage_in, lines, unreadable
@@ -44,6 +48,8 @@ class Status:
     seconds_left: float | None
     checkpoint: int | None
     """The step of the last one."""
+    problems: tuple[str, ...] = ()
+    """What of its folder cannot be read, and why: a line each."""
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
@@ -66,50 +72,90 @@ def find(paths: Sequence[Path]) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    """It takes the lock before all else."""
-    return any((path / name).exists() for name in (LOCK, METRICS, HEARTBEAT, folder.CHECKPOINTS))
+    """It takes the lock before all else. A folder that may not be searched is one: its line says what is wrong."""
+    try:
+        return any((path / name).exists() for name in (LOCK, METRICS, HEARTBEAT, folder.CHECKPOINTS))
+    except PermissionError:
+        return True
+
+
+class _Problems:
+    """What cannot be read of a run: it keeps neither the rest of it nor other runs from being shown."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def told(self, path: Path) -> Iterator[None]:
+        """Inside it, what is wrong with a file or folder becomes a line."""
+        try:
+            yield
+        except FarfieldError as error:
+            self.lines.append(str(error).splitlines()[0])
+        except (OSError, ValueError) as error:
+            self.lines.append(f"{path}: cannot be read ({reason(error)})")
 
 
 def status(run: Path) -> Status:
-    """How far a run is."""
-    records = [record for _, record in lines(run / METRICS)] if (run / METRICS).is_file() else []
+    """How far a run is, as far as its files can be read."""
+    problems = _Problems()
+    records: list[dict[str, Any]] = []
+    saved: list[int] = []
+    beat: dict[str, Any] = {}
+    train_iters = None
+    with problems.told(run / METRICS):
+        records = [record for _, record in lines(run / METRICS)]
+        if damaged := unreadable(run / METRICS):
+            problems.lines.append(damage_in(run / METRICS, damaged))
+    with problems.told(run / folder.CHECKPOINTS):
+        saved = [number for each in folder.checkpoints(run) if (number := folder.step_of(each)) is not None]
+    with problems.told(run / HEARTBEAT):
+        beat = _heartbeat(run)
+    with problems.told(run / folder.CONFIG):
+        if (configured := config_file(run)).exists():
+            train_iters = read(configured).training.train_iters
     train = [record for record in records if record.get("kind") == "train"]
     valid = [record for record in records if record.get("kind") == "valid"]
     last: dict[str, Any] = train[-1] if train else {}
-    saved = [number for each in folder.checkpoints(run) if (number := folder.step_of(each)) is not None]
-    beat = _heartbeat(run)
     alive = _alive(run, beat)
-    try:
-        train_iters = read(run / folder.CONFIG).training.train_iters
-    except FarfieldError:
-        train_iters = None
-    steps = [last.get("step", 0), *saved, *([beat.get("step", 0)] if alive else [])]
-    step = max(steps)
+    reached = _finite(beat.get("step")) if alive else None
+    step = max(last.get("step", 0), *saved, int(reached or 0))
     state = "stopped"
     if alive:
         state = str(beat.get("phase", "starting"))
     elif train_iters is not None and step >= train_iters:
         state = "finished"
     return Status(
-        str(run), state, step, train_iters, last.get("loss"), valid[-1].get("loss") if valid else None,
-        last.get("tokens_per_second"), last.get("mfu"), last.get("seconds_left") if alive else None,
-        saved[-1] if saved else None,
+        str(run), state, step, train_iters, _finite(last.get("loss")),
+        _finite(valid[-1].get("loss")) if valid else None, _finite(last.get("tokens_per_second")),
+        _finite(last.get("mfu")), _finite(last.get("seconds_left")) if alive else None, saved[-1] if saved else None,
+        tuple(problems.lines),
     )  # fmt: skip
 
 
+def _finite(value: object) -> float | None:
+    """A number that can be shown, as it is; None for anything else that a file may hold in its place."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
+        return None
+    return value
+
+
 def _heartbeat(run: Path) -> dict[str, Any]:
+    """What the run told last; nothing if it has told nothing, or it is over. Raises OSError or ValueError."""
     try:
-        told = json.loads((run / HEARTBEAT).read_text(encoding="utf-8"))
-        return told if isinstance(told, dict) else {}
-    except (OSError, ValueError):
+        told = parse_json((run / HEARTBEAT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
+    if not isinstance(told, dict):
+        raise ValueError("it is no object")
+    return told
 
 
 def _alive(run: Path, beat: dict[str, Any]) -> bool:
     """Its lock is held, or its heartbeat is fresh, wherever the run is; on this machine a lock that nobody holds tells
     more than the heartbeat of a run that was killed."""
-    held, at = _held(run), beat.get("time")
-    if held or not isinstance(at, int | float) or time.time() - at >= FRESH:
+    held, at = _held(run), _finite(beat.get("time"))
+    if held or at is None or time.time() - at >= FRESH:
         return bool(held)
     return held is None or beat.get("host") != socket.gethostname()
 
@@ -138,8 +184,8 @@ def table(found: Sequence[Status]) -> Table:
     for each in found:
         of = "" if each.train_iters is None else f" / {each.train_iters:,}"
         shown.add_row(
-            each.run,
-            each.state,
+            Text(each.run),
+            Text(each.state),
             f"{each.step:,}{of}",
             _number(each.loss, ".4f"),
             _number(each.valid_loss, ".4f"),
@@ -167,10 +213,10 @@ def show(paths: Sequence[Path], *, as_json: bool, watch: bool, console: Console 
         return
     console = console or PlainConsole(highlight=False)
     if not watch:
-        console.print(table([status(run) for run in runs]))
-        for run in runs:
-            if damaged := unreadable(run / METRICS):
-                console.print(f"note: {damage_in(run / METRICS, damaged)}", markup=False, soft_wrap=True)
+        found = [status(run) for run in runs]
+        console.print(table(found))
+        for line in (line for each in found for line in each.problems):
+            console.print(f"note: {line}", markup=False, soft_wrap=True)
         return
     with Live(table([status(run) for run in runs]), console=console, auto_refresh=False) as live:
         while True:

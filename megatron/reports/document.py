@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 _STYLE = """\
 :root { color-scheme: light; }
@@ -30,6 +31,14 @@ footer { margin-top: 3rem; color: #555; font-size: 0.9rem; }
   th, td { display: block; padding: 0; border: 0; text-align: left; } .results td { white-space: normal; }
   td::before { content: attr(data-label); display: block; color: #555; font-size: 0.8rem; font-weight: normal; }
 }"""
+
+
+_HEAD = b":root { color-scheme: light; }\n* { box-sizing: border-box; }\n"
+
+
+def is_document(path: Path) -> bool:
+    """Is a file a page that `document` made, of this version or an earlier one?"""
+    return path.is_file() and _HEAD in path.read_bytes()[:4096]
 
 
 def document(title: str, parts: Sequence[str], style: str = "") -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.files import parse_json, write_text
 from megatron.reports import published
 from megatron.reports.extrapolation import DELTA
 from megatron.reports.failures import Failure
@@ -72,7 +72,7 @@ def read(results: Path) -> Experiment | None:
     if not path.is_file():
         return None
     try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        told: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         tables = tuple(Published(**each | {"lengths": tuple(each["lengths"])}) for each in told["published"])
         return Experiment(told["title"], told["against"], tables, tuple(told["differences"]))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -27,7 +27,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.files import parse_json, write_text
 from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.suggest import did_you_mean
@@ -268,14 +268,14 @@ def read(path: str | Path) -> list[Record]:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
         raise UserError(f"{path}: should be a list of records, is {_kind(content)}")

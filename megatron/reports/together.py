@@ -7,9 +7,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.files import check_folder
+from megatron.files import check_folder, refuse_files_of_others
 from megatron.reports import experiment, extrapolation, failures, records, tables
 from megatron.reports.apart import contradictions, told_apart
+from megatron.reports.document import is_document
 from megatron.reports.experiment import Experiment
 from megatron.reports.failures import Failure
 from megatron.reports.judgement import judged
@@ -72,6 +73,7 @@ def _check_page(output: Path) -> None:
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder")
     check_folder("--output", output.parent)
+    refuse_files_of_others("--output", [output], is_document)
 
 
 def _files(results: Sequence[Path]) -> list[Path]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megatron.errors import FarfieldError, describe
+from megatron.errors import FarfieldError, describe, unusable_path
 from megatron.stopping.output import write_nowhere
 from megatron.stopping.signals import Stopped, leave, told, unwinding
 
@@ -78,6 +78,9 @@ def _run(app: Any, name: str) -> int:
         write_nowhere(1)
         return UNREAD
     except OSError as error:
+        if (unusable := unusable_path(error)) is not None:
+            _say(str(unusable))
+            return unusable.exit_code
         # What fails with a file is told by whoever opened it; this is standard output on a disk that is full.
         if error.errno != errno.ENOSPC or error.filename is not None:
             _say(_unexpected(error))

@@ -1,10 +1,11 @@
 """Files by which a run tells how far it is, and what its metrics.jsonl says: one JSON object per record and line. Read
 without torch."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from megatron.files import parse_json
 
 METRICS = "metrics.jsonl"
 DIVERGED = "diverged"
@@ -44,12 +45,15 @@ def _all(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     # Not splitlines: what damage makes of a line may look like its end to Unicode, and is not JSON's.
     for line in path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n"):
         try:
-            record = json.loads(line)
-            int(record["step"])
-            str(record["kind"])
-        except (ValueError, KeyError, TypeError):
+            record = parse_json(line)
+        except ValueError:
             record = None
-        yield line, record
+        yield line, record if _is_record(record) else None
+
+
+def _is_record(value: Any) -> bool:
+    """A step is a whole number, and nothing that only looks like one: runs are cut off after a step."""
+    return isinstance(value, dict) and type(value.get("step")) is int and isinstance(value.get("kind"), str)
 
 
 def divergence(run: str | Path) -> tuple[int, str] | None:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint import resume
-from megatron.checkpoint.folder import CONFIG, prune
+from megatron.checkpoint.folder import prune
 from megatron.checkpoint.resume import Start
+from megatron.checkpoint.run_files import save_config
 from megatron.checkpoint.stored import config_of
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, batches
@@ -186,7 +187,8 @@ def restore(run: Run) -> None:
         if start.progress.step < config.training.train_iters:
             # Started again from this file, it goes on; it does not go back once more.
             again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
-            again.save(Path(folder) / CONFIG)
+            if (note := save_config(again, folder)) is not None:
+                run.console.say(note)
     run.reporters = build_reporters(config, start.progress.step)
 
 

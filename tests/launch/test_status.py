@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from permissions import unprivileged, unreadable
 from tiny_runs import tiny_config
 
 from megatron.checkpoint.lock import RunLock
@@ -59,6 +60,56 @@ def test_damaged_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out
     assert "40 / 100" in told
     assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in told
+
+
+DEEP = "[" * 200_000
+BROKEN = {
+    "heartbeat.json": (DEEP, b"[1]", b"\xff", '{"time": 1e999, "step": 1' + "0" * 400 + "}"),
+    "metrics.jsonl": (DEEP + "\n", '{"kind": "train", "step": 1e999, "loss": 1}\n', '{"kind": [], "step": "1"}\n'),
+    "config.yml": ("a: " + "[" * 100, "num_layers: many\n", b"\xff"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each run has its line, and what cannot be read of it is told with the file's name."""
+    whole = make(tmp_path / "runs" / "a")
+    wrong = [make(tmp_path / "runs" / f"wrong{number}") for number, _ in enumerate(BROKEN[name])]
+    for run, content in zip(wrong, BROKEN[name], strict=True):
+        (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    show([tmp_path / "runs"], as_json=True, watch=False)
+    found = json.loads(capsys.readouterr().out)
+    assert [each["run"] for each in found] == list(map(str, [whole, *wrong]))
+    assert (found[0]["loss"], found[0]["problems"]) == (2.5, [])
+    # A heartbeat with numbers that cannot be is one all the same; only what cannot be read at all is a problem.
+    told_of = [each for each, content in zip(found[1:], BROKEN[name], strict=True) if "time" not in str(content)]
+    problems = [each["problems"] for each in told_of]
+    assert all(len(each) == 1 and name in each[0] for each in problems), problems
+    show([tmp_path / "runs"], as_json=False, watch=False)
+    told = capsys.readouterr().out
+    assert told.count("note: ") == len(problems)
+
+
+def test_numbers_in_records_that_are_none_are_shown_as_unknown(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", time="now", step=[], host={})
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({**RECORD, "step": 40, "loss": "low", "mfu": None, "tokens_per_second": 10**400}) + "\n")
+    found = status(run)
+    assert (found.step, found.loss, found.mfu, found.tokens_per_second, found.problems) == (40, None, None, None, ())
+    assert table([found]).row_count == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat.json", "config.yml", "checkpoints", ""])
+def test_what_may_not_be_read_is_told_for_its_run_alone(tmp_path: Path, name: str) -> None:
+    whole, shut = (make(tmp_path / "runs" / each, time=time.time(), step=3) for each in "ab")
+    with unprivileged(), unreadable(shut / name):
+        runs = find([tmp_path / "runs"])
+        found = {each.run: each for each in map(status, runs)}
+    assert (found[str(whole)].loss, found[str(whole)].problems) == (2.5, ())
+    if name:
+        (problem,) = found[str(shut)].problems
+        assert problem.startswith(f"{shut / name}: ")
+        assert "ermission denied" in problem
 
 
 def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
