@@ -176,9 +176,9 @@ class Record(BaseModel):
     @property
     def verdict(self) -> str | None:
         """What the change's interval says (`Metric.verdict`), or None if it is not known."""
-        if self.change is None or self.change_low is None or self.change_high is None:
+        if self.change is None or self.change_interval is None:
             return None
-        return self.measure.verdict(self.change, self.change_low, self.change_high)
+        return self.measure.verdict(self.change, *self.change_interval)
 
     def row(self) -> dict[str, Any]:
         """The record as it stands in files: named by its metric, without the fields that are unknown."""
