@@ -200,7 +200,11 @@ def _show(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure], cons
     """The tables of a sweep, on the console."""
     tables.show(console, found, failed)
     options = sweep.options
-    for grid in _experiment(sweep).grids(found) if options.published or options.against or options.differences else ():
+    for grid in (
+        _experiment(sweep).grids(found, failures=failed)
+        if options.published or options.against or options.differences
+        else ()
+    ):
         console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -317,7 +321,7 @@ def _write(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure]) -> 
     missing = len(sweep.members) - len(done) - len(failed)
     report.write(
         output / REPORT,
-        [Section(sweep.options.title, found, told.grids(found), failed)],
+        [Section(sweep.options.title, found, told.grids(found, failures=failed), failed)],
         missing=missing,
         configurations=texts,
     )
