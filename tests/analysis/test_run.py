@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import build_model
 from rich.console import Console
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_runs import VOCABULARY, tiny_config, write_corpora
 
 from megatron.analysis import page
@@ -295,3 +295,20 @@ def test_lengths_that_a_task_does_not_have(place: Path, corpus: Path) -> None:
     with pytest.raises(UserError, match=r"lengths: 33 is none of the task mqar\(pairs=4\)"):
         analyzed([run], lengths=[33])
     assert not (place / "runs/task/analysis").exists()
+
+
+def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list[Picture]) -> None:
+    """Not of the shortest windows alone: what a processor reads beyond the training length is what one looks for."""
+    run = make_run("run", corpus, **CDAPE)
+    weights = Path(run) / "checkpoints/step_0000004/model.safetensors"
+    bent = {name: 40 * x if "processor.hidden" in name else x for name, x in load_file(weights).items()}
+    save_file(bent, weights)  # so that the processor is not linear where it is looked at
+    made = analyzed([run], "out", only=["processor_taps"], lengths=[16, 64, 160])
+    assert {row["length"] for row in rows_of("processor_taps")} == {"64", "160"}  # 16 tokens are too few
+    assert [re.search(r"windows of (\d+) tokens", each.alt)[1] for each in pictures] == ["64", "160"]  # type: ignore[index]
+    assert "<th>length</th>" in re.sub(r"<th[^>]*>", "<th>", made)
+    short, long = (
+        [row["mean"] for row in rows_of("processor_taps") if row["length"] == length] for length in ("64", "160")
+    )
+    assert len(short) == len(long)
+    assert short != long

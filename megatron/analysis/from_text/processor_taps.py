@@ -7,7 +7,8 @@ import numpy as np
 from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture, Table
 from megatron.analysis.taps import REACH, Taps, processor_taps
 
-Found = list[Taps]
+Found = Mapping[int, list[Taps]]
+"""Length of the windows, ascending → the taps of each layer."""
 
 
 class ProcessorTaps(Analysis):
@@ -17,8 +18,10 @@ class ProcessorTaps(Analysis):
         "The derivative of head h's logit of query i and key j by head g's score (or bias) of the same query and the "
         "key δ places to the right, less what S + B alone would give (1 for g = h and δ = 0): how the processor mixes "
         "heads and neighbouring keys. A processor is not linear, so this is a mean over places of what is read; the "
-        "root mean square beside it in the data says how much the derivatives differ from place to place. In the "
-        "picture, rows are output heads h, and columns are input heads g with their keys from left to right."
+        "root mean square beside it in the data says how much the derivatives differ from place to place. Each length "
+        "is looked at by itself: beyond the training length a processor meets distances that it was not trained on; "
+        f"windows of fewer than {4 * REACH} tokens are left out. In the pictures, of the shortest and the longest of these "
+        "windows, rows are output heads h, and columns are input heads g with their keys from left to right."
     )
 
     def measure(self, looked: Looked) -> Found:
@@ -30,18 +33,24 @@ class ProcessorTaps(Analysis):
             raise NotApplicable(f"The windows are too short: taps are looked at up to {REACH} keys to either side.")
         if looked.window is not None and looked.window <= 2 * REACH:
             raise NotApplicable(f"A window of {looked.window} keys hides what lies {REACH} keys to either side.")
-        return processor_taps(looked.trained, windows[min(long_enough)])
+        return {length: processor_taps(looked.trained, windows[length]) for length in sorted(long_enough)}
 
     def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
         blocks: list[Block] = []
         rows = []
-        for name, taps in found.items():
-            layers = sorted({each.layer for each in taps})
-            shown = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
-            drawn = [each for each in taps if each.layer in shown]
-            blocks.append(_picture(name, drawn))
-            rows += [[name, f"layer {each.layer}", each.reads, *_numbers(each)] for each in taps]
-        columns = ["method", "layer", "of the", "own head", "other heads", "neighbouring keys", "varies by"]
+        for name, of_lengths in found.items():
+            for length in sorted({min(of_lengths), max(of_lengths)}):
+                taps = of_lengths[length]
+                layers = sorted({each.layer for each in taps})
+                shown = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+                blocks.append(_picture(name, length, [each for each in taps if each.layer in shown]))
+            found_at = [(each.layer, each.reads, length, each) for length, taps in of_lengths.items() for each in taps]
+            found_at.sort(key=lambda entry: (entry[0], entry[1] != "score", entry[2]))
+            rows += [
+                [name, f"layer {layer}", reads, f"{length:,}", *_numbers(each)]
+                for layer, reads, length, each in found_at
+            ]
+        columns = ["method", "layer", "of the", "length", "own head", "other heads", "neighbouring keys", "varies by"]
         caption = (
             "Shares of the squared derivatives' sum: own head at the key itself, other heads there, and all heads at "
             "neighbouring keys; and the part of the root mean square that the mean does not explain."
@@ -49,13 +58,13 @@ class ProcessorTaps(Analysis):
         return [*blocks, Table(columns, rows, caption)]
 
     def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
-        for each in found:
+        for length, each in ((length, each) for length, taps in found.items() for each in taps):
             outputs, inputs, width = each.mean.shape
             for h in range(outputs):
                 for g in range(inputs):
                     for place in range(width):
                         yield {
-                            "layer": each.layer, "reads": each.reads, "head": h, "from_head": g,
+                            "length": length, "layer": each.layer, "reads": each.reads, "head": h, "from_head": g,
                             "delta": place - each.reach, "mean": each.mean[h, g, place].item(),
                             "rms": each.rms[h, g, place].item(), "elsewhere": each.elsewhere,
                         }  # fmt: skip
@@ -73,12 +82,13 @@ def _numbers(taps: Taps) -> list[str]:
     return [*(f"{100 * share / total:.0f}%" for share in shares), f"{100 * max(0.0, 1 - mean / total) ** 0.5:.0f}%"]
 
 
-def _picture(name: str, drawn: list[Taps]) -> Picture:
+def _picture(name: str, length: int, drawn: list[Taps]) -> Picture:
     def draw(narrow: bool) -> bytes:
         from megatron.analysis.drawing import colour_bar, heat, panels, png, scale, titled
 
         figure, axes = panels(len(drawn), narrow, columns=2, width=5.0, height=1.9)
-        figure.suptitle(f"{name}\nwhat the processor adds to S + B", x=0.01, ha="left", fontsize=9)
+        title = f"{name}\nwhat the processor adds to S + B in windows of {length:,} tokens"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9)
         for panel, taps in zip(axes, drawn, strict=True):
             outputs, inputs, width = taps.mean.shape
             values = taps.mean.reshape(outputs, inputs * width).numpy()
@@ -91,4 +101,11 @@ def _picture(name: str, drawn: list[Taps]) -> Picture:
             titled(panel, f"layer {taps.layer}, of the {taps.reads}", f"input head g, {span} within each", "head h")
         return png(figure)
 
-    return Picture(f"Mean derivatives of the processor of {name}", draw)
+    largest = max(drawn, key=lambda taps: taps.mean.abs().max().item())
+    head, other, place = np.unravel_index(int(largest.mean.abs().argmax()), largest.mean.shape)
+    told = (
+        f"Mean derivatives of the processor of {name} in windows of {length:,} tokens. The largest is "
+        f"{largest.mean[head, other, place].item():.2g}: head {head}'s logit by head {other}'s {largest.reads} at "
+        f"δ = {int(place) - largest.reach} in layer {largest.layer}."
+    )
+    return Picture(told, draw)
