@@ -301,7 +301,7 @@ def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list
     """Not of the shortest windows alone: what a processor reads beyond the training length is what one looks for."""
     run = make_run("run", corpus, **CDAPE)
     weights = Path(run) / "checkpoints/step_0000004/model.safetensors"
-    bent = {name: 40 * x if "processor.hidden" in name else x for name, x in load_file(weights).items()}
+    bent = {name: 40 * x if "linear_qkv.weight" in name else x for name, x in load_file(weights).items()}
     save_file(bent, weights)  # so that the processor is not linear where it is looked at
     made = analyzed([run], "out", only=["processor_taps"], lengths=[16, 64, 160])
     assert {row["length"] for row in rows_of("processor_taps")} == {"64", "160"}  # 16 tokens are too few

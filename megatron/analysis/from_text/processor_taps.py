@@ -20,8 +20,8 @@ class ProcessorTaps(Analysis):
         "heads and neighbouring keys. A processor is not linear, so this is a mean over places of what is read; the "
         "root mean square beside it in the data says how much the derivatives differ from place to place. Each length "
         "is looked at by itself: beyond the training length a processor meets distances that it was not trained on; "
-        f"windows of fewer than {4 * REACH} tokens are left out. In the pictures, of the shortest and the longest of these "
-        "windows, rows are output heads h, and columns are input heads g with their keys from left to right."
+        f"windows of fewer than {4 * REACH} tokens are left out. In the pictures, of the shortest and the longest of "
+        "these windows, rows are output heads h, and columns are input heads g with their keys from left to right."
     )
 
     def measure(self, looked: Looked) -> Found:
