@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from megatron.data.options import TokenizerType
+from megatron.data.options import LARGEST_VOCABULARY, TokenizerType
 from megatron.errors import RunError, UserError
 from megatron.files import parse_json
 
@@ -33,9 +33,6 @@ TOKENIZER_FILES: dict[TokenizerType, tuple[str, ...]] = {
     "SPMTokenizer": ("tokenizer.model",),
 }
 """The names of a tokenizer's files in a corpus folder."""
-
-LARGEST_VOCABULARY = 1 << 24
-"""Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
 
 PREPARE_AGAIN = "prepare the corpus again"
 _TAKE_THE_DATAS = "delete the folder, and the tokenizer of the run's data is taken"

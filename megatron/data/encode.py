@@ -73,13 +73,19 @@ class Encoder:
         owners: list[int | None] = []
         skipped = []
         for document, split in zip(chunk.documents, chunk.splits, strict=True):
-            text = decode(document, self.jsonl_key)
+            try:
+                text = decode(document, self.jsonl_key)
+            except MemoryError:
+                raise _too_large(document) from None
             owners.append(split if text else None)
             if text is None:
                 skipped.append(document.name)
             elif text:
                 texts.setdefault(split, []).append(text)
-        by_split = {split: self._encode(texts[split]) for split in texts}
+        try:
+            by_split = {split: self._encode(texts[split]) for split in texts}
+        except MemoryError:
+            raise _too_large(max(chunk.documents, key=lambda document: document.size)) from None
         left = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
         lengths = [0 if split is None else next(left[split]) for split in owners]
         return EncodedChunk(by_split, lengths, skipped, chunk.size)
@@ -97,6 +103,10 @@ class Encoder:
             tokens[start + before : start + length - 1] = ids
             start += length
         return Encoded(tokens, lengths, sum(len(text.encode("utf-8")) for text in texts))
+
+
+def _too_large(document: RawDocument) -> RunError:
+    return RunError(f"{document.where}: a document of {document.size:,} bytes does not fit into memory; divide it")
 
 
 def encode_all(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Generator[EncodedChunk, None, None]:

@@ -14,6 +14,9 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 LONGEST_INPUT = 10**6
 """Of a task in training: the sequences of each length up to it are counted one by one."""
 
+LARGEST_VOCABULARY = 1 << 24
+"""Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
+
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
 
@@ -30,7 +33,9 @@ class CorpusOptions(Section):
     add_bos: bool | None = key(
         None, "put the tokenizer's token for the beginning of a text before each document; as its file says if absent"
     )
-    vocab_size: int | None = key(None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257)
+    vocab_size: int | None = key(
+        None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257, le=LARGEST_VOCABULARY
+    )
     split: list[float] | None = key(
         lambda: [0.9, 0.05, 0.05], "train, valid and test shares; null: no division", min_length=3, max_length=3
     )

@@ -37,6 +37,8 @@ from megatron.optional import need
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSON_LINES, *TABLES)
 BLOCK = 1 << 20  # bytes read at a time
+LARGEST_LINE = 1 << 30
+"""Bytes of a document in JSON. What is longer is a damaged file, or one that was compressed to fill a memory."""
 
 Format = Literal["text", "json", "python", "table", "hub"]
 
@@ -320,11 +322,16 @@ def _json_text(line: str, where: str, key: str) -> str:
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
     """Lines of a plain or compressed file, with the position reached in the file on disk (bytes)."""
     rest: list[bytes] = []
-    position = 0
+    position = size = 0
+    number = 1
     for block, position in _blocks(path):
         first, *others = block.split(b"\n")
         rest.append(first)
+        size += len(first)
+        if size > LARGEST_LINE:
+            raise UserError(f"{path}:{number}: a line of more than {LARGEST_LINE:,} bytes; a document has one line")
         if others:
+            number, size = number + len(others), len(others[-1])
             yield b"".join(rest), position
             for line in others[:-1]:
                 yield line, position

@@ -20,9 +20,12 @@ are scored, prompts, lm-evaluation-harness, and an export's tokenizer.
 """
 
 import hashlib
+import os
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar
@@ -30,8 +33,8 @@ from typing import ClassVar
 import numpy as np
 import tokenizers as hf
 
-from megatron.data.description import LARGEST_VOCABULARY, TokenizerFacts, read_tokenizer_folder
-from megatron.data.options import DataOptions, TokenizerType
+from megatron.data.description import TokenizerFacts, read_tokenizer_folder
+from megatron.data.options import LARGEST_VOCABULARY, DataOptions, TokenizerType
 from megatron.data.paths import all_prefixes, description_of
 from megatron.errors import RunError, UserError
 from megatron.suggest import choose_from, did_you_mean
@@ -144,6 +147,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"{vocab_file}: not a tokenizer.json of Hugging Face's: {_line(error)}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._has_regex = b'"Regex"' in vocab_file.read_bytes()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = _vocab_size(ids, vocab_file)
         self.eod, self.end_token = _end_of_document(ids, vocab_file, end_token), end_token
@@ -165,14 +169,48 @@ class HuggingFaceTokenizer(Tokenizer):
         return []
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._regex_errors():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self._regex_errors():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _regex_errors(self) -> AbstractContextManager[None]:
+        """A regular expression of a foreign file may need more steps than the library allows."""
+        return explain_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._regex_errors():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+@contextmanager
+def explain_panics(file: Path) -> Iterator[None]:
+    """Say in a line what the library, which is written in Rust, tells by a panic: a report on descriptor 2, and an
+    exception that is no Exception.
+
+    Raises UserError that names the tokenizer's file.
+    """
+    with tempfile.TemporaryFile() as report:
+        kept, panicked = os.dup(2), False
+        os.dup2(report.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"
+            if panicked:
+                raise UserError(
+                    f"{file}: its regular expressions cannot be applied to a text: {_line(error)}"
+                ) from None
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            report.seek(0)
+            if not panicked and (others := report.read()):  # somebody else's words
+                os.write(2, others)
 
 
 class GPT2Tokenizer(Tokenizer):

@@ -2,14 +2,17 @@ import gzip
 import json
 import os
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import sources
+from megatron.data.encode import Chunk, Encoder
 from megatron.data.sources import SourceFile, cut, decode, document_names, raw_documents, scan
-from megatron.errors import UserError
+from megatron.data.tokenizers import ByteTokenizer
+from megatron.errors import RunError, UserError
 
 
 def read(*given, key="text", **options):
@@ -185,3 +188,28 @@ def test_a_lone_file_is_cut_at_line_ends(tmp_path_factory, lines, shares):
     joined = path.read_bytes()
     for end in (len(parts[0]), len(parts[0]) + len(parts[1])):
         assert end in (0, len(joined)) or joined[end - 1 : end] == b"\n"
+
+
+@pytest.mark.parametrize("name", ["one.jsonl", "one.jsonl.gz"])
+def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
+    """As a small file may hold that was compressed to fill a memory."""
+    monkeypatch.setattr(sources, "LARGEST_LINE", 1 << 20)
+    content = b'{"text": "short"}\n{"text": "' + b"a" * (3 << 20) + b'"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    documents = sources.raw_documents(sources.source_file(tmp_path / name))
+    next(documents)
+    with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1,048,576 bytes"):
+        next(documents)
+
+
+def test_a_document_beyond_memory_is_named(tmp_path, monkeypatch):
+    (tmp_path / "large.txt").write_text("text")
+    documents = list(sources.raw_documents(sources.source_file(tmp_path / "large.txt")))
+    encoder = Encoder(ByteTokenizer(), np.uint16, "text")
+
+    def fill(texts: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: fill(texts))
+    with pytest.raises(RunError, match=r"large.txt: a document of 4 bytes does not fit into memory; divide it"):
+        encoder(Chunk(documents, [0], 4))

@@ -159,3 +159,20 @@ def test_ids_beyond_all_memory_are_refused(tmp_path):
     path.write_text(path.read_text().replace("4321", "4000000000"))  # saving it so would count up to there
     with pytest.raises(UserError, match=r"tokenizer\.json: a token has id 4000000000; at most 16,777,216 tokens"):
         open_tokenizer("HFTokenizer", path)
+
+
+def test_a_regex_that_explodes_is_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The library panics: sixty lines on standard error, and an exception that is no Exception."""
+    made = hf.Tokenizer(hf.models.BPE())
+    made.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex("(a+)+$"), "isolated")
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(["abc"], hf.trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    assert tokenizer.encode("aab")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(
+            UserError, match=r"tokenizer.json: its regular expressions cannot be applied to a text: Onig"
+        ):
+            encode("a" * 40 + "!")
+    assert capfd.readouterr().err == ""
