@@ -38,6 +38,7 @@ from megatron.data.options import CorpusOptions
 from megatron.errors import FarfieldError, UserError
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.generation.options import GenerationOptions
+from megatron.options import docstring
 from megatron.stopping.command import run, untouched
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ app = typer.Typer(
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add a command: the function's name, without the underscore that keeps it from being a word of Python, and its
     docstring as help."""
-    return app.command(function.__name__.rstrip("_"), help=paragraphs(function.__doc__ or ""))(function)
+    return app.command(function.__name__.rstrip("_"), help=paragraphs(docstring(function)))(function)
 
 
 def with_options(section: type[Section], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
@@ -607,7 +608,7 @@ def positions(
 
     records = describe()
     if as_json:
-        print(json.dumps(records, indent=2, ensure_ascii=False))
+        print(json.dumps(records, indent=2))
         return
     from rich.markup import escape
 

@@ -276,6 +276,54 @@ def test_positions(tmp_path, inside):
     assert "[num_buckets, H]" in table  # square brackets are text, not markup
 
 
+SURROUNDINGS = (
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    {"PYTHONIOENCODING": "latin-1", "COLUMNS": "0"},
+    {"PYTHONOPTIMIZE": "2", "COLUMNS": "-1"},
+)
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS, ids=str)
+def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
+    """Encodings without our characters, no width, no docstrings: one process for all, as they are settled at its
+    start."""
+    run = tmp_path / "ré–sumé"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 2.5}\n')
+    record = {"method": "α–β", "train_length": 64, "length": 128, "protocol": "last", "perplexity": 5.5, "tokens": 4096}
+    (tmp_path / "results.json").write_text(json.dumps([record | {"seed": 1}]))
+    # fmt: off
+    calls = (("status", "."), ("report", "."), ("positions",), ("positions", "--json"), ("keys", "rotary"),
+             ("train", "--help"), ("keys", "--markdown"), ("plan", "125M", "--layouts", "1"),
+             ("train", "125M", "task=even_pairs", "task_length=511", "device=cpu", "precision=fp32", "--dry-run"))
+    # fmt: on
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import deepy\n"
+        f"for call in {calls!r}:\n"
+        "    sys.argv = ['./deepy.py', *call]\n"
+        "    print('<', flush=True)\n"
+        "    code = deepy.main()\n"
+        "    print('>', code, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **surroundings}, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(rb"<\n(.*?)\n?> (\d)\n", done.stdout, re.DOTALL)
+    assert [int(code) for _, code in shown] == [0] * len(calls), done.stderr
+    status, report, positions, as_json, keys, help_, pages, plan, config = (text for text, _ in shown)
+    assert b"2.5000" in status
+    assert b"5.50" in report
+    assert b"kerple_log" in positions
+    assert json.loads(as_json)[0]["name"] == "alibi"
+    assert b"rotary" in keys
+    assert b"Files are merged left to right" in help_
+    assert pages.startswith(b"# Configuration")
+    assert b"GiB" in plan
+    assert b"# model: " in config
+
+
 def test_keys(tmp_path, inside):
     done = inside("keys", "rotary-pct", cwd=tmp_path)
     assert "pos_emb_options.fraction" in done.stdout

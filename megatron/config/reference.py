@@ -15,7 +15,7 @@ from megatron.config.settings import show
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.experiments.options import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.generation.options import GenerationOptions
-from megatron.options import Section
+from megatron.options import Section, docstring
 from megatron.suggest import did_you_mean
 
 PAGE = Path("docs/configuration.md")
@@ -133,7 +133,7 @@ def _code(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _section(name: str) -> str:
-    title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
+    title = docstring(SECTIONS[name]).partition("\n")[0]
     rows = [
         [f"`{key.name}`", default_of(key), type_of(key.field.annotation), key.role or "", key.doc]
         for key in keys().values()
