@@ -30,6 +30,7 @@ what it replaced:
 
     ./deepy.py train 125M cdape_kerple_log local_setup train_iters=1000 optimizer.params.lr=3e-4
 
+- `./deepy.py keys TEXT` explains the keys that have this text in their name or meaning.
 - A file is given by its path, or by its name with or without `.yml`: names are looked up in `configs/` and its
   subfolders. With `-d FOLDER` they are looked up there first. Paths inside files are relative to the current directory.
 - Files are YAML 1.2: `6e-4` is a number, `true` and `True` are the same, JSON with trailing commas is fine. Keys may be

@@ -186,8 +186,8 @@ def restore(run: Run) -> None:
         if start.progress.step < config.training.train_iters:
             # Started again from this file, it goes on; it does not go back once more.
             again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
-            if (note := save_config(again, folder)) is not None:
-                run.console.say(note)
+            if (kept := save_config(again, folder)) is not None:
+                run.console.say(kept)
     run.reporters = build_reporters(config, start.progress.step)
 
 
