@@ -38,6 +38,7 @@ from megatron.data.options import CorpusOptions
 from megatron.errors import FarfieldError, UserError
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.generation.options import GenerationOptions
+from megatron.options import docstring
 from megatron.stopping.command import run, untouched
 
 if TYPE_CHECKING:
@@ -89,10 +90,40 @@ app = typer.Typer(
 )
 
 
-def command(function: Callable[..., Any]) -> Callable[..., Any]:
+def command(page: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a command: the function's name, without the underscore that keeps it from being a word of Python, and its
-    docstring as help."""
-    return app.command(function.__name__.rstrip("_"), help=paragraphs(function.__doc__ or ""))(function)
+    docstring as help, with the page that explains more."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        text = f"{paragraphs(docstring(function))}\n\nMore: {page}"
+        return app.command(function.__name__.rstrip("_"), help=text)(function)
+
+    return add
+
+
+def _show_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    from megatron.launch.versions import versions
+
+    for name, version in versions().items():
+        print(f"{name} {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def _before_any_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="What is installed here, and on what it would run.",
+            callback=_show_versions,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Options that belong to no command."""
 
 
 def with_options(section: type[Section], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
@@ -142,7 +173,7 @@ AddBos = Annotated[
 ]
 
 
-@command
+@command("docs/training.md")
 def train(
     arguments: Arguments,
     conf_dir: Folder = None,
@@ -238,7 +269,7 @@ def _submit(loaded: Loaded, dry_run: bool) -> int:
     return 0
 
 
-@command
+@command("docs/planning.md")
 def plan(
     arguments: Arguments,
     conf_dir: Folder = None,
@@ -296,7 +327,7 @@ def plan(
     show(made, PlainConsole(highlight=False), most)
 
 
-@command
+@command("docs/data.md")
 @with_options(CorpusOptions, leaving_out=("sources", "split", "packages", "suffixes", "column", "add_bos"))
 def prepare(
     sources: Annotated[
@@ -348,7 +379,7 @@ def prepare(
     prepare_corpus(chosen(CorpusOptions, {**options, **own, "add_bos": add_bos}), output, overwrite=overwrite)
 
 
-@command
+@command("docs/export.md")
 def import_(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="The folder of a model, or a checkpoint.", show_default=False)
@@ -404,7 +435,7 @@ def import_(
     )
 
 
-@command
+@command("docs/evaluation.md")
 @with_options(TaskOptions, leaving_out=("tasks",))
 @with_options(EvaluationOptions, leaving_out=("lengths", "multiples"))
 def evaluate(
@@ -479,7 +510,7 @@ def evaluate(
         evaluate_tasks(runs, asked, wanted, output=output, console=console)
 
 
-@command
+@command("docs/analysis.md")
 @with_options(AnalysisOptions, leaving_out=("lengths", "multiples", "only", "layers", "heads"))
 def analyze(
     runs: Annotated[
@@ -562,7 +593,7 @@ def analyze(
         make(runs or (), asked, configs=config or (), output=output, console=console)
 
 
-@command
+@command("docs/export.md")
 @with_options(GenerationOptions, leaving_out=("stop",))
 def generate(
     run: Annotated[
@@ -614,18 +645,24 @@ def generate(
         generation.talk(writer, sys.stdout, say)
 
 
-@command
+@command("docs/positions.md")
 def positions(
+    name: Annotated[
+        str, typer.Argument(help="Only methods one of whose names contains this text.", show_default=False)
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")] = False,
 ) -> None:
     """List position encodings and score processors: formula, parameters, options, traits, when to use it."""
     import json
 
+    from megatron.config.names import find_methods
+
+    found = find_methods(name)
     from megatron.position.registry import describe
 
-    records = describe()
+    records = [record for record in describe() if record["name"] in found]
     if as_json:
-        print(json.dumps(records, indent=2, ensure_ascii=False))
+        print(json.dumps(records, indent=2))
         return
     from rich.markup import escape
 
@@ -633,10 +670,11 @@ def positions(
 
     console = PlainConsole(highlight=False)
     for kind, key in (("encoding", "pos_emb"), ("processor", "score_processor")):
+        of_kind = [record for record in records if record["kind"] == kind]
+        if not of_kind:
+            continue
         console.print(f"[bold underline]{kind}s[/] ({key})")
-        for record in records:
-            if record["kind"] != kind:
-                continue
+        for record in of_kind:
             console.print(f"\n[bold cyan]{record['name']}[/]  {escape(record['formula'])}")
             options = ", ".join(f"{name}: {_text(value)}" for name, value in record["options"].items())
             facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
@@ -644,7 +682,7 @@ def positions(
         console.print()
 
 
-@command
+@command("docs/evaluation.md")
 def sweep(
     arguments: Arguments,
     conf_dir: Folder = None,
@@ -677,7 +715,7 @@ def sweep(
     )
 
 
-@command
+@command("docs/evaluation.md")
 def report(
     results: Annotated[
         list[Path],
@@ -713,7 +751,7 @@ def report(
     together(results, PlainConsole(highlight=False), output=output, against=against, delta=delta, title=title)
 
 
-@command
+@command("docs/export.md")
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)],
@@ -747,7 +785,7 @@ def export(
     write(run, folder, native=native, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
 
 
-@command
+@command("docs/training.md")
 def checkpoints(
     run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with the checksums.")] = False,
@@ -773,7 +811,7 @@ def checkpoints(
         raise typer.Exit(1)
 
 
-@command
+@command("docs/training.md")
 def status(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN…", help="Run folders, or folders of runs.", show_default=False)
@@ -794,7 +832,7 @@ def status(
     files.show(runs, as_json=as_json, watch=watch)
 
 
-@command
+@command("docs/configuration.md")
 def keys(
     pattern: Annotated[
         str, typer.Argument(help="Only keys with this text in their name or meaning.", show_default=False)

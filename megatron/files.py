@@ -5,11 +5,18 @@ import contextlib
 import json
 import os
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import RunError, UserError
+
+
+def farfield_version() -> str:
+    """Of this project; `?` where it lies without its pyproject.toml."""
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "?"
 
 
 def make_folder(key: str, folder: Path) -> list[Path]:

@@ -6,6 +6,9 @@ Every key has exactly one owner. Modules named `options.py` import pydantic and 
 line can check a configuration without importing torch.
 """
 
+import ast
+import inspect
+import textwrap
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,6 +42,19 @@ Role = Literal["architecture", "context", "initialization", "data", "numerics", 
     machine          where and how fast it runs: results are the same but for rounding
     output           what is reported, saved and loaded, and where
 """
+
+
+def docstring(thing: Any) -> str:
+    """What a class or function says of itself, also where Python leaves docstrings out (`python -OO`): the headings of
+    configuration files and the command line's help are made of them."""
+    if thing.__doc__ is not None:
+        return inspect.cleandoc(thing.__doc__)
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    except (OSError, TypeError):  # there is no source
+        return ""
+    assert isinstance(definition, ast.ClassDef | ast.FunctionDef)
+    return ast.get_docstring(definition) or ""
 
 
 def key(default: Any, doc: str, *, role: Role | None = None, **constraints: Any) -> Any:

@@ -21,6 +21,12 @@ def did_you_mean(
     return f"did you mean {' or '.join(shown[each] if shown else each for each in near)}?" if near else ""
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like a name, if one is near. Case does not matter."""
+    by_lower = {each.lower(): each for each in known}
+    return next((by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
+
+
 def choose_from(name: str, known: Collection[str]) -> str:
     """`did you mean rotary? choose from alibi, rotary` for a name that is none of them."""
     return f"{did_you_mean(name, known)} choose from {', '.join(known)}".lstrip()

@@ -21,7 +21,22 @@ from megatron.config.reference import lookup
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPY = ROOT / "deepy.py"
-COMMANDS = ("train", "plan", "prepare", "evaluate", "analyze", "generate", "positions", "sweep", "keys", "status")
+COMMANDS = (
+    *(
+        "train",
+        "plan",
+        "prepare",
+        "import",
+        "evaluate",
+        "analyze",
+        "generate",
+        "positions",
+        "sweep",
+        "report",
+        "export",
+    ),
+    *("checkpoints", "status", "keys"),
+)
 TINY = """\
 num_layers: 1
 hidden_size: 16
@@ -122,7 +137,17 @@ MISTAKES = {
     ("evaluate", "run", "--windows", "0"): "Invalid value '0' for '--windows'",
     ("--window", "nonsense"): "it after its command: ./deepy.py evaluate … --window nonsense (see ./deepy.py --help)",
     ("evaluate", "nowhere"): "nowhere: no such folder",
-    ("evaluate", "data"): "data: no checkpoint in it",
+    ("evaluate", "data"): "data: no checkpoint in it; give a run's folder",
+    ("evaluate", "rnu"): "rnu: no such folder; did you mean run? give a run's folder",
+    ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? give",
+    ("status", "Rum"): "Rum: no such folder; did you mean run?",
+    ("import", "dep", "imported"): "dep: no such folder; did you mean deep?",
+    (
+        "evaluate",
+        "several",
+    ): "no checkpoint in it, but runs that have some; name those that you mean: several/a several/b/c",
+    ("generate", "several/b", "-p", "a"): "but runs that have some; name those that you mean: several/b/c",
+    ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
     ("evaluate", "run", "run/."): "the same checkpoint is given twice: run, run/.",
     ("evaluate", "run", "--lengths", "1x,b"): "lengths: 'b' is not a length",
     ("evaluate", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
@@ -198,6 +223,8 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
         + data.replace("=", ": ")
         + "\nsweep:\n  output: own\n  variants:\n    rotary: {pos_emb: rotary}\n"
     )
+    for run in ("a", "b/c"):
+        (corpus / "several" / run / "checkpoints" / "step_0000004").mkdir(parents=True)
     (corpus / "deep").mkdir()
     (corpus / "deep" / "config.json").write_text('{"a":' * 200_000)
     (corpus / "lost" / "long").mkdir(parents=True)
@@ -237,6 +264,26 @@ def test_a_plan_comes_without_torch(corpus):
     assert "162M parameters in bf16" in shown
 
 
+def test_each_command_names_a_page_that_tells_of_it(corpus, mistakes):
+    """The page exists, and says how the command is written."""
+    calls = [(name, "--help") for name in COMMANDS]
+    for (name, _), (_, text, _) in calls_without(("torch",), calls, corpus).items():
+        (page,) = re.findall(r"More: (docs/\w+\.md)", text)
+        assert re.search(rf"\./deepy\.py {name}\b", (ROOT / page).read_text()), name
+
+
+def test_versions_come_without_importing_what_they_are_of(tmp_path):
+    import torch
+
+    packages = ("torch", "deepspeed", "megatron.core", "transformers", "numpy")
+    ((code, text, error),) = calls_without(packages, [("--version",)], tmp_path).values()
+    assert (code, error) == (0, "")
+    told = dict(line.split(" ", 1) for line in text.splitlines())
+    assert told["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"farfield", "python", "deepspeed", "megatron-core", "device"} <= told.keys()
+    assert re.fullmatch(r"cpu \(\d+ cores\)|cuda \(\d+ × .+\)", told["device"])
+
+
 def test_gpt_neox_habits(tmp_path, inside):
     done = inside("train.py", "-d", "configs", "162M.yml", "local_setup.yml", "--dry-run", "seed=7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -273,7 +320,59 @@ def test_positions(tmp_path, inside):
     assert {"formula", "parameters", "options", "source"} <= set(records[0])
     table = inside("positions", cwd=tmp_path).stdout
     assert all(record["name"] in table for record in records)
+    assert re.findall(r"^\w+", inside("positions", "rope", cwd=tmp_path).stdout, re.MULTILINE) == [
+        "encodings",
+        "rotary",
+    ]
+    found = json.loads(inside("positions", "DAPE", "--json", cwd=tmp_path).stdout)
+    assert [record["name"] for record in found] == ["cdape", "dape"]
     assert "[num_buckets, H]" in table  # square brackets are text, not markup
+
+
+SURROUNDINGS = (
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    {"PYTHONIOENCODING": "latin-1", "COLUMNS": "0"},
+    {"PYTHONOPTIMIZE": "2", "COLUMNS": "-1"},
+)
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS, ids=str)
+def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
+    """Encodings without our characters, no width, no docstrings: one process for all, as they are settled at its
+    start."""
+    run = tmp_path / "ré–sumé"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 2.5}\n')
+    record = {"method": "α–β", "train_length": 64, "length": 128, "protocol": "last", "perplexity": 5.5, "tokens": 4096}
+    (tmp_path / "results.json").write_text(json.dumps([record | {"seed": 1}]))
+    expected = {
+        ("status", "."): b"2.5000",
+        ("report", "."): b"5.50",
+        ("keys", "rotary"): b"rotary",
+        ("train", "--help"): b"Files are merged left to right",
+        ("keys", "--markdown"): b"# Configuration",
+        ("plan", "125M", "--layouts", "1"): b"GiB",
+    }
+    if "LC_ALL" in surroundings:  # they import torch
+        expected |= {("positions",): b"kerple_log", ("positions", "--json"): b'"name": "alibi"'}
+    calls = list(expected)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import deepy\n"
+        f"for call in {calls!r}:\n"
+        "    sys.argv = ['./deepy.py', *call]\n"
+        "    print('<', flush=True)\n"
+        "    code = deepy.main()\n"
+        "    print('>', code, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **surroundings}, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(rb"<\n(.*?)\n?> (\d)\n", done.stdout, re.DOTALL)
+    assert [int(code) for _, code in shown] == [0] * len(calls), done.stderr
+    for call, (text, _) in zip(calls, shown, strict=True):
+        assert expected[call] in text, call
 
 
 def test_keys(tmp_path, inside):

@@ -10,14 +10,20 @@ written is for `manifest.py` to say.
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
+from megatron.suggest import nearest_name
 
 CHECKPOINTS, ABANDONED = "checkpoints", "abandoned"
 WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"
+SHOWN = 10
+"""Runs that a line names."""
+DEEPEST = 4
+"""Folders inside each other that are looked through for runs."""
 _NAME = re.compile(r"step_(\d{7,})")
 
 
@@ -89,10 +95,50 @@ def resolve(path: str | Path) -> Path:
     if is_checkpoint(path):
         return path
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; give a run's folder or one of its {CHECKPOINTS}/step_…")
+        near = near_folder(path)
+        raise UserError(f"{path}: no such folder; {near}give a run's folder or one of its {CHECKPOINTS}/step_…")
     found = newest(run_of(path))
     if found is None:
+        if runs := _runs_in(path):
+            shown = " ".join(shlex.quote(str(run)) for run in runs[:SHOWN])
+            more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+            raise UserError(
+                f"{path}: no checkpoint in it, but runs that have some; name those that you mean: {shown}{more}"
+            )
         raise UserError(f"{path}: no checkpoint in it; give a run's folder or one of its {CHECKPOINTS}/step_…")
+    return found
+
+
+def near_folder(path: Path) -> str:
+    """`did you mean runs/kerple? ` for `runs/kerpel` or `rnus/kerple`, where there is such a folder; else nothing."""
+    there = next((parent for parent in path.parents if parent.is_dir()), None)
+    if there is None:
+        return ""
+    for name in path.relative_to(there).parts:
+        if not (there / name).is_dir():
+            try:
+                known = [each.name for each in there.iterdir() if each.is_dir() and not each.name.startswith(".")]
+            except OSError:
+                return ""
+            near = nearest_name(name, known)
+            if near is None:
+                return ""
+            name = near
+        there = there / name
+    return f"did you mean {there}? "
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Runs with checkpoints in a folder or the folders in it, in order: a sweep's lie two below."""
+    found: list[Path] = []
+    for where, folders, _ in os.walk(path):
+        run = Path(where)
+        if CHECKPOINTS in folders and checkpoints(run):
+            found.append(run)
+            folders.clear()
+        if len(run.parts) - len(path.parts) >= DEEPEST:
+            folders.clear()
+        folders.sort()
     return found
 
 

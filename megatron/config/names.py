@@ -10,6 +10,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+from megatron.errors import UserError
+from megatron.suggest import did_you_mean
+
 POSITION = Path(__file__).resolve().parent.parent / "position"
 NOT_OPTIONS = ("self", "shape", "has_bias")
 SCORE_HOOKS = {"table", "dense", "contextual"}
@@ -101,3 +104,18 @@ def _options(folder: str, name: str) -> tuple[str, ...] | None:
         if function.name == "__init__" and "shape" in arguments and not function.args.kwarg:
             return tuple(argument for argument in arguments if argument not in NOT_OPTIONS)
     return () if _bases(classes) == {"Encoding"} else None
+
+
+def find_methods(text: str) -> list[str]:
+    """Encodings and processors one of whose names contains a text, in any case: `rope` finds rotary.
+
+    Raises:
+        UserError: there is none, with the nearest.
+    """
+    wanted = text.replace("-", "_").lower()
+    known = {method: (method, *CALLED.get(method, ())) for method in (*encodings(), *processors())}
+    found = [method for method, called in known.items() if any(wanted in name for name in called)]
+    if not found:
+        near = did_you_mean(wanted, [name for called in known.values() for name in called], most=3)
+        raise UserError(f"no method's name contains {text!r}; {near}".removesuffix("; "))
+    return found

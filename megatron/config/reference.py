@@ -15,7 +15,7 @@ from megatron.config.settings import show
 from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.experiments.options import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.generation.options import GenerationOptions
-from megatron.options import Section
+from megatron.options import Section, docstring
 from megatron.suggest import did_you_mean
 
 PAGE = Path("docs/configuration.md")
@@ -30,6 +30,7 @@ what it replaced:
 
     ./deepy.py train 125M cdape_kerple_log local_setup train_iters=1000 optimizer.params.lr=3e-4
 
+- `./deepy.py keys TEXT` explains the keys that have this text in their name or meaning.
 - A file is given by its path, or by its name with or without `.yml`: names are looked up in `configs/` and its
   subfolders. With `-d FOLDER` they are looked up there first. Paths inside files are relative to the current directory.
 - Files are YAML 1.2: `6e-4` is a number, `true` and `True` are the same, JSON with trailing commas is fine. Keys may be
@@ -135,7 +136,7 @@ def _code(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _section(name: str) -> str:
-    title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
+    title = docstring(SECTIONS[name]).partition("\n")[0]
     rows = [
         [f"`{key.name}`", default_of(key), type_of(key.field.annotation), key.role or "", key.doc]
         for key in keys().values()

@@ -22,7 +22,7 @@ from megatron.data.options import DataOptions
 from megatron.files import write_text
 from megatron.launch.options import LaunchOptions
 from megatron.model.options import ModelOptions, PositionOptions
-from megatron.options import Role, Section
+from megatron.options import Role, Section, docstring
 from megatron.training.options import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
 
 Path_ = tuple[str, ...]
@@ -114,7 +114,7 @@ class Config(BaseModel):
                 values = {key: value for key, value in values.items() if key not in open_}
             if not values:
                 continue
-            title = (SECTIONS[name].__doc__ or "").strip().splitlines()[0]
+            title = docstring(SECTIONS[name]).partition("\n")[0]
             parts.append(f"# {name}: {title}\n{dump(values)}")
         return "\n".join(parts)
 

@@ -15,7 +15,6 @@ again finds it there, compares every file with its checksum, and does nothing.
 import contextlib
 import glob
 import json
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -41,6 +40,7 @@ from megatron.data.sources import SourceFile, decode
 from megatron.data.tokenizers import Tokenizer, open_tokenizer, train_bpe
 from megatron.data.writing import PROGRESS, CorpusWriter, read_progress
 from megatron.errors import UserError
+from megatron.files import farfield_version
 from megatron.stopping.signals import Stopped
 
 
@@ -100,7 +100,7 @@ def _make(recipe: Recipe, folder: Path, report: Progress) -> None:
         few = ", ".join(writer.skipped[:5])
         notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {few}")
     described = Description(
-        farfield=_version(),
+        farfield=farfield_version(),
         sources=list(options.sources),
         made_from=recipe.made_from,
         tokenizer=tokenizer.facts,
@@ -195,8 +195,3 @@ def _building(output: Path, key: str) -> Iterator[Path]:
     with written(output, "the corpus that"), whole_folder(real, key=key, stays=stays) as folder:
         work = folder.parent
         yield folder
-
-
-def _version() -> str:
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]

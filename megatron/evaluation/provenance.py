@@ -5,12 +5,13 @@ from __future__ import annotations
 import platform
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron.files import farfield_version
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -68,7 +69,6 @@ def software() -> str:
     """Versions."""
     import torch
 
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    ours = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "?"
     python = ".".join(map(str, sys.version_info[:3]))
-    return f"farfield {ours}, Python {python}, torch {torch.__version__}, megatron-core {version('megatron-core')}"
+    packages = f"torch {torch.__version__}, megatron-core {version('megatron-core')}"
+    return f"farfield {farfield_version()}, Python {python}, {packages}"

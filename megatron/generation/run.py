@@ -132,7 +132,7 @@ def write_all(writer: Writer, prompts: Sequence[str], out: TextIO, say: Say, *, 
                 if as_json:
                     if done is not None:
                         found = {"prompt": prompts[number], "text": done.text, "tokens": len(done.tokens)}
-                        print(json.dumps({**found, "finish": done.reason}, ensure_ascii=False), file=out, flush=True)
+                        print(json.dumps({**found, "finish": done.reason}), file=out, flush=True)
                     continue
                 if number > begun and len(prompts) > 1:
                     say(f"{number + 1} of {len(prompts)}: {_short(prompts[number])}")

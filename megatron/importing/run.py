@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.checkpoint.folder import near_folder
 from megatron.errors import UserError
 from megatron.formats.family import FILE
 from megatron.importing import run_folder
@@ -15,7 +16,9 @@ from megatron.importing.source import Source
 def find_source(path: Path, configs: Sequence[Path] = ()) -> Source:
     """What a path holds. Raises UserError if it is nothing that can be imported."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder" if not path.exists() else f"{path}: is a file; name its folder")
+        if path.exists():
+            raise UserError(f"{path}: is a file; name its folder")
+        raise UserError(f"{path}: no such folder; {near_folder(path)}".rstrip("; "))
     if (path / FILE).is_file():
         if configs:
             raise UserError(f"--config {configs[0]}: {path / FILE} says what the model is")

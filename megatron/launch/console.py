@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.control import Control
 
 from megatron.errors import FarfieldError, RunError, describe, unusable_path
-from megatron.stopping.output import write_nowhere
+from megatron.stopping.output import READABLE, write_nowhere
 from megatron.stopping.signals import Stopped, told
 
 WIDTH = 120  # of lines that no terminal shows: files, pipes
@@ -136,13 +136,14 @@ def run_console(log: Path, *, silent: bool = False) -> Iterator[Console]:
     """
     _flush()
     saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # the terminal's
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         for descriptor in (1, 2):
             os.dup2(target, descriptor)
         with (
             open(os.dup(target), "w", buffering=1, encoding="utf-8", errors="replace") as log_file,
-            open(os.devnull if silent else os.dup(saved[0]), "w", encoding="utf-8", errors="replace") as user_file,
+            open(os.devnull if silent else os.dup(saved[0]), "w", encoding=encoding, errors=READABLE) as user_file,
             redirect_stdout(log_file),  # Python's own streams need not be descriptors 1 and 2: notebooks, pytest
             redirect_stderr(log_file),
         ):

@@ -61,8 +61,9 @@ def find(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path}: no such folder")
-        found_in = (file.parent for name in (folder.CONFIG, LOCK) for file in path.rglob(name))
+            near = folder.near_folder(path)
+            raise UserError(f"{path}: no such folder; {near}".rstrip("; "))
+        found_in = (file.parent for name in (folder.CONFIG, LOCK, METRICS) for file in path.rglob(name))
         runs = [path] if _is_run(path) else sorted(set(found_in))
         runs = [run for run in runs if _is_run(run) and folder.CHECKPOINTS not in run.parts[len(path.parts) :]]
         if not runs:

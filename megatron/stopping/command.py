@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from megatron.errors import FarfieldError, describe, unusable_path
-from megatron.stopping.output import write_nowhere
+from megatron.stopping.output import make_readable, write_nowhere
 from megatron.stopping.signals import Stopped, leave, told, unwinding
 
 UNREAD = 128 + signal.SIGPIPE
@@ -53,6 +53,7 @@ def run(app: Any, name: str) -> int:
         The exit code. What went wrong has been told.
     """
     _settle_streams()
+    _settle_size()
     with unwinding(instead=(leave,)):
         try:
             return _run(app, name)
@@ -135,6 +136,17 @@ def _settle_streams() -> None:
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+        if number > 0:
+            make_readable(getattr(sys, name))
+
+
+def _settle_size() -> None:
+    """A width or height that is none (`COLUMNS=0`, as some terminals in containers say) is unknown: by their own rules
+    libraries would write nothing at all."""
+    for name in ("COLUMNS", "LINES"):
+        size = os.environ.get(name, "1")
+        if not (size.isascii() and size.isdigit() and int(size[:9]) > 0):
+            del os.environ[name]
 
 
 def _usage(error: Any) -> str:

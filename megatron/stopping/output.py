@@ -1,12 +1,57 @@
-"""A run's output that can no longer be written: `./deepy.py train … | head`, a terminal that is closed, a full disk."""
+"""A run's output that can no longer be written: `./deepy.py train … | head`, a terminal that is closed, a full disk.
+And what a terminal's encoding does not have."""
 
+import codecs
 import errno
 import os
+import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any
 
 from megatron.errors import RunError, reason
 from megatron.stopping.signals import ask_to_stop
+
+READABLE = "farfield.readable"
+"""How streams for people treat characters that their encoding lacks (`errors` of `open`): never an exception."""
+
+_TWINS = {
+    "–": "-", "—": "-", "−": "-", "‐": "-", "·": ".", "•": "*", "×": "x", "÷": "/", "±": "+-", "√": "sqrt ",
+    "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "→": "->", "←": "<-", "∞": "inf", "∈": "in", "∂": "d", "⌊": "floor(",
+    "⌋": ")", "⌈": "ceil(", "⌉": ")", "“": '"', "”": '"', "„": '"', "‘": "'", "’": "'",
+}  # fmt: skip
+"""Characters that this program writes, and what stands for them in ASCII."""
+
+
+def _readable(error: UnicodeError) -> tuple[bytes, int]:
+    """A codec's error handler: what comes nearest in ASCII, and of a file's name that is no text its own bytes."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return b"".join(map(_nearest, error.object[error.start : error.end])), error.end
+
+
+def _nearest(character: str) -> bytes:
+    if "\udc80" <= character <= "\udcff":  # PEP 383: a byte that was not decoded
+        return bytes([ord(character) - 0xDC00])
+    if character in _TWINS:
+        return _TWINS[character].encode()
+    words = unicodedata.name(character, "").split()  # GREEK SMALL LETTER THETA
+    if words[:1] == ["GREEK"] and "LETTER" in words[:-1]:
+        name = words[words.index("LETTER") + 1].lower()
+        return (name.capitalize() if "CAPITAL" in words else name).encode()
+    plain = unicodedata.normalize("NFKD", character).encode("ascii", "ignore")  # é is e and an accent
+    raised = {"<super>": b"^", "<sub>": b"_"}.get(unicodedata.decomposition(character).split(" ")[0], b"")
+    return raised + plain if plain else character.encode("ascii", "backslashreplace")
+
+
+codecs.register_error(READABLE, _readable)
+
+
+def make_readable(stream: Any) -> None:
+    """Let a text stream take every character, unless somebody chose what becomes of those that it lacks."""
+    if getattr(stream, "errors", None) in ("strict", "surrogateescape", "backslashreplace"):
+        with suppress(AttributeError):  # a stream in memory
+            stream.reconfigure(errors=READABLE)
 
 
 def write_nowhere(descriptor: int) -> None:

@@ -11,7 +11,7 @@ from megatron.config.load import load, read
 from megatron.config.ranks import with_batch
 from megatron.config.schema import SECTIONS, Config, keys, owners
 from megatron.errors import UserError
-from megatron.options import Role, Section
+from megatron.options import Role, Section, docstring
 
 SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
 
@@ -23,6 +23,15 @@ def small(*overrides: str) -> Config:
 def test_every_key_has_one_owner():
     names = [name for section in SECTIONS.values() for name in section.model_fields]
     assert len(names) == len(set(names)) == len(owners())
+
+
+def test_headings_are_read_from_the_source_where_python_leaves_docstrings_out(monkeypatch):
+    whole, headings = small().text(), {name: docstring(section) for name, section in SECTIONS.items()}
+    assert all(headings.values())
+    for section in SECTIONS.values():
+        monkeypatch.setattr(section, "__doc__", None)  # python -OO
+    assert {name: docstring(section) for name, section in SECTIONS.items()} == headings
+    assert small().text() == whole
 
 
 def test_every_section_comes_from_the_options_file_of_the_part_that_uses_it():

@@ -1,5 +1,6 @@
 """A run that nobody watches any more stops in good order."""
 
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from megatron.checkpoint import folder
 from megatron.errors import RunError
 from megatron.launch import local
 from megatron.parallel.devices import Machine
-from megatron.stopping.output import StoppingStream
+from megatron.stopping.output import StoppingStream, make_readable
 from megatron.stopping.signals import StopRequest
 from megatron.training.preflight import preflight
 
@@ -24,6 +25,25 @@ def unread_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
     return writer
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_every_character_can_be_written_to_every_terminal(encoding: str) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # strict, as standard output is
+    make_readable(shown)
+    shown.write("é² … 2−1 → θ, Σ_{t≤j} 中 \udce9")
+    shown.flush()
+    assert shown.buffer.getvalue() == {
+        "ascii": b"e^2 ... 2-1 -> theta, Sigma_{t<=j} \\u4e2d \xe9",
+        "latin-1": b"\xe9\xb2 ... 2-1 -> theta, Sigma_{t<=j} \\u4e2d \xe9",
+        "utf-8": "é² … 2−1 → θ, Σ_{t≤j} 中 ".encode() + b"\xe9",
+    }[encoding]  # fmt: skip
+
+
+def test_what_somebody_chose_for_their_stream_stays_as_it_is() -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="ignore")
+    make_readable(shown)
+    assert shown.errors == "ignore"
 
 
 @pytest.mark.parametrize("place", ["pipe", "/dev/full"])
