@@ -64,7 +64,7 @@ def refuse_to_mix(save: str | Path | None, newest: Path | None) -> None:
     if newest is not None:
         raise UserError(
             f"save: {save} holds checkpoints already (the last is {newest.name}); "
-            f"add load={save} to go on from there, or choose another folder"
+            f"add {shlex.quote(f'load={save}')} to go on from there, or choose another folder"
         )
 
 

@@ -7,6 +7,7 @@ would silently make it another run is refused, naming the key.
 """
 
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,21 +68,22 @@ def find_start(config: Config, processes: Processes) -> Start:
     if options.finetune and saved:
         raise UserError(
             f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run would start at step 0; "
-            f"choose another folder, or go on from the last with load={saved[-1]}"
+            f"choose another folder, or go on from the last with {shlex.quote(f'load={saved[-1]}')}"
         )
     checkpoint, notes = _whole(options.load, processes, weights_only=options.finetune)
     own = next((i for i, each in enumerate(saved) if _same(each, checkpoint)), None)
     if saved and own is None:
         raise UserError(
             f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run would go on from "
-            f"{checkpoint}; choose another folder, or go on from the last with load={saved[-1]}"
+            f"{checkpoint}; choose another folder, or go on from the last with {shlex.quote(f'load={saved[-1]}')}"
         )
     later = tuple(saved[own + 1 :]) if own is not None else ()
     named = folder.is_checkpoint(options.load)  # else the later ones are those that were found damaged
     if later and named and not options.rollback:
         raise UserError(
             f"save: {options.save} holds checkpoints up to {later[-1].name}, but this run would go on from "
-            f"{checkpoint}; choose another folder, go on from the last with load={options.save}, or give up the later "
+            f"{checkpoint}; choose another folder, go on from the last with "
+            f"{shlex.quote(f'load={options.save}')}, or give up the later "
             "ones with rollback=true (they are moved aside)"
         )
     check_architecture(config, checkpoint, finetune=options.finetune)

@@ -15,7 +15,7 @@ again finds it there, compares every file with its checksum, and does nothing.
 import contextlib
 import glob
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -45,7 +45,12 @@ from megatron.stopping.signals import Stopped
 
 
 def prepare(
-    options: CorpusOptions, output: str | Path, *, overwrite: bool = False, progress: Progress | None = None
+    options: CorpusOptions,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Corpus:
     """Make a corpus folder from sources of text, or find it made already.
 
@@ -58,6 +63,7 @@ def prepare(
         output: the folder.
         overwrite: replace a corpus that was made differently.
         progress: told how far the work is.
+        say: gets lines worth telling before the work.
 
     Raises:
         UserError: sources, tokenizers and choices that are wrong.
@@ -69,6 +75,8 @@ def prepare(
     recover(output.resolve(), recipe.key)
     if (found := already_there(output, options.sources, recipe.made_from, overwrite, report)) is not None:
         return found
+    for note in recipe.notes():
+        say(note)
     with _building(output, recipe.key) as folder:
         _make(recipe, folder, report)
     return read_corpus(output)

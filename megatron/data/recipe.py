@@ -21,6 +21,9 @@ TRAINED = "bpe"
 FORMAT = 1
 """Of corpus.json and of the way documents are read and divided: another number makes another corpus."""
 
+LARGE_SHARE = 0.1
+"""Of all text: a document that is larger decides what a split holds."""
+
 _BYTES_PER_WORKER = {"bytes": 1 << 28}  # less than this is done sooner than a further process has started
 _BYTES_PER_WORKER_DEFAULT = 1 << 22
 
@@ -56,6 +59,20 @@ class Recipe:
             "tokens": asked.tokens,
             **special,
         }
+
+    def notes(self) -> list[str]:
+        """What becomes of the splits, where that is not what one would expect: for before the work."""
+        if self.shares is None:
+            return ["all documents become one dataset, which a training divides by its key split"]
+        total, least = sum(file.size for file in self.files), min(share for share in self.shares if share > 0)
+        if self.shares.count(0.0) == 2 or len(self.files) == 1:  # nothing is divided, or a lone text is cut
+            return []
+        return [
+            f"{file.path} is one document with {100 * file.size / total:.3g}% of the text, which one split gets; "
+            "prepared by itself it is cut into all of them"
+            for file in self.files
+            if file.format == "text" and file.size > max(least, LARGE_SHARE) * total
+        ]
 
     @property
     def key(self) -> str:

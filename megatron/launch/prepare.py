@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron.data.options import SPLITS, CorpusOptions, DataOptions
 from megatron.launch.console import explained, run_console, temporary_log
 from megatron.meter import Job, Meter
 from megatron.stopping.signals import Stopped
 
 if TYPE_CHECKING:
     from megatron.data.corpus_folder import Corpus
-    from megatron.data.options import CorpusOptions
 
 
 def prepare_corpus(options: CorpusOptions, output: Path, *, overwrite: bool) -> None:
@@ -24,7 +26,8 @@ def prepare_corpus(options: CorpusOptions, output: Path, *, overwrite: bool) -> 
 
     with temporary_log() as log, run_console(log) as console, explained(log):
         try:
-            corpus = metered(console if console.is_terminal else None, options, output, overwrite=overwrite)
+            shown = console if console.is_terminal else None
+            corpus = metered(shown, options, output, overwrite=overwrite, say=lambda line: _note(console, line))
         except (KeyboardInterrupt, Stopped):
             if unfinished(output):
                 console.print("the same command goes on where this was interrupted", highlight=False)
@@ -32,8 +35,16 @@ def prepare_corpus(options: CorpusOptions, output: Path, *, overwrite: bool) -> 
         _summary(console, corpus)
 
 
-def metered(console: Console | None, options: CorpusOptions, output: str | Path, *, overwrite: bool = False) -> Corpus:
-    """`megatron.data.corpus.prepare` behind a bar on a console; None shows nothing."""
+def metered(
+    console: Console | None,
+    options: CorpusOptions,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Corpus:
+    """`megatron.data.corpus.prepare` behind a bar on a console; None shows nothing. `say` gets lines before the work;
+    they go to the console if absent."""
     from megatron.data.corpus import prepare
 
     job = Job(f"corpus {output}", "prepare", 1.0)
@@ -43,7 +54,11 @@ def metered(console: Console | None, options: CorpusOptions, output: str | Path,
         def progress(stage: str, done: int, total: int) -> None:
             meter.update(done / max(total, 1), stage)
 
-        return prepare(options, output, overwrite=overwrite, progress=progress)
+        return prepare(options, output, overwrite=overwrite, progress=progress, say=say or meter.say)
+
+
+def _note(console: Console, line: str) -> None:
+    console.print(escape(f"note: {line}"), highlight=False, soft_wrap=True)
 
 
 def _summary(console: Console, corpus: Corpus) -> None:
@@ -58,9 +73,16 @@ def _summary(console: Console, corpus: Corpus) -> None:
     console.print(escape(about), highlight=False, soft_wrap=True)
     console.print(table)
     for note in corpus.notes:
-        console.print(escape(f"note: {note}"), highlight=False, soft_wrap=True)
+        _note(console, note)
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
     paths = [f"{keys[split]}=[{corpus.prefix(split)}]" for split in corpus.splits if split in keys]
     if not paths:
-        paths = [f"data_path={corpus.prefix(next(iter(corpus.splits)))}"]
-    console.print(escape(f"train on it with {' '.join(paths)}"), highlight=False, soft_wrap=True)
+        from megatron.data.parts import sequence_range
+
+        (whole, size), *_ = corpus.splits.items()
+        paths = [f"data_path={corpus.prefix(whole)}"]
+        default = DataOptions.model_fields["split"].default
+        ranges = (sequence_range(default, split, size.documents) for split in SPLITS)
+        if any(taken is None or taken[0] == taken[1] for taken in ranges):
+            paths.append("split=1,0,0")  # too few documents for a split of each kind
+    console.print(escape(f"train on it with {' '.join(map(shlex.quote, paths))}"), highlight=False, soft_wrap=True)
