@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.run_files import config_file
 from megatron.config.schema import Config
 from megatron.model.options import feed_forward_size
 from megatron.parallel.layers import layers_of
@@ -99,5 +100,6 @@ def what_next(config: Config, number: int) -> str:
 
 def carry_on(config: Config) -> str:
     """The command that takes a stopped run up again."""
-    folder = shlex.quote(str(config.checkpoint.save))
-    return f"./deepy.py train {folder}/config.yml load={folder}"
+    folder = str(config.checkpoint.save)
+    file = f"{shlex.quote(folder)}/{config_file(folder).name}"  # a person's own may lack what the command line added
+    return f"./deepy.py train {file} load={shlex.quote(folder)}"

@@ -169,6 +169,19 @@ def test_a_job_is_submitted_and_what_sbatch_refuses_leaves_nothing(commands, tmp
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize("name", ["job.sbatch", "job.yml"])
+def test_a_script_of_somebody_is_not_written_over(commands, tmp_path, name: str) -> None:
+    commands("sbatch", printed="17")
+    own = tmp_path / "runs/a" / name
+    own.parent.mkdir(parents=True)
+    own.write_text("# my own")
+    with pytest.raises(UserError, match=f"save: runs/a/{name} is there, and no earlier submission wrote it"):
+        slurm.submit(job("save=runs/a"))
+    assert (own.read_text(), [path.name for path in own.parent.iterdir()]) == ("# my own", [name])
+    own.unlink()
+    assert slurm.submit(job("save=runs/a")) == slurm.submit(job("save=runs/a", "seed=3")) == "17"
+
+
 def test_without_sbatch_or_a_folder_there_is_no_job(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -13,6 +13,7 @@ from rich.console import Console
 from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
+from megatron.checkpoint.run_files import RESOLVED
 from megatron.launch.console import run_console
 from megatron.parallel.mesh import Sizes
 from megatron.quantities import count
@@ -180,6 +181,8 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     assert outline.last_line(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
     assert outline.last_line(tiny_config(corpus), None, now=False) == "nothing is saved: save names no folder"
     assert outline.carry_on(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
+    config.save(tmp_path / RESOLVED)  # beside somebody's own, which may lack keys of the command line
+    assert outline.carry_on(config) == f"./deepy.py train {tmp_path}/{RESOLVED} load={tmp_path}"
 
 
 def test_a_silent_run_measures_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
