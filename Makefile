@@ -10,13 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm test test-fast lint docs clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers test test-fast lint docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then every position method at the quickstart's budget; it says how long that takes"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
+	@echo "make launchers    as root: Debian's sshd, OpenMPI and iproute2, with which make test also tests ssh, mpirun and torchrun"
 	@echo "make test-fast    the tests that take about two minutes, for the inner loop"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
@@ -65,6 +66,20 @@ slurm:
 	@PATH="$$PATH:/usr/sbin"; command -v slurmctld slurmd srun munged >/dev/null || { \
 		export DEBIAN_FRONTEND=noninteractive; \
 		apt-get -qq update && apt-get -qq install -y --no-install-recommends $(SLURM_PACKAGES) >/dev/null; }
+
+# What tests/cluster makes two nodes from, which ssh, mpirun and torchrun start runs on. A machine that starts what is
+# installed is told not to, for as long as this takes: only the tests start an sshd, and none that the machine sees.
+LAUNCHER_PACKAGES := openssh-server openssh-client openmpi-bin iproute2
+POLICY := /usr/sbin/policy-rc.d
+launchers:
+	@command -v apt-get >/dev/null || { echo "error: make launchers installs Debian's packages, and there is no apt-get" >&2; exit 1; }
+	@test "$$(id -u)" = 0 || { echo "error: make launchers installs packages and needs root: sudo make launchers" >&2; exit 1; }
+	@PATH="$$PATH:/usr/sbin:/sbin"; command -v sshd >/dev/null && command -v ssh >/dev/null && \
+		command -v mpirun >/dev/null && command -v ip >/dev/null || { \
+		export DEBIAN_FRONTEND=noninteractive; \
+		test -e $(POLICY) || { trap 'rm -f $(POLICY)' EXIT; trap 'exit 130' INT TERM HUP; \
+			printf '#!/bin/sh\nexit 101\n' >$(POLICY); chmod 755 $(POLICY); }; \
+		apt-get -qq update && apt-get -qq install -y --no-install-recommends $(LAUNCHER_PACKAGES) >/dev/null; }
 
 # What finds most mistakes, in about two minutes; tests/conftest.py says what is left out.
 test-fast: setup-dev

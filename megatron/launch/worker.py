@@ -54,9 +54,15 @@ def _train(config: Config, log: Path, rank: int, end: Callable[[HangError, bool]
     with run_console(log, silent=rank > 0) as console, explained(log):
         output = StoppingStream(console.file)
         console.file = output  # type: ignore[assignment]
-        from megatron.training.loop import train  # imports torch, deepspeed, megatron-core: their noise is logged
+        # These import torch, deepspeed and megatron-core, whose noise is logged.
+        from megatron.parallel.processes import give_up
+        from megatron.training.loop import train
 
-        result = train(config, console if rank == 0 else None, end)
+        try:
+            result = train(config, console if rank == 0 else None, end)
+        except BaseException:
+            give_up()
+            raise
         if output.problem is not None:
             kept = "nothing is saved" if result.checkpoint is None else f"{result.checkpoint} is saved"
             raise RunError(f"standard output: {output.problem}; ended at step {result.step}, {kept}")

@@ -1,7 +1,9 @@
 """The processes of a run: how they meet, their groups, and what they agree on between steps."""
 
+import atexit
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -155,12 +157,43 @@ def _meet(place: Place, backend: str, device: torch.device) -> None:
     if backend == "nccl":
         options["device_id"] = device
         options["timeout"] = PATIENCE  # NCCL's own is shorter than what names the rank that hangs (training/watch.py)
+    atexit.register(_leave, os.getpid())
     try:
         dist.init_process_group(backend, **options)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"process {place.rank} of {place.world} cannot reach the others: {str(error).splitlines()[0]}"
         ) from error
+
+
+def give_up() -> None:
+    """The groups of this process end without waiting for the others, since it failed: they may be inside a collective
+    that never ends, or gone."""
+    global _waits
+    _waits = False
+
+
+_waits = True
+"""Do the groups finish what is under way before they end?"""
+
+
+def _leave(process: int) -> None:
+    """End all groups when the interpreter ends, whatever ended the run: NCCL complains of those that are left.
+
+    Not after each run: what a process keeps of one, such as a model, still asks its groups.
+
+    Args:
+        process: which met the others; a fork of it has no part in its groups.
+    """
+    if os.getpid() != process or not dist.is_initialized():
+        return
+    # The process's exit code says what happened; nothing that goes wrong here may change or hide it.
+    with suppress(Exception):
+        # Destroying NCCL's groups waits for their last kernels. Gloo's have none.
+        if _waits or dist.get_backend() != "nccl":
+            dist.destroy_process_group()
+        else:
+            dist.distributed_c10d._abort_process_group()
 
 
 def _make_groups(sizes: Sizes) -> None:

@@ -115,7 +115,8 @@ def job_line(environment: Environment = os.environ) -> str | None:
         if (number := environment.get(source.job[0])) is not None:
             count = environment.get(source.restarts or "", "0")
             again = "" if count == "0" else f", restart {count} ({source.restarts})"
-            return f"{source.title} {number}{again}"
+            # torchrun's number is the word none, unless --rdzv-id is given.
+            return f"{f'started by {source.name}' if number == 'none' else f'{source.title} {number}'}{again}"
     return None
 
 
@@ -189,7 +190,8 @@ def _address(source: Source, place: Place, environment: Environment) -> str:
         return first_host(environment[source.hosts])
     if source is not TORCHRUN and place.local_world is None:
         return ADDRESS
-    raise UserError(f"environment: {source.rank} is set, but MASTER_ADDR is not: the first process's machine; {_HOW}")
+    how = f"{source.name} -x MASTER_ADDR=NAME" if source is MPIRUN else _HOW
+    raise UserError(f"environment: {source.rank} is set, but MASTER_ADDR is not: the first process's machine; {how}")
 
 
 def _port(source: Source, environment: Environment, given: int | None) -> int:

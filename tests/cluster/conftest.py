@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from tiny_runs import free_port
@@ -129,11 +130,11 @@ def slurm() -> Iterator[Slurm]:
 
     try:
         start(*munge)
-        _until(lambda: (folder / "munge.socket").exists(), cluster, "munged")
+        until(lambda: (folder / "munge.socket").exists(), cluster, "munged")
         start("slurmctld", "-D", "-i")
         for node in nodes:
             start("slurmd", "-D", "-N", node)
-        _until(lambda: _idle(cluster) == sorted(nodes), cluster, "two idle nodes")
+        until(lambda: _idle(cluster) == sorted(nodes), cluster, "two idle nodes")
         yield cluster
     finally:
         _stop(cluster, daemons)
@@ -146,11 +147,19 @@ def _idle(cluster: Slurm) -> list[str]:
     return sorted(done.stdout.split())
 
 
-def _until(there, cluster: Slurm, what: str, seconds: float = 60) -> None:
+class Cluster(Protocol):
+    """What tests wait for."""
+
+    def logs(self) -> str:
+        """The end of what its daemons logged."""
+
+
+def until(there: Callable[[], object], cluster: Cluster, what: str, seconds: float = 60) -> None:
+    """Wait until something is so, but not longer; then an AssertionError says what is not, with the cluster's logs."""
     deadline = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s\n{cluster.logs()}"
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 def _stop(cluster: Slurm, daemons: list[subprocess.Popen[bytes]]) -> None:

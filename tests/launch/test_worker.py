@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import forked
 import pytest
-from tiny_runs import tiny_config
+from tiny_runs import tiny_config, write_corpora
 
 from megatron.launch import worker
+
+SCRIPT = Path(__file__).parents[1] / "support" / "ending_rank.py"
 
 
 def test_an_error_is_left_for_the_launcher_in_one_line(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +23,25 @@ def test_an_error_is_left_for_the_launcher_in_one_line(tmp_path: Path, capfd, mo
     assert left["message"].startswith(f"load: {tmp_path}/no run: no such folder")
     assert "\n" not in left["message"]
     assert capfd.readouterr() == ("", "")  # the launcher tells it, once
+
+
+@pytest.mark.parametrize(
+    ("way", "code"), [("end", 0), ("signal", 143), ("user", 2), ("run", 1), ("unexpected", 1), ("interrupt", None)]
+)
+def test_process_groups_end_with_their_process_whatever_ended_it(tmp_path: Path, way: str, code: int | None) -> None:
+    config = tiny_config(write_corpora(tmp_path / "data"), tmp_path / "run", train_iters=2)
+    config.save(tmp_path / worker.CONFIG_FILE)
+    done = forked.run(SCRIPT, str(tmp_path), way, "gloo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    met, there, aborted = True, False, 0
+    assert json.loads((tmp_path / "found.json").read_text()) == [code, met, there, aborted]
+
+
+@pytest.mark.parametrize(("way", "waits"), [("end", True), ("run", False)])
+def test_a_rank_that_failed_does_not_wait_for_the_others_of_nccl(tmp_path: Path, way: str, waits: bool) -> None:
+    config = tiny_config(write_corpora(tmp_path / "data"), tmp_path / "run", train_iters=1)
+    config.save(tmp_path / worker.CONFIG_FILE)
+    done = forked.run(SCRIPT, str(tmp_path), way, "nccl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, _, there, aborted = json.loads((tmp_path / "found.json").read_text())
+    assert (there, aborted) == ((False, 0) if waits else (True, 1))  # the stand-in ends nothing

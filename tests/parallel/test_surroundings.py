@@ -64,7 +64,7 @@ def test_a_process_of_mpirun_knows_its_place() -> None:
     assert started is not None
     assert (started.place, started.address) == (Place(3, 4, 3), "127.0.0.1")
     over_two = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    with pytest.raises(UserError, match="OMPI_COMM_WORLD_RANK is set, but MASTER_ADDR is not"):
+    with pytest.raises(UserError, match=r"but MASTER_ADDR is not: .*; mpirun -x MASTER_ADDR=NAME"):
         told(over_two)
     started = told({**over_two, "MASTER_ADDR": "10.0.0.7"})
     assert started is not None
@@ -141,4 +141,6 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
 def test_a_job_and_its_restarts_are_one_line() -> None:
     assert job_line({}) is None
     assert job_line(BATCH) == "SLURM job 17"
+    assert job_line({"TORCHELASTIC_RUN_ID": "none"}) == "started by torchrun"
+    assert job_line({"TORCHELASTIC_RUN_ID": "7"}) == "torchrun 7"
     assert job_line({**SRUN, "SLURM_RESTART_COUNT": "2"}) == "SLURM job 17, restart 2 (SLURM_RESTART_COUNT)"

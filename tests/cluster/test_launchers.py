@@ -1,0 +1,115 @@
+"""One run over two nodes by each launcher but SLURM, as a user types it on the first node."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_runs import losses, records, tiny_config, write_corpora
+
+from megatron.launch.local import train
+from megatron.parallel.devices import Machine
+from megatron.training.preflight import preflight
+from tools.rounding import apart, sums_of_gpt
+
+from .conftest import ROOT, until
+from .two_nodes import NAMES, TwoNodes, missing
+
+SECONDS = 240  # for what takes some ten: two processes import torch at once, beside other tests
+ROUNDING = apart(*sums_of_gpt(32, layers=2))
+DEEPY = str(ROOT / "deepy.py")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--host", f"{NAMES[0]}:1,{NAMES[1]}:1", "-x", f"MASTER_ADDR={NAMES[0]}")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=static")
+WAYS = {
+    "ssh": [(sys.executable, DEEPY, "train", "hostfile=hosts")],
+    "mpirun": [(*MPIRUN, "-x", "OMP_NUM_THREADS", sys.executable, DEEPY, "train")],
+    "torchrun": [
+        (*TORCHRUN, f"--node-rank={rank}", f"--master-addr={NAMES[0]}", "--master-port=29517", DEEPY, "train")
+        for rank in range(2)
+    ],
+}
+"""What is typed on the first node, and on the second."""
+DEATHS = {
+    "ssh": r"error: the process of rank 1 was ended by SIGKILL \(out of memory\?\); see .*log\.txt",
+    "mpirun": rf"process rank 1 with PID \d+ on node {NAMES[1]} exited on signal 9|error: .*Connection",
+    "torchrun": r"error: .*Connection",
+}
+"""What the first node says when the rank of the second is killed."""
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[TwoNodes]:
+    """The nodes; skipped where they cannot be made."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="nodes-", dir="/tmp") as folder:
+        nodes = TwoNodes(Path(folder))
+        try:
+            nodes.start()
+            yield nodes
+        finally:
+            nodes.stop()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A folder with a corpus, run.yml and a hostfile, and the losses of one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("launchers")
+    corpus = write_corpora(folder / "data")
+    # Many small micro-batches: a step takes long enough to be interrupted.
+    keys = {"train_iters": 30, "train_batch_size": 64, "checkpoint_factor": 2, "num_workers": 0}
+    config = tiny_config(corpus, folder / "whole", **keys, train_micro_batch_size_per_gpu=16)
+    assert train(preflight(config, Machine(0, 1))) == 0
+    config = tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None)
+    config.save(folder / "run.yml")
+    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    return folder, losses(folder / "whole")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_loses_a_rank_goes_on_and_stops(
+    two_nodes: TwoNodes, whole: tuple[Path, list[float]], way: str, tmp_path: Path
+) -> None:
+    folder, expected = whole
+    run = folder / way
+
+    def start(*keys: str) -> list[subprocess.Popen]:
+        """The outputs are in tmp_path: 0.log and 1.log, of each node."""
+        commands = enumerate(WAYS[way])
+        words = ("run.yml", f"save={way}", *keys)
+        return [two_nodes.on(n, *each, *words, cwd=folder, output=tmp_path / f"{n}.log") for n, each in commands]
+
+    def printed() -> str:
+        return "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
+
+    def end(commands: list[subprocess.Popen]) -> list[int]:
+        """Their exit codes, when nothing of the run is left on either node."""
+        until(lambda: None not in [each.poll() for each in commands], two_nodes, f"end of {way}", SECONDS)
+        marks = [(n, mark) for n in range(2) for mark in ("deepy.py", "megatron.launch")]
+        until(lambda: not any(two_nodes.processes(*each) for each in marks), two_nodes, "end of the ranks", 20)
+        return [each.returncode for each in commands]
+
+    def reach(step: int, commands: list[subprocess.Popen]) -> None:
+        def there() -> bool:
+            assert None in [each.poll() for each in commands], printed()
+            return (run / "metrics.jsonl").is_file() and max(records(run), default=0) >= step
+
+        until(there, two_nodes, f"step {step}", SECONDS)
+
+    commands = start()
+    reach(3, commands)
+    two_nodes.kill_rank(1, 1)
+    assert all(end(commands))
+    assert re.search(DEATHS[way], (tmp_path / "0.log").read_text()), printed()
+
+    commands = start(f"load={way}")
+    reach(6, commands)
+    two_nodes.ask_to_end(commands[0])
+    assert all(end(commands))
+    first = (tmp_path / "0.log").read_text()
+    assert first.count("2 ranks: tensor 1 × pipeline 1 × context 1 × data 2") == 1
+    stopped = int(re.search(r"stopped by signal 15 at step (\d+) of 30; saved", first)[1])  # type: ignore[index]
+    assert losses(run) == pytest.approx(expected[:stopped], rel=ROUNDING)
