@@ -334,7 +334,7 @@ def _settle_shares(settings: Settings) -> None:
             settings.problems.append(f"{setting.where}: {name} contradicts {rule.to} ({other.where}); give one of them")
         elif base is not None and isinstance(base.value, int):
             try:
-                value = round(float(share) * base.value)
+                value = int(float(share) * base.value)  # as GPT-NeoX has it
             except OverflowError:
                 settings.problems.append(f"{setting.where}: {name} × {rule.of} is too large for {rule.to}")
                 continue

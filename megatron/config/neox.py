@@ -46,7 +46,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Share:
-    """A share of another key: `to` becomes `key × of`, rounded."""
+    """A share of another key: `to` becomes `key × of`, rounded down."""
 
     key: str
     of: str
