@@ -379,6 +379,11 @@ def prepare(
     prepare_corpus(chosen(CorpusOptions, {**options, **own, "add_bos": add_bos}), output, overwrite=overwrite)
 
 
+def _say_aside(line: str) -> None:
+    """A line that is no result: on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 @command("docs/export.md")
 def import_(
     source: Annotated[
@@ -421,12 +426,14 @@ def import_(
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
     from megatron.importing.run import import_model
+    from megatron.meter import AnnounceWait
     from megatron.quantities import count
 
     files = {"vocab_file": vocab_file, "merge_file": merge_file}
-    made, notes = import_model(
-        source, run, configs=config or (), tokenizer=tokenizer, **files, end_token=end_token, add_bos=add_bos
-    )
+    with AnnounceWait(_say_aside, f"reading {source}"):
+        made, notes = import_model(
+            source, run, configs=config or (), tokenizer=tokenizer, **files, end_token=end_token, add_bos=add_bos
+        )
     _note(notes)
     model = made.config.model
     print(

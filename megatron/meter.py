@@ -10,6 +10,7 @@ On a terminal this is one moving bar. In a pipe or a log file it is a plain line
 now and then, since a bar's control characters would fill the file.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -218,3 +219,41 @@ class Meter:
         elif speak or self._clock() - self._spoke >= self._interval:
             self._spoke = self._clock()
             self.console.print(escape(f"{text} ({about})"), highlight=False, soft_wrap=True)
+
+
+class AnnounceWait:
+    """Says what is waited for once that takes a while, and again now and then: nobody looks at a silent terminal for
+    longer than ten seconds.
+
+    Args:
+        say: takes a line; it is called from a thread.
+        what: is under way, as `reading 100,000 tokens`.
+        first: seconds until the first line.
+        every: seconds between the others.
+    """
+
+    def __init__(self, say: Callable[[str], object], what: str, *, first: float = 3.0, every: float = 10.0) -> None:
+        self._say, self._what, self._first, self._every = say, what, first, every
+        self._over = threading.Event()
+
+    def begin(self) -> None:
+        """Start to wait."""
+        threading.Thread(target=self._run, name="announce", daemon=True).start()
+
+    def end(self) -> None:
+        """It came; calling this again changes nothing."""
+        self._over.set()
+
+    def __enter__(self) -> "AnnounceWait":
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _run(self) -> None:
+        begun, pause = time.monotonic(), self._first
+        while not self._over.wait(pause):
+            seconds = time.monotonic() - begun
+            self._say(self._what if pause == self._first else f"{self._what} ({duration(seconds)})")
+            pause = self._every

@@ -67,6 +67,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/formats": ("torch", "megatron.config", "megatron.model.options", "megatron.model.methods", *OURS),
     "megatron/importing": (
         *NUMERIC,
+        "megatron.planning.parameters",
         "safetensors",
         "pydantic",
         "megatron.formats",
@@ -102,6 +103,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/training": (
         "megatron.meter",
+        "megatron.planning.parameters",
         *NUMERIC,
         "deepspeed",
         "rich",
@@ -118,6 +120,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/generation": (
         *NUMERIC,
+        "megatron.meter",
         "pydantic",
         "readline",
         "megatron.config",

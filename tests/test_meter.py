@@ -1,11 +1,12 @@
 """Time estimates against a clock that the test turns."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
 
-from megatron.meter import Job, Meter, seconds_left
+from megatron.meter import AnnounceWait, Job, Meter, seconds_left
 
 
 class Clock:
@@ -117,3 +118,15 @@ def test_a_terminal_gets_a_bar() -> None:
         meter._bar.refresh()
     assert "first: step [4]" in out.getvalue()
     assert "left" in out.getvalue()
+
+
+def test_a_wait_is_announced_and_again_while_it_lasts() -> None:
+    said: list[str] = []
+    with AnnounceWait(said.append, "reading 9 tokens", first=0.01, every=0.01):
+        deadline = time.monotonic() + 20
+        while len(said) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert said[:3] == ["reading 9 tokens", "reading 9 tokens (0 s)", "reading 9 tokens (0 s)"]
+    with AnnounceWait(said.append, "what is there at once"):
+        pass
+    assert "what is there at once" not in said

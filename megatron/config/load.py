@@ -187,7 +187,30 @@ def _build(settings: Settings, sources: str) -> Config:
     if settings.problems:
         raise UserError("\n".join(settings.problems))
     _note_gated_width(config.model, settings)
+    _note_unread(config, settings)
     return config
+
+
+READ_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "split": ("data_path", (None,)),
+    "checkpoint_num_layers": ("checkpoint_activations", (False,)),
+    "max_bad_steps": ("on_bad_loss", ("stop",)),
+    "wandb_project": ("use_wandb", (False,)),
+    "wandb_group": ("use_wandb", (False,)),
+    "wandb_team": ("use_wandb", (False,)),
+    "wandb_mode": ("use_wandb", (False,)),
+    "tensorboard_dir": ("use_tensorboard", (False,)),
+}
+"""Keys that are read with some values of another key alone: that key, and those of its values with which they are not."""
+
+
+def _note_unread(config: Config, settings: Settings) -> None:
+    """Keys that say nothing beside the others of a configuration."""
+    values = config.flat()
+    for key, (other, without) in READ_WITH.items():
+        setting = settings.values.get((key,))
+        if setting is not None and setting.value is not None and values[other] in without:
+            settings.notes.append(f"{setting.where}: {key} has no effect: {other} is {show(values[other])}")
 
 
 def _note_gated_width(model: ModelOptions, settings: Settings) -> None:

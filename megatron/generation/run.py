@@ -16,6 +16,7 @@ from megatron.data.sources import decode, raw_documents, source_file
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import FarfieldError, UserError
 from megatron.generation.options import GenerationOptions
+from megatron.meter import AnnounceWait
 from megatron.model.placement import check_backend, check_precision, compute_type, find_device
 
 if TYPE_CHECKING:
@@ -125,8 +126,11 @@ def write_all(writer: Writer, prompts: Sequence[str], out: TextIO, say: Say, *, 
     clock, shown, waiting = _Clock(), 0, _Waiting(len(prompts))
     tokens = [writer.encode(prompt) for prompt in prompts]
     begun = -1
+    wait = AnnounceWait(say, f"reading {sum(map(len, tokens)):,} tokens")
+    wait.begin()
     try:
         for text, piece in clock.timed(writer.write(tokens)):
+            wait.end()
             waiting.add(text, piece)
             for number, part, done in waiting.ready():
                 if as_json:
@@ -143,6 +147,8 @@ def write_all(writer: Writer, prompts: Sequence[str], out: TextIO, say: Say, *, 
         if shown:
             print(file=out, flush=True)
         raise
+    finally:
+        wait.end()
     say(clock.line(sum(map(len, tokens))))
 
 

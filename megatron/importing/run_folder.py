@@ -22,12 +22,16 @@ from megatron.errors import RunError, UserError
 from megatron.files import parse_json
 from megatron.formats.farfield import TOKENIZER_KIND
 from megatron.importing.source import Source, Weights
+from megatron.planning.parameters import whole
 from megatron.suggest import choose_from
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.checkpoint.stream import Form
+
+MANY_LAYERS = 500
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 TOKENIZER_FILES = (
     ("HFTokenizer", ("tokenizer.json",)),
@@ -135,6 +139,27 @@ def check_rows(tokens: int, rows: int, source: Path) -> None:
         )
 
 
+def check_sizes(source: Source) -> None:
+    """Refuse a configuration of more parameters than there can be in the files of weights, before so many layers are
+    built that it takes a while; fewer are compared with the files one by one.
+
+    Raises UserError.
+    """
+    config = source.config()
+    if config.model.num_layers < MANY_LAYERS:
+        return
+    try:
+        described = whole(config, vocabulary=1)
+    except UserError:  # an encoding whose parameters nobody has counted
+        return
+    there = sum(path.stat().st_size for path in source.path.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    if described > there > 0:  # no format has less than a byte for a parameter
+        raise UserError(
+            f"{source.path}: its configuration describes {described:,} parameters, but its files of weights have "
+            f"{there:,} bytes"
+        )
+
+
 def write(source: Source, run: Path, tokenizer: Tokenizer) -> Imported:
     """Make the run.
 
@@ -143,6 +168,7 @@ def write(source: Source, run: Path, tokenizer: Tokenizer) -> Imported:
         RunError: a file of the source is damaged or does not fit its configuration, or the disk refuses. Nothing is
             left then.
     """
+    check_sizes(source)
     with written(run), source.open(source.config()) as weights, whole_folder(run.resolve()) as new:
         check_rows(tokenizer.vocab_size, weights.rows, source.path)
         # The multiple that pads any number of tokens to these rows, whatever ranks can divide them.

@@ -26,11 +26,28 @@ class Machine:
 
     gpus: int
     cores: int
+    memory: int | None = None
+    """Bytes that its processes may use together; None if that is not known."""
 
     @staticmethod
     def here() -> "Machine":
         """This machine, as far as this process may use it."""
-        return Machine(count_gpus(), count_cores())
+        return Machine(count_gpus(), count_cores(), find_memory())
+
+
+def find_memory() -> int | None:
+    """Bytes of memory and swap of this machine, or what this process's control group may use of them."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        total = sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            total = min(total, int(limit.read_text(encoding="ascii")))
+        except (OSError, ValueError):  # none there, or "max"
+            continue
+    return total
 
 
 def count_gpus() -> int:

@@ -15,6 +15,8 @@ from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.parallel.devices import PROCESSES_PER_CORE, Machine
 from megatron.parallel.place import Place
+from megatron.planning.parameters import whole
+from megatron.quantities import size
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ def preflight(config: Config, machine: Machine, *, place: Place | None = None, d
     )  # fmt: skip
     config, more = with_zero(config)
     notes += [*more, *_without_effect(config)]
+    if found.ranks is not None and found.here is not None and not dry:
+        _check_memory(config, machine, found.device, found.here, found.ranks)
     if found.ranks is not None:
         config = with_batch(config, mesh_sizes(config, found.ranks).data)
     return Settled(config, found.ranks, tuple(notes))
@@ -163,6 +167,31 @@ def _without_effect(config: Config) -> Iterator[str]:
         yield f"zero_optimization: {', '.join(unread)} {have} no effect at stage {zero.stage}"
     if not zero.contiguous_gradients and zero.stage in (1, 2) and zero.offload_optimizer.device != "none":
         yield "zero_optimization.contiguous_gradients has no effect with offload_optimizer: they always are"
+
+
+TRAINED_BYTES = 16
+"""Of each parameter while it is trained: weight, gradient and Adam's two moments, in float32."""
+BUILT_BYTES = 4
+"""Of each parameter where a model is built, in float32, before it goes to GPUs."""
+
+
+def _check_memory(config: Config, machine: Machine, device: str, here: int, ranks: int) -> None:
+    """Refuse what cannot fit whatever else is done, before minutes are spent on building it."""
+    if machine.memory is None:
+        return
+    try:
+        parameters = whole(config, vocabulary=1)
+    except UserError:  # an encoding whose parameters nobody has counted
+        return
+    # At least once over all ranks, of which these are here.
+    bytes_ = (TRAINED_BYTES if device == "cpu" else BUILT_BYTES) * parameters * here // ranks
+    if bytes_ > machine.memory:
+        raise UserError(
+            f"num_layers {config.model.num_layers} × hidden_size {config.model.hidden_size}: the model has "
+            f"{parameters:,} parameters, which need at least {size(bytes_)} of this machine's memory, and it has "
+            f"{size(machine.memory)}",
+            "num_layers",
+        )
 
 
 def _check_place(config: Config, place: Place) -> None:

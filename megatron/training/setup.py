@@ -24,6 +24,7 @@ from megatron.data.batches import Batch, batches
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.run_tokenizer import keep_run_tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary
+from megatron.meter import AnnounceWait
 from megatron.model.build import build_model, check_position
 from megatron.parallel import seeds
 from megatron.parallel.devices import Machine
@@ -97,12 +98,21 @@ def prepare(config: Config, console: ConsoleReporter, back: GoBack | None = None
         start = resume.find_start(config, session.processes)
         if back is not None:
             start = replace(start, progress=back.stepped_over(start.progress))
-        run = assemble(config, session, start, console)
-        restore(run)
+        with _announced(console, session, start):
+            run = assemble(config, session, start, console)
+            restore(run)
     except BaseException:
         session.close()
         raise
     return run
+
+
+def _announced(console: ConsoleReporter, session: Session, start: Start) -> AnnounceWait:
+    """Building a large model takes minutes: the first process says so, on a terminal sooner than in a file."""
+    what = "reading its states" if start.resumes else "its optimizer"
+    shown = session.processes.first and console.console is not None
+    first = 3.0 if console.console is not None and console.console.is_terminal else 10.0
+    return AnnounceWait(console.say if shown else lambda line: None, f"building the model and {what}", first=first)
 
 
 def assemble(config: Config, session: Session, start: Start, console: ConsoleReporter) -> Run:

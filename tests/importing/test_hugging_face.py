@@ -260,3 +260,18 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     with full_disk(10_000), pytest.raises(RunError, match=r"run: .*: the disk is full; nothing was kept"):
         imported(tmp_path / "source")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_more_layers_than_the_files_can_hold_are_refused_before_they_are_built(sources: Path, tmp_path: Path) -> None:
+    """A configuration of a million layers took minutes to be found wrong."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in (sources / "opt").iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 1_000_000}))
+    with pytest.raises(
+        UserError, match=r"its configuration describes [\d,]+ parameters, but its files of weights have"
+    ):
+        import_model(source, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
