@@ -252,8 +252,8 @@ class AnnounceWait:
         self.end()
 
     def _run(self) -> None:
-        begun, pause = time.monotonic(), self._first
-        while not self._over.wait(pause):
-            seconds = time.monotonic() - begun
-            self._say(self._what if pause == self._first else f"{self._what} ({duration(seconds)})")
-            pause = self._every
+        begun = time.monotonic()
+        if not self._over.wait(self._first):
+            self._say(self._what)
+        while not self._over.wait(self._every):
+            self._say(f"{self._what} ({duration(time.monotonic() - begun)})")

@@ -10,7 +10,7 @@ All problems of a load are reported together, one line each, with file and line.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
@@ -191,25 +191,22 @@ def _build(settings: Settings, sources: str) -> Config:
     return config
 
 
-READ_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "split": ("data_path", (None,)),
-    "checkpoint_num_layers": ("checkpoint_activations", (False,)),
-    "max_bad_steps": ("on_bad_loss", ("stop",)),
-    "wandb_project": ("use_wandb", (False,)),
-    "wandb_group": ("use_wandb", (False,)),
-    "wandb_team": ("use_wandb", (False,)),
-    "wandb_mode": ("use_wandb", (False,)),
-    "tensorboard_dir": ("use_tensorboard", (False,)),
+READ_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "split": ("train_data_paths", lambda paths: not paths),
+    "checkpoint_num_layers": ("checkpoint_activations", bool),
+    "max_bad_steps": ("on_bad_loss", lambda what: what != "stop"),
+    **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
+    "tensorboard_dir": ("use_tensorboard", bool),
 }
-"""Keys that are read with some values of another key alone: that key, and those of its values with which they are not."""
+"""Keys that are read with some values of another key alone: that key, and whether a value is one of those."""
 
 
 def _note_unread(config: Config, settings: Settings) -> None:
-    """Keys that say nothing beside the others of a configuration."""
+    """Keys that say nothing beside the others of a configuration, unless they say no more than their default."""
     values = config.flat()
-    for key, (other, without) in READ_WITH.items():
+    for key, (other, reads) in READ_WITH.items():
         setting = settings.values.get((key,))
-        if setting is not None and setting.value is not None and values[other] in without:
+        if setting is not None and setting.value != _default(key) and not reads(values[other]):
             settings.notes.append(f"{setting.where}: {key} has no effect: {other} is {show(values[other])}")
 
 

@@ -319,6 +319,6 @@ def test_a_folder_is_no_configuration(tmp_path):
 def test_a_key_that_is_not_read_beside_the_others_is_told(write):
     write(over="split: 8,1,1\nwandb_project: mine\n")
     notes = load(["base", "over"], ["train_data_paths=[x]"]).notes
-    assert "over.yml:1: split has no effect: data_path is null" in notes
+    assert "over.yml:1: split has no effect: train_data_paths is ['x']" in notes
     assert any(note.endswith("wandb_project has no effect: use_wandb is false") for note in notes)
     assert not any("split" in note for note in load(["base", "over"], ["data_path=x"]).notes)
