@@ -59,6 +59,15 @@ def shortened(text: str, most: int = 200) -> str:
     return line if len(line) <= most else f"{line[: most // 2]}…{line[-most // 2 :]}"
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Is this what Python, numpy or torch raise where memory does not suffice? On a CPU torch's is a RuntimeError."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
 def reason(error: BaseException) -> str:
     """What failed, in one line.
 

@@ -103,6 +103,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/training": (
         "megatron.meter",
+        "megatron.planning.memory",
         "megatron.planning.parameters",
         *NUMERIC,
         "deepspeed",

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.errors import RunError, reason
+from megatron.stopping.signals import cleaned_up
 
 FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's words for it: of libraries' errors the words are all that is known (`errors.reason`)."""
@@ -51,7 +52,8 @@ def whole_folder(
     keep = False
     try:
         (work / "new").mkdir(exist_ok=True)  # not mkdtemp's permissions, which are for its owner alone
-        yield work / "new"
+        with cleaned_up(lambda: _settle(work, target, keep=key is not None)):
+            yield work / "new"
         if replace or not target.exists():
             if target.exists():
                 target.rename(work / "old")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.errors import RunError
+from megatron.errors import RunError, lacks_memory
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
@@ -46,7 +46,7 @@ def in_batches(
         try:
             take(chosen)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
+            if not lacks_memory(error):
                 raise
             if size == 1:
                 raise RunError(too_large) from None
@@ -57,9 +57,3 @@ def in_batches(
         done = chosen.stop
         if after is not None:
             after(chosen.stop - chosen.start)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Is this what torch raises where memory does not suffice?"""
-    # On CPU the allocator raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -23,8 +23,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.errors import RunError
-from megatron.evaluation.batching import batch_tokens_on, out_of_memory
+from megatron.errors import RunError, lacks_memory
+from megatron.evaluation.batching import batch_tokens_on
 from megatron.generation.decode import padded
 from megatron.generation.options import GenerationOptions
 from megatron.generation.writer import Writer
@@ -220,7 +220,7 @@ class HarnessModel(TemplateLM):
         try:
             return self._forward(rows, wanted)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
+            if not lacks_memory(error):
                 raise
             if len(rows) == 1:
                 raise RunError(f"{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None

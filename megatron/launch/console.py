@@ -19,7 +19,7 @@ from rich.control import Control
 
 from megatron.errors import FarfieldError, RunError, describe, unusable_path
 from megatron.stopping.output import READABLE, write_nowhere
-from megatron.stopping.signals import Stopped, told
+from megatron.stopping.signals import Stopped, cleaned_up, told
 
 WIDTH = 120  # of lines that no terminal shows: files, pipes
 
@@ -94,7 +94,8 @@ def temporary_log() -> Iterator[Path]:
     os.close(descriptor)
     log = Path(name)
     try:
-        yield log
+        with cleaned_up(lambda: log.unlink(missing_ok=True)):
+            yield log
     except UnexpectedError:
         raise
     except BaseException:

@@ -26,7 +26,7 @@ from megatron.launch.processes import free_port, run_processes, threads_per_proc
 from megatron.parallel.place import Place
 from megatron.parallel.surroundings import ADDRESS, Started, job_line
 from megatron.stopping.parent import end_with_parent
-from megatron.stopping.signals import Stopped
+from megatron.stopping.signals import Stopped, cleaned_up
 from megatron.training.preflight import Settled
 from megatron.training.records import HEARTBEAT, METRICS
 from megatron.training.wandb_login import check_login
@@ -113,15 +113,20 @@ def run_log(config: Config, first: bool) -> Iterator[Path]:
     made = make_folder("save", folder)
     log = folder / LOG_FILE
     new = not log.exists()
-    try:
-        _open_log(log, first)
-        yield log
-    except (UserError, KeyboardInterrupt, Stopped):
-        # What the user wrote cannot be done, or nothing was: leave no folder behind that holds no more than this.
+
+    def leave_nothing() -> None:
+        """Leave no folder behind that holds no more than this."""
         if new and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
             for name in (LOG_FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
             remove_empty(made)
+
+    try:
+        with cleaned_up(leave_nothing):
+            _open_log(log, first)
+            yield log
+    except (UserError, KeyboardInterrupt, Stopped):  # what the user wrote cannot be done, or nothing was
+        leave_nothing()
         raise
 
 

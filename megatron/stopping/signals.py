@@ -8,6 +8,10 @@ From a command's first line to its last one of three things answers them:
   if nothing were installed. A second SIGHUP is not, for what hangs up (a terminal, a parent that was killed) may send
   several.
 
+Python answers a signal between two of its own instructions, so an import, or work in C, may keep it waiting for long.
+What is unwinding is therefore given `PATIENCE`; then a thread of ours removes what would be left (`cleaned_up`) and
+ends the process.
+
 A signal that is ignored when we come (SIGHUP under nohup) stays ignored.
 """
 
@@ -22,6 +26,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+PATIENCE = 1.5
+"""Seconds from a signal to the exception that it becomes, where nothing is there yet that would be saved."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Say = Callable[[str], None]
 
@@ -84,7 +90,64 @@ def unwind(number: int, frame: FrameType | None) -> None:
         frame = frame.f_back
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)  # what hangs up may say so again, while files are removed
+    _answered.set()
     raise ending(number)
+
+
+_answered = threading.Event()
+"""Has a signal become an exception?"""
+_cleanups: list[Callable[[], object]] = []
+
+
+@contextmanager
+def cleaned_up(clean: Callable[[], object]) -> Iterator[None]:
+    """Have `clean` called, from a thread, if the process must be ended inside this context without an exception."""
+    _cleanups.append(clean)
+    try:
+        yield
+    finally:
+        _cleanups.remove(clean)
+
+
+@contextmanager
+def _impatient(standard_error: int) -> Iterator[None]:
+    """End the process `PATIENCE` after a signal that no exception has answered until then.
+
+    The system tells a thread of ours of a signal at once, whatever the main thread does; `acknowledged`, inside which
+    there is something to save, has it told itself instead.
+    """
+    global _impatience
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    over = threading.Event()
+
+    def wait() -> None:
+        while numbers := ours.recv(64):
+            # Whoever else answers a signal has something to save.
+            number = next((number for number in numbers if signal.getsignal(number) is unwind), None)
+            if number is None or _answered.wait(PATIENCE) or over.is_set():
+                continue
+            for clean in reversed(_cleanups):
+                with suppress(Exception):
+                    clean()
+            with suppress(OSError):
+                os.write(standard_error, f"{told(ending(number))}\n".encode())
+            os._exit(128 + number)
+
+    _answered.clear()
+    threading.Thread(target=wait, name="impatience", daemon=True).start()
+    before, _impatience = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), theirs.fileno()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        _impatience = -1
+        theirs.close()
+
+
+_impatience = -1
+"""The descriptor by which the system tells `_impatient` of signals, while it is entered."""
 
 
 _standard_error: int | None = None
@@ -110,7 +173,8 @@ def unwinding(instead: tuple[Any, ...] = ()) -> Iterator[None]:
     for number in before:
         signal.signal(number, unwind)
     try:
-        yield
+        with _impatient(held):
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -123,7 +187,7 @@ def _acknowledge() -> None:
     global _standard_error
     wakened = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
-    if _standard_error is not None and wakened == -1:
+    if _standard_error is not None and wakened in (-1, _impatience):
         with suppress(OSError):
             os.write(_standard_error, b"stopping\n")
     _standard_error = None

@@ -12,6 +12,7 @@ loss stays non-finite, its last good checkpoint untouched.
 
 import math
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,14 @@ from torch import Tensor
 from megatron.checkpoint import counters, folder
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.save import Saver
+from megatron.config.ranks import mesh_sizes
 from megatron.config.schema import Config
-from megatron.errors import RunError
+from megatron.data.vocabulary import vocabulary
+from megatron.errors import FarfieldError, RunError, lacks_memory
 from megatron.parallel import seeds
+from megatron.parallel.surroundings import told
+from megatron.planning.memory import memory
+from megatron.quantities import size
 from megatron.stopping.signals import StopRequest
 from megatron.training import outline
 from megatron.training.bad_loss import MOST_ROLLBACKS, GoBack, UsualLoss
@@ -80,11 +86,33 @@ def train(config: Config, console: Console | None = None, end: End | None = None
     begun = time.perf_counter()
     back: GoBack | None = None
     while True:
-        outcome = _attempt(config, ConsoleReporter(console, config.training.train_iters), begun, end, back)
+        try:
+            outcome = _attempt(config, ConsoleReporter(console, config.training.train_iters), begun, end, back)
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            raise RunError(_memory_line(config, error)) from error
         if isinstance(outcome, TrainResult):
             return outcome
         back = outcome
         config = config.replace(load=back.load, finetune=False, rollback=False)
+
+
+def _memory_line(config: Config, error: BaseException) -> str:
+    """What to say where memory does not suffice: what was asked for last, what was planned, and what helps."""
+    asked = re.search(r"allocate ([\d.,]+ ?\w*)", str(error))
+    line = f"memory does not suffice{f' (for {asked[1]} more)' if asked else ''}"
+    started = told(port=config.launch.master_port)
+    try:
+        sizes = mesh_sizes(config, 1 if started is None else started.place.world)
+        planned = memory(config, sizes, vocabulary(config.data).size).total
+        line += f"; this configuration is planned to need {size(planned)} on each rank (./deepy.py plan)"
+    except FarfieldError:  # an encoding of which nothing is known
+        pass
+    return (
+        f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations: true or "
+        "zero_optimization.stage"
+    )
 
 
 def _attempt(

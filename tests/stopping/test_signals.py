@@ -3,7 +3,10 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +69,34 @@ def test_everything_is_put_back() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert threading.active_count() == threads
+
+
+PATIENT = """
+import ctypes, os, signal, sys, threading, time
+sys.path.insert(0, {root!r})
+from megatron.stopping.signals import cleaned_up, unwinding
+left = sys.argv[1]
+open(left, "w").close()
+with unwinding(), cleaned_up(lambda: os.unlink(left)):
+    print("busy", flush=True)
+    libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        libc.pthread_mutex_lock(lock)  # in C, for good
+"""
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by signal 15")])
+def test_what_is_busy_in_c_with_nothing_to_save_ends_all_the_same(number: int, said: str, tmp_path: Path) -> None:
+    """As a tokenizer that is trained, or the import of torch: an exception would come whole seconds later."""
+    left = tmp_path / "left"
+    code = PATIENT.format(root=str(Path(__file__).parents[2]))
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(left)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "busy\n"
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 128 + number
+    assert errors == f"{said}\n"
+    assert not left.exists()

@@ -226,3 +226,20 @@ def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_pat
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
     assert same_weights(tmp_path / "again", tmp_path / "run")
     assert folder.step_of(folder.resolve(tmp_path / "run")) == 2
+
+
+def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's allocator fails with a RuntimeError, as anything does."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 123456789012 bytes. Error code 12 (Cannot allocate memory)"
+        )
+
+    monkeypatch.setattr(Engine, "accumulate", fail)
+    said = r"memory does not suffice \(for 123456789012 bytes more\); this configuration is planned to need [\d.]+ "
+    with pytest.raises(RunError, match=said):
+        train(tiny_config(corpus, tmp_path))
