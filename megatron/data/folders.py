@@ -52,7 +52,7 @@ def whole_folder(
     keep = False
     try:
         (work / "new").mkdir(exist_ok=True)  # not mkdtemp's permissions, which are for its owner alone
-        with cleaned_up(lambda: _settle(work, target, keep=key is not None)):
+        with cleaned_up(lambda: _settle(work, target, keep=stays is not None and stays(KeyboardInterrupt()))):
             yield work / "new"
         if replace or not target.exists():
             if target.exists():

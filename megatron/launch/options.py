@@ -92,7 +92,7 @@ class LaunchOptions(Section):
         1500.0,
         "seconds in which no rank hangs: one that shows no progress for so long ends the run, with the stacks of all "
         "ranks in the run's folder; null turns it off",
-        gt=0,
+        ge=1,
         role="machine",
     )
     master_port: int | None = key(

@@ -45,12 +45,12 @@ def run(config: Config, log: Path, rank: int, end: Callable[[HangError, bool], N
         os._exit(error.exit_code)
 
     try:
-        return _train(config, log, rank, end or leave)
+        return _train(config, log, rank, end or leave, errors)
     finally:
         os.close(errors)
 
 
-def _train(config: Config, log: Path, rank: int, end: Callable[[HangError, bool], None]) -> int:
+def _train(config: Config, log: Path, rank: int, end: Callable[[HangError, bool], None], errors: int) -> int:
     with run_console(log, silent=rank > 0) as console, explained(log):
         output = StoppingStream(console.file)
         console.file = output  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def _train(config: Config, log: Path, rank: int, end: Callable[[HangError, bool]
         from megatron.training.loop import train
 
         try:
-            result = train(config, console if rank == 0 else None, end)
+            result = train(config, console if rank == 0 else None, end, errors=errors)
         except BaseException:
             give_up()
             raise

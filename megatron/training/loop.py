@@ -67,7 +67,7 @@ class TrainResult:
         return 0 if self.signal is None else 128 + self.signal
 
 
-def train(config: Config, console: Console | None = None, end: End | None = None) -> TrainResult:
+def train(config: Config, console: Console | None = None, end: End | None = None, *, errors: int = 2) -> TrainResult:
     """Train a model. Every process of the run calls this with the same configuration.
 
     Args:
@@ -75,6 +75,7 @@ def train(config: Config, console: Console | None = None, end: End | None = None
         console: where the first process reports; None for silence.
         end: ends this process when a rank hangs, which its main thread may not be able to; if absent with a line on
             standard error.
+        errors: the descriptor that the user reads errors from; 2 may point to a log.
 
     Returns:
         How the run ended: at its last step, or at a signal (`exit_code`).
@@ -87,7 +88,7 @@ def train(config: Config, console: Console | None = None, end: End | None = None
     back: GoBack | None = None
     while True:
         try:
-            outcome = _attempt(config, ConsoleReporter(console, config.training.train_iters), begun, end, back)
+            outcome = _attempt(config, ConsoleReporter(console, config.training.train_iters), begun, end, back, errors)
         except (MemoryError, RuntimeError) as error:
             if not lacks_memory(error):
                 raise
@@ -116,12 +117,12 @@ def _memory_line(config: Config, error: BaseException) -> str:
 
 
 def _attempt(
-    config: Config, reporter: ConsoleReporter, begun: float, end: End | None, back: GoBack | None
+    config: Config, reporter: ConsoleReporter, begun: float, end: End | None, back: GoBack | None, errors: int
 ) -> "TrainResult | GoBack":
     """One start of a run, to its end or to where it goes back: as if it were started anew, by the same path."""
     run = prepare(config, reporter, back)
     try:
-        loop = Loop(run, begun, end, back)
+        loop = Loop(run, begun, end, back, errors)
         try:
             return loop.until_the_end()
         finally:
@@ -136,7 +137,9 @@ def _attempt(
 class Loop:
     """The state of a run between two steps."""
 
-    def __init__(self, run: Run, begun: float, end: End | None = None, back: GoBack | None = None) -> None:
+    def __init__(
+        self, run: Run, begun: float, end: End | None = None, back: GoBack | None = None, errors: int = 2
+    ) -> None:
         self.run, self.begun = run, begun
         progress = run.start.progress
         self.step, self.samples, self.tokens = progress.step, progress.consumed_samples, progress.consumed_tokens
@@ -147,7 +150,11 @@ class Loop:
         self.valid: EvaluationRecord | None = None
         save = run.config.checkpoint.save
         self.watch = Watch(
-            run.processes, timeout=run.config.launch.hang_timeout, folder=None if save is None else Path(save), end=end
+            run.processes,
+            timeout=run.config.launch.hang_timeout,
+            folder=None if save is None else Path(save),
+            end=end,
+            errors=errors,
         )
         self.saver = None if save is None else Saver(Path(save), run.config, run.processes)
 

@@ -9,7 +9,8 @@ stands for "try again" and lets a scheduler requeue.
 Three things may keep a rank from answering, and each has its own way to be found:
 
     it waits in a collective, sleeps, reads   its thread answers, writes the stacks and ends the process
-    it computes in C with Python's lock held  `faulthandler` writes the stacks a little later, without Python's help
+    it computes in C with Python's lock held  `faulthandler` writes the stacks a little later, without Python's help, to
+                                              a process beside this one, which keeps and tells them
     it was stopped, or its machine is gone    no sign of life comes, and the line says so; whoever started it ends it
 """
 
@@ -17,6 +18,7 @@ import faulthandler
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +34,27 @@ from megatron.parallel.beats import Beats
 from megatron.parallel.processes import Processes
 from megatron.training.records import HEARTBEAT
 
+HANG_REPORTER = """
+import sys
+beat, stacks = b"", []
+for line in sys.stdin.buffer:
+    if line.startswith(b"at ") and not stacks:
+        beat = line[3:].strip()
+    elif stacks or line.startswith(b"Timeout"):
+        stacks.append(line)
+if stacks:
+    rank, seconds, path = sys.argv[1:]
+    kept = ""
+    if path:
+        with open(path, "ab") as file:
+            file.writelines(stacks)
+        kept = f"; its stacks are in {path}"
+    _, step, phase = beat.decode().split(" ", 2)
+    print(f"error: rank {rank} hangs in {phase} of step {step} for {seconds} s (hang_timeout), in native code that "
+          f"holds Python's lock{kept}", file=sys.stderr, flush=True)
+"""
+"""A program that reads where a rank is, line by line, and in the end what `faulthandler` writes of one that hangs: it
+says so then, which the rank itself cannot."""
 STACKS = "stacks"
 """In the run's folder: the stacks of the ranks of a run that hung."""
 WRITTEN_EVERY = 10.0
@@ -107,10 +130,17 @@ class Watch:
             file is written.
         folder: the run's, for heartbeat and stacks; None: neither is written to files.
         end: ends the process with the error.
+        errors: the descriptor that the user reads errors from.
     """
 
     def __init__(
-        self, processes: Processes, *, timeout: float | None, folder: Path | None, end: End | None = None
+        self,
+        processes: Processes,
+        *,
+        timeout: float | None,
+        folder: Path | None,
+        end: End | None = None,
+        errors: int = 2,
     ) -> None:
         self.processes, self.timeout, self.folder, self.end = processes, timeout, folder, end or leave
         self._beats = Beats(processes)
@@ -120,12 +150,24 @@ class Watch:
         self._answered = time.monotonic()
         self._closed, self._ending = threading.Event(), threading.Event()
         self._stacks: Any = None
+        self._errors = errors
+        self._reporter: subprocess.Popen[bytes] | None = None
         self._threads = [threading.Thread(target=self._ask, name="watch", daemon=True)]
         if processes.rank > 0 and timeout is not None:
             self._threads.append(threading.Thread(target=self._expect_answers, name="watch-store", daemon=True))
 
     def begin(self, step: int) -> None:
         """Start to watch. Every rank must come here."""
+        if self.timeout is not None:
+            seconds = f"{self.timeout + self._grace:.0f}"
+            path = "" if self.folder is None else str(self._path().absolute())
+            if path:
+                self._file()  # makes the folder
+            self._reporter = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.processes.rank), seconds, path],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, bufsize=0,
+                start_new_session=True,
+            )  # fmt: skip
         self.at("start", step)
         self._beats.tell("alive", "0")
         for thread in self._threads:
@@ -137,7 +179,12 @@ class Watch:
         self._beats.tell("beat", str(self._beat))
         if self.timeout is not None:
             # Should Python itself not come to its turn any more.
-            faulthandler.dump_traceback_later(self.timeout + self._grace, exit=True, file=self._file())
+            file = self._file()
+            if self._reporter is not None and self._reporter.stdin is not None:
+                with suppress(OSError):  # somebody ended it
+                    self._reporter.stdin.write(f"at {self._beat}\n".encode())
+                    file = self._reporter.stdin
+            faulthandler.dump_traceback_later(self.timeout + self._grace, exit=True, file=file)
 
     def close(self) -> None:
         """The run has ended, well or not."""
@@ -147,6 +194,10 @@ class Watch:
         self._closed.set()
         if self.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
+        if self._reporter is not None and self._reporter.stdin is not None:
+            with suppress(OSError):
+                self._reporter.stdin.close()
+            self._reporter.wait()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(self._pause + 1)

@@ -1,6 +1,7 @@
 """A rank that hangs is named, and the run ends."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,24 @@ def test_a_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
     assert codes == [75, 1]  # faulthandler's own exit code
     assert "rank 1 hangs in data of step 2" in error_of(printed[0])
     assert "in spinning" in stacks[1]
+
+
+def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
+    """Nobody else is there to tell of it."""
+    config = tiny_config(corpus, tmp_path / "run", train_iters=6, hang_timeout=1.0)
+    config.save(tmp_path / "config.yml")
+    arguments = (str(tmp_path / "config.yml"), "0", "1", "0", "spin")
+    rank = Forked(SCRIPT, *arguments, output=tmp_path / "0.txt", env={"MASTER_PORT": str(free_port())})
+    try:
+        assert rank.wait(120) == 1
+    finally:
+        rank.kill()
+    deadline = time.monotonic() + 20  # the process beside it speaks when it is gone
+    while "error: " not in rank.printed() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    told = error_of(rank.printed())
+    assert "rank 0 hangs in data of step 2 for 2 s (hang_timeout), in native code that holds Python's lock; its" in told
+    assert "in spinning" in (tmp_path / "run" / STACKS / "rank_0.txt").read_text()
 
 
 @pytest.mark.parametrize("late", [0, 1])
