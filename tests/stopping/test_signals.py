@@ -68,7 +68,7 @@ def test_everything_is_put_back() -> None:
         pass
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # a timer of an earlier test may have ended since
 
 
 PATIENT = """
