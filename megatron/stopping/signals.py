@@ -133,6 +133,7 @@ def _impatient(standard_error: int) -> Iterator[None]:
             with suppress(OSError):
                 os.write(standard_error, f"{told(ending(number))}\n".encode())
             os._exit(128 + number)
+        ours.close()
 
     _answered.clear()
     threading.Thread(target=wait, name="impatience", daemon=True).start()
