@@ -15,6 +15,8 @@ from pathlib import Path
 from megatron.errors import RunError, UserError
 
 LOCK = ".lock"
+SWEEP_LOCK = ".sweep.lock"
+"""In a sweep's folder, which is no run's: by `LOCK` runs are known."""
 PATIENCE = 10.0
 """Seconds to wait for whoever holds the folder; a process that reads data sees within five that its run is gone."""
 
@@ -24,7 +26,8 @@ class RunLock:
 
     Args:
         run: the folder.
-        key: that names it.
+        name: of the file that is locked there.
+        key: that names the folder.
         busy: what to say of a folder that somebody else holds.
         patience: seconds to wait for them.
 
@@ -37,11 +40,12 @@ class RunLock:
         self,
         run: str | Path,
         *,
+        name: str = LOCK,
         key: str = "save",
         busy: str = "another run is writing there; choose another folder or wait",
         patience: float | None = None,
     ) -> None:
-        self._key, path = key, Path(run) / LOCK
+        self._key, path = key, Path(run) / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron.checkpoint.folder import checkpoints
-from megatron.checkpoint.lock import LOCK, RunLock
+from megatron.checkpoint.lock import LOCK, SWEEP_LOCK, RunLock
 from megatron.checkpoint.run_files import is_saved_config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.experiments import receipts, slurm_array, supervision
@@ -103,7 +103,9 @@ def run(
         return []
     make_folder("sweep.output", sweep.output)
     _refuse_files_of_others(sweep)
-    lock = None if member is not None else RunLock(sweep.output, key="sweep.output", busy=BUSY, patience=1.0)
+    lock = None
+    if member is None:
+        lock = RunLock(sweep.output, name=SWEEP_LOCK, key="sweep.output", busy=BUSY, patience=1.0)
     with _released(lock), _console(console, sweep.output / "log.txt") as shown:
         say = _lines(shown)
         for note in sweep.notes:

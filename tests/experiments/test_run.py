@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.lock import SWEEP_LOCK, RunLock
 from megatron.errors import RunError, UserError
 from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
@@ -133,12 +133,13 @@ def test_a_run_that_was_configured_otherwise_is_no_failure_of_this_one(trainer: 
 
 def test_a_second_sweep_in_the_same_folder_says_that_one_is_running(trainer: Trainer) -> None:
     Path("out").mkdir()
-    lock = RunLock("out")
+    lock = RunLock("out", name=SWEEP_LOCK)
     with pytest.raises(UserError, match=r"sweep.output: out: a sweep is running there; wait for its end, or choose an"):
         run()
     lock.release()
     run()
     run()
+    assert not Path("out/.lock").exists()  # by which `status` knows runs
 
 
 def quiet() -> Console:
