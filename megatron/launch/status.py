@@ -24,7 +24,7 @@ from megatron.errors import FarfieldError, UserError, reason
 from megatron.files import parse_json
 from megatron.launch.console import PlainConsole
 from megatron.quantities import duration
-from megatron.training.records import HEARTBEAT, METRICS, damage_in, lines, unreadable
+from megatron.training.records import DIVERGED, HEARTBEAT, METRICS, damage_in, lines, unreadable
 
 FRESH = 60.0
 """Seconds: a run on another machine whose heartbeat is older is not alive."""
@@ -38,7 +38,7 @@ class Status:
 
     run: str
     state: str
-    """training (with its phase), finished, stopped."""
+    """training (with its phase), finished, diverged, stopped."""
     step: int
     train_iters: int | None
     loss: float | None
@@ -126,6 +126,8 @@ def status(run: Path) -> Status:
         state = str(beat.get("phase", "starting"))
     elif train_iters is not None and step >= train_iters:
         state = "finished"
+    elif records and records[-1].get("kind") == DIVERGED:
+        state, step = DIVERGED, max(step, int(records[-1]["step"]))
     return Status(
         str(run), state, step, train_iters, _finite(last.get("loss")),
         _finite(valid[-1].get("loss")) if valid else None, _finite(last.get("tokens_per_second")),

@@ -34,6 +34,13 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert (found.loss, found.valid_loss, found.mfu, found.seconds_left) == (2.5, 2.75, 0.25, None)
 
 
+def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "diverged", "step": 33, "reason": "its loss is nan"}) + "\n")
+    assert (status(run).state, status(run).step) == ("diverged", 33)
+
+
 def test_a_fresh_heartbeat_is_life(tmp_path: Path) -> None:
     found = status(make(tmp_path / "a", time=time.time(), step=35, phase="validate"))
     assert (found.state, found.step, found.seconds_left) == ("validate", 35, 70.0)
