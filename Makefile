@@ -18,7 +18,7 @@ help:
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
 	@echo "make launchers    as root: Debian's sshd, OpenMPI and iproute2, with which make test also tests ssh, mpirun and torchrun"
-	@echo "make test-fast    the tests that take about two minutes, for the inner loop"
+	@echo "make test-fast    the tests that need no training process, in a little over a minute, for the inner loop"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
