@@ -33,12 +33,12 @@ except ModuleNotFoundError:  # a bare python3: continue in the environment that 
 
 from typer.core import TyperGroup
 
-from megatron.analysis.options import AnalysisOptions
-from megatron.data.options import CorpusOptions
 from megatron.errors import FarfieldError, UserError
-from megatron.evaluation.options import EvaluationOptions, TaskOptions
-from megatron.generation.options import GenerationOptions
-from megatron.options import docstring
+from megatron.options.analysis import AnalysisOptions
+from megatron.options.data import CorpusOptions
+from megatron.options.evaluation import EvaluationOptions, TaskOptions
+from megatron.options.generation import GenerationOptions
+from megatron.options.section import docstring
 from megatron.stopping.command import run, untouched
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from megatron.config.load import Loaded
     from megatron.config.schema import Config
-    from megatron.options import Section
+    from megatron.options.section import Section
     from megatron.training.preflight import Settled
 
 

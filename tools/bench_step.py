@@ -38,8 +38,8 @@ import torch  # noqa: E402
 from kernels.runtime import interpreted  # noqa: E402
 from megatron.model.attention import Reading  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
-from megatron.model.options import ModelOptions, PositionOptions  # noqa: E402
 from megatron.model.precision import DTYPES  # noqa: E402
+from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
 from megatron.parallel.processes import alone  # noqa: E402
 from megatron.position.stretches import stretches  # noqa: E402
 from megatron.training.hardware import peak_tflops  # noqa: E402

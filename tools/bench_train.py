@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from megatron.config.load import load  # noqa: E402
 from megatron.data.corpus import prepare  # noqa: E402
 from megatron.data.datasets import token_stream  # noqa: E402
-from megatron.data.options import CorpusOptions  # noqa: E402
+from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.stopping.signals import StopRequest  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.loop import Loop  # noqa: E402

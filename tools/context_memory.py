@@ -41,7 +41,7 @@ def saved_bytes(job: dict[str, Any], meet: Callable[[], Place]) -> list[int]:
     import torch
 
     from megatron.model.build import build_model
-    from megatron.model.options import ModelOptions, PositionOptions
+    from megatron.options.model import ModelOptions, PositionOptions
     from megatron.parallel.mesh import Sizes
     from megatron.parallel.processes import join
 

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron.analysis.options import AnalysisOptions
 from megatron.errors import UserError
+from megatron.options.analysis import AnalysisOptions
 from megatron.suggest import choose_from
 
 if TYPE_CHECKING:

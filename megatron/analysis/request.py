@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.analysis.analysis import check_names, is_data, names, reads
-from megatron.analysis.options import AnalysisOptions
 from megatron.analysis.reading import Reading, of_task, of_text
 from megatron.checkpoint.trained import Run, open_runs
 from megatron.config.load import load
@@ -17,10 +16,11 @@ from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.evaluation.exercise import learned_task, questions
 from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.texts import common_text
 from megatron.files import check_folder, refuse_files_of_others
 from megatron.model.placement import check_precision
+from megatron.options.analysis import AnalysisOptions
+from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.document import is_document
 
 MULTIPLES = [1.0, 4.0]

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from megatron.analysis.analysis import Table, analyses
 from megatron.analysis.candidates import Candidate, candidates_of, looked, work_of
 from megatron.analysis.findings import Findings
-from megatron.analysis.options import AnalysisOptions
 from megatron.analysis.request import PAGE, Request, read_request
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import saying
 from megatron.files import write_text
 from megatron.meter import Meter
+from megatron.options.analysis import AnalysisOptions
 
 if TYPE_CHECKING:
     from rich.console import Console

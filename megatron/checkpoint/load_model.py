@@ -18,7 +18,7 @@ from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.model.options import PositionOptions
+from megatron.options.model import PositionOptions
 from megatron.parallel.processes import alone
 
 

@@ -19,7 +19,7 @@ from megatron.config.problems import describe
 from megatron.config.schema import Config, owners
 from megatron.config.yaml_files import read_yaml
 from megatron.errors import RunError, UserError
-from megatron.model.options import GATED, intermediate_size
+from megatron.options.model import GATED, intermediate_size
 
 Values = dict[str, Any]
 

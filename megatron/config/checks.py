@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from megatron.config import names
 from megatron.config.ranks import known_world, mesh_sizes, undivided, with_batch
 from megatron.config.schema import Config
-from megatron.data.options import conflicts as data_conflicts
-from megatron.data.options import split_shares
 from megatron.errors import UserError
-from megatron.launch.options import conflicts as launch_conflicts
-from megatron.model.options import conflicts as model_conflicts
+from megatron.options.data import conflicts as data_conflicts
+from megatron.options.data import split_shares
+from megatron.options.launch import conflicts as launch_conflicts
+from megatron.options.model import conflicts as model_conflicts
+from megatron.options.training import conflicts as training_conflicts
 from megatron.suggest import choose_from, did_you_mean
-from megatron.training.options import conflicts as training_conflicts
 
 Problem = tuple[str, str]
 

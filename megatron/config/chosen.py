@@ -7,7 +7,7 @@ from pydantic import ValidationError, create_model
 
 from megatron.config.problems import describe
 from megatron.errors import UserError
-from megatron.options import Section
+from megatron.options.section import Section
 
 Chosen = TypeVar("Chosen", bound=Section)
 

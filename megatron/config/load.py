@@ -25,9 +25,9 @@ from megatron.config.problems import describe
 from megatron.config.schema import SECTIONS, Config, Path_, owners
 from megatron.config.settings import COMMAND_LINE, Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
-from megatron.data.options import DataOptions
 from megatron.errors import UserError
-from megatron.model.options import GATED, LARGEST, ModelOptions, feed_forward_size
+from megatron.options.data import DataOptions
+from megatron.options.model import GATED, LARGEST, ModelOptions, feed_forward_size
 from megatron.suggest import did_you_mean
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"

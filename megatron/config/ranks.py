@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.model.options import indivisible
+from megatron.options.model import indivisible
+from megatron.options.training import BATCH, LARGEST_BATCH, MICRO, STEPS, TrainingOptions
 from megatron.parallel.mesh import Sizes
-from megatron.training.options import BATCH, LARGEST_BATCH, MICRO, STEPS, TrainingOptions
 
 
 def known_world(config: Config) -> int | None:

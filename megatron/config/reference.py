@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron.analysis.options import AnalysisOptions
 from megatron.config import names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
-from megatron.evaluation.options import EvaluationOptions, TaskOptions
-from megatron.experiments.options import PublishedOptions, SweepCorpusOptions, SweepOptions
-from megatron.generation.options import GenerationOptions
-from megatron.options import Section, docstring
+from megatron.options.analysis import AnalysisOptions
+from megatron.options.evaluation import EvaluationOptions, TaskOptions
+from megatron.options.generation import GenerationOptions
+from megatron.options.section import Section, docstring
+from megatron.options.sweep import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.suggest import did_you_mean
 
 PAGE = Path("docs/configuration.md")

@@ -16,14 +16,14 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from megatron.checkpoint.options import CheckpointOptions
 from megatron.config.yaml_files import dump
-from megatron.data.options import DataOptions
 from megatron.files import write_text
-from megatron.launch.options import LaunchOptions
-from megatron.model.options import ModelOptions, PositionOptions
-from megatron.options import Role, Section, docstring
-from megatron.training.options import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
+from megatron.options.checkpoint import CheckpointOptions
+from megatron.options.data import DataOptions
+from megatron.options.launch import LaunchOptions
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.section import Role, Section, docstring
+from megatron.options.training import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
 
 Path_ = tuple[str, ...]
 

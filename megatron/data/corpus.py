@@ -33,7 +33,6 @@ from megatron.data.documents import Division, Text, divide, holding
 from megatron.data.encode import Encoder, chunks, encode_all
 from megatron.data.folders import recover, whole_folder, written
 from megatron.data.hub import UnfinishedError
-from megatron.data.options import CorpusOptions
 from megatron.data.paths import SPLITS, WHOLE
 from megatron.data.recipe import Recipe, read_recipe
 from megatron.data.sources import SourceFile, decode
@@ -41,6 +40,7 @@ from megatron.data.tokenizers import Tokenizer, open_tokenizer, train_bpe
 from megatron.data.writing import PROGRESS, CorpusWriter, read_progress
 from megatron.errors import UserError
 from megatron.files import farfield_version
+from megatron.options.data import CorpusOptions
 from megatron.stopping.signals import Stopped
 
 

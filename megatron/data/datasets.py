@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.data.lengths import sequence_lengths
-from megatron.data.options import SPLITS, DataOptions, Split
 from megatron.data.parts import check_content, check_part, parts_of
 from megatron.data.vocabulary import vocabulary
 from megatron.errors import UserError
+from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.tasks.chosen import exercise
 
 if TYPE_CHECKING:

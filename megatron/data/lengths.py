@@ -1,6 +1,6 @@
 """How long training sequences are."""
 
-from megatron.data.options import DataOptions
+from megatron.options.data import DataOptions
 from megatron.tasks.chosen import exercise
 
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from megatron.data.description import CHECKED_WHOLE
 from megatron.data.indexed import Indexed, open_indexed
-from megatron.data.options import SPLITS, DataOptions, Split, split_shares
 from megatron.data.paths import check_dataset, split_prefixes
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
+from megatron.options.data import SPLITS, DataOptions, Split, split_shares
 
 
 @dataclass(frozen=True)

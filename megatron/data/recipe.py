@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from megatron.data.documents import is_one_text
-from megatron.data.options import CorpusOptions
 from megatron.data.sources import SourceFile, scan
 from megatron.data.splits import check_shares
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, open_tokenizer
 from megatron.errors import UserError
+from megatron.options.data import CorpusOptions
 from megatron.suggest import choose_from
 
 TRAINED = "bpe"

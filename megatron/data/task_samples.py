@@ -10,7 +10,7 @@ A step's whole batch is drawn at a time, by whoever needs one sample of it: draw
 import numpy as np
 import torch
 
-from megatron.data.options import SPLITS, Split
+from megatron.options.data import SPLITS, Split
 from megatron.tasks.chosen import Exercise
 from megatron.tasks.task import Drawn
 

@@ -34,9 +34,9 @@ import numpy as np
 import tokenizers as hf
 
 from megatron.data.description import TokenizerFacts, read_tokenizer_folder
-from megatron.data.options import LARGEST_VOCABULARY, DataOptions, TokenizerType
 from megatron.data.paths import all_prefixes, description_of
 from megatron.errors import RunError, UserError
+from megatron.options.data import LARGEST_VOCABULARY, DataOptions, TokenizerType
 from megatron.suggest import choose_from, did_you_mean
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.options import DataOptions
 from megatron.data.paths import all_prefixes, description_of
 from megatron.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_keys
 from megatron.errors import UserError
+from megatron.options.data import DataOptions
 from megatron.tasks.chosen import exercise
 
 

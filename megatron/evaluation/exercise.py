@@ -21,10 +21,10 @@ import numpy as np
 from megatron.errors import RunError, UserError
 from megatron.evaluation.accuracy import Counted, accuracies, summed_up
 from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.options import EvaluationOptions, refuse_choices_of_text
 from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
 from megatron.evaluation.work import forward_flops
+from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
 from megatron.reports.records import FLOOR, Record
 from megatron.tasks.chosen import Exercise, exercise
 from megatron.tasks.floors import right

@@ -26,9 +26,9 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.errors import RunError, lacks_memory
 from megatron.evaluation.batching import batch_tokens_on
 from megatron.generation.decode import padded
-from megatron.generation.options import GenerationOptions
 from megatron.generation.writer import Writer
 from megatron.model.gpt import GPT
+from megatron.options.generation import GenerationOptions
 
 GENERATED = 256
 """Tokens that a task lets a model write, unless it says how many: the harness's own default."""

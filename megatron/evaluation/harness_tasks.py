@@ -25,7 +25,6 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.errors import RunError, UserError, reason
 from megatron.evaluation.changes import with_changes
 from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.options import EvaluationOptions, TaskOptions, refuse_choices_of_text
 from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.request import read_runs
 from megatron.evaluation.run import Candidate, Say, about_run, candidates_of, measured, saying
@@ -33,6 +32,7 @@ from megatron.evaluation.sketch import ending, outline
 from megatron.evaluation.subject import Progress, Scoring
 from megatron.evaluation.work import known_lengths
 from megatron.optional import need
+from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_choices_of_text
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.suggest import did_you_mean

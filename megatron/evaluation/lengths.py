@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from megatron.errors import UserError
-from megatron.evaluation.options import EvaluationOptions
+from megatron.options.evaluation import EvaluationOptions
 
 DEFAULT_MULTIPLES = (1, 2, 4, 8, 16, 32)
 LONGEST = 2**40

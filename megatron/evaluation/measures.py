@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.errors import RunError, UserError
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.protocols import Cut, Plan
+from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.metrics import LARGEST_NLL, bounded_exp
 from megatron.reports.records import Record

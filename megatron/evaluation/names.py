@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.model.identity import settled_options
-from megatron.model.options import PositionOptions
+from megatron.options.model import PositionOptions
 from megatron.position.method import Method
 from megatron.position.registry import encoding_class, processor_class
 

@@ -43,7 +43,7 @@ import numpy as np
 
 from megatron.errors import UserError
 from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.options import PROBES, EvaluationOptions, Protocol
+from megatron.options.evaluation import PROBES, EvaluationOptions, Protocol
 
 PROTOCOLS: tuple[str, ...] = tuple(each for each in get_args(Protocol) if each not in PROBES)
 

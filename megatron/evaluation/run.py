@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from megatron.checkpoint.trained import Run
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.request import Asked, read_runs
 from megatron.evaluation.sketch import sketch
@@ -25,6 +24,7 @@ from megatron.evaluation.subject import Progress, Scoring
 from megatron.evaluation.subjects import subject_of
 from megatron.meter import Job, Meter
 from megatron.model.placement import compute_type, find_device
+from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports import tables
 from megatron.reports.folder import write_results

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.subject import Subject
 from megatron.evaluation.subjects import subject_of_config
 from megatron.model.placement import check_backend
+from megatron.options.evaluation import EvaluationOptions
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT

@@ -17,12 +17,12 @@ from megatron.data.tokenizers import Tokenizer, load_tokenizer
 from megatron.evaluation.exercise import learned_task, questions
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.measures import check_measures
-from megatron.evaluation.options import PROBES, EvaluationOptions
 from megatron.evaluation.probes.chosen import probe_of
 from megatron.evaluation.protocols import Plan, plan_of
 from megatron.evaluation.subject import Scoring, Subject
 from megatron.evaluation.texts import Text, check_tokenizer, common_text, text_of
 from megatron.evaluation.work import plan_flops
+from megatron.options.evaluation import PROBES, EvaluationOptions
 from megatron.reports.records import Record
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from megatron.config.schema import Config
 from megatron.data.corpus_folder import read_corpus
 from megatron.data.datasets import token_stream
 from megatron.data.encode import Encoder, chunks, encode_all
-from megatron.data.options import DataOptions
 from megatron.data.parts import sequence_range
 from megatron.data.paths import Split, basename, description_of, split_prefixes
 from megatron.data.run_tokenizer import run_tokenizer
@@ -25,6 +24,7 @@ from megatron.data.sources import SUFFIXES, raw_documents, scan
 from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary, vocabulary_of
 from megatron.errors import UserError
+from megatron.options.data import DataOptions
 
 DIGESTED = 1 << 20
 """Tokens of a text that go into its digest: all of a small one, blocks spread over a large one."""

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from megatron.config.problems import describe
 from megatron.config.schema import Path_
 from megatron.errors import UserError, shortened
-from megatron.evaluation.options import EvaluationOptions
-from megatron.experiments.options import SweepCorpusOptions, SweepOptions
-from megatron.options import Section
+from megatron.options.evaluation import EvaluationOptions
+from megatron.options.section import Section
+from megatron.options.sweep import SweepCorpusOptions, SweepOptions
 from megatron.reports.metrics import METRICS
 from megatron.suggest import choose_from, did_you_mean
 

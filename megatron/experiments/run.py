@@ -36,13 +36,13 @@ from megatron.checkpoint.run_files import is_saved_config
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.experiments import receipts, slurm_array, supervision
 from megatron.experiments.estimate import Work, work
-from megatron.experiments.options import SweepCorpusOptions
 from megatron.experiments.spec import Member, Sweep, read
 from megatron.files import make_folder, refuse_files_of_others
 from megatron.launch import slurm
 from megatron.launch.console import explained, run_console
 from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
+from megatron.options.sweep import SweepCorpusOptions
 from megatron.quantities import duration, flop
 from megatron.reports import tables
 from megatron.reports.failures import Failure

@@ -27,10 +27,10 @@ from megatron.config.schema import Config, Path_
 from megatron.config.settings import COMMAND_LINE, show
 from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import UserError
-from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments.check import check, refuse_mine
-from megatron.experiments.options import SweepOptions
 from megatron.launch import slurm
+from megatron.options.evaluation import EvaluationOptions
+from megatron.options.sweep import SweepOptions
 from megatron.parallel.devices import Machine
 from megatron.training.preflight import afar, preflight
 

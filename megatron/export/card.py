@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.checkpoint.trained import Run
 from megatron.data.tokenizers import Tokenizer
 from megatron.formats.family import Family
-from megatron.model.options import feed_forward_size
+from megatron.options.model import feed_forward_size
 from megatron.quantities import count
 from megatron.reports.layout import layouts
 from megatron.reports.records import RESULTS, Record, read

@@ -23,7 +23,7 @@ from megatron.files import parse_json
 from megatron.formats.families import exact_family
 from megatron.formats.family import FILE, Family
 from megatron.formats.farfield import CHECKSUMS, CODE, FARFIELD, TOKENIZER_KIND
-from megatron.model.options import padded_vocabulary
+from megatron.options.model import padded_vocabulary
 from megatron.suggest import choose_from
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

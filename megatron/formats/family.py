@@ -13,7 +13,7 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.formats.keys import Keys
 from megatron.formats.transforms import Same, Transform
-from megatron.model.options import has_qkv_bias, kv_heads
+from megatron.options.model import has_qkv_bias, kv_heads
 
 FILE = "config.json"
 """What describes a model, beside its weights."""

@@ -11,7 +11,7 @@ from megatron.config.schema import Config
 from megatron.formats.family import AS_IS, COMMON, EMBEDDING, OUTPUT, Family, Weight, layers, linears
 from megatron.formats.keys import Keys
 from megatron.formats.transforms import Transform
-from megatron.model.options import ModelOptions, feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
+from megatron.options.model import ModelOptions, feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
 
 CODE = {
     "AutoConfig": "configuration_farfield.FarfieldConfig",

@@ -7,7 +7,7 @@ from megatron.config.schema import Config
 from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, grouped, layers
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Same, Stacked, Transform, Transposed
-from megatron.model.options import feed_forward_size, has_qkv_bias
+from megatron.options.model import feed_forward_size, has_qkv_bias
 
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 

@@ -8,7 +8,7 @@ from megatron.formats import rope
 from megatron.formats.family import AS_IS, EMBEDDING, OUTPUT, Family, Weight, grouped, layers, linears, same_biases
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Transform
-from megatron.model.options import feed_forward_size
+from megatron.options.model import feed_forward_size
 
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "silu": "silu"}
 

@@ -9,7 +9,7 @@ from megatron.formats import rope
 from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, layers, same_biases
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Interleaved, Joined, Same, Transform
-from megatron.model.options import feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
+from megatron.options.model import feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
 
 THEIR_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 """Of our gated activations, and theirs of the gate."""

@@ -7,7 +7,7 @@ from megatron.config.schema import Config
 from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, grouped, layers, same_biases
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Interleaved, Same, Skipping, Transform
-from megatron.model.options import feed_forward_size
+from megatron.options.model import feed_forward_size
 
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 UNREAD_ROWS = 2

@@ -15,9 +15,9 @@ from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.sources import decode, raw_documents, source_file
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import FarfieldError, UserError
-from megatron.generation.options import GenerationOptions
 from megatron.meter import AnnounceWait
 from megatron.model.placement import check_backend, check_precision, compute_type, find_device
+from megatron.options.generation import GenerationOptions
 
 if TYPE_CHECKING:
     from megatron.generation.writer import Text, Writer

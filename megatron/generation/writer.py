@@ -9,10 +9,10 @@ import torch
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.generation.decode import decode, groups
-from megatron.generation.options import GenerationOptions
 from megatron.generation.sampling import Sampling
 from megatron.generation.stream import StopTexts, TextStream
 from megatron.model.gpt import GPT
+from megatron.options.generation import GenerationOptions
 
 Reason = Literal["eod", "stop", "length"]
 """Why a text ended: the model wrote the end of the document, one of the stops, or all tokens that it might."""

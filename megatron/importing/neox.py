@@ -36,7 +36,7 @@ from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import RunError, UserError, shortened
 from megatron.formats.transforms import Interleaved
 from megatron.importing.source import Source
-from megatron.model.options import GATED, feed_forward_size, intermediate_size, kv_heads
+from megatron.options.model import GATED, feed_forward_size, intermediate_size, kv_heads
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from megatron.config.schema import Config
 from megatron.config.yaml_files import dump
 from megatron.data.folders import whole_folder, written
-from megatron.data.options import TokenizerType
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
 from megatron.errors import RunError, UserError
 from megatron.files import parse_json
 from megatron.formats.farfield import TOKENIZER_KIND
 from megatron.importing.source import Source, Weights
+from megatron.options.data import TokenizerType
 from megatron.planning.parameters import whole
 from megatron.suggest import choose_from
 

@@ -26,8 +26,8 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.launch.local import check_save, run_log
-from megatron.launch.options import LaunchOptions
 from megatron.launch.processes import ROOT, supervise
+from megatron.options.launch import LaunchOptions
 from megatron.parallel.place import Place
 from megatron.parallel.surroundings import PORTS
 from megatron.stopping.parent import end_with_parent

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.data.options import SPLITS, CorpusOptions, DataOptions
 from megatron.launch.console import explained, run_console, temporary_log
 from megatron.meter import Job, Meter
+from megatron.options.data import SPLITS, CorpusOptions, DataOptions
 from megatron.stopping.signals import Stopped
 
 if TYPE_CHECKING:

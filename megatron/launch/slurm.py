@@ -23,7 +23,7 @@ from megatron.checkpoint import folder as checkpoints
 from megatron.config.schema import Config
 from megatron.errors import RunError, UserError
 from megatron.files import make_folder, remove_empty, write_text
-from megatron.launch.options import LaunchOptions
+from megatron.options.launch import LaunchOptions
 from megatron.parallel.surroundings import in_slurm_job
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,9 @@ from megatron.model.megatron_core import (
     get_gpt_layer_local_spec,
 )
 from megatron.model.methods import encoding_of, position_shape, processor_of
-from megatron.model.options import (
+from megatron.model.stages import Foreign
+from megatron.model.transformer_config import transformer_config
+from megatron.options.model import (
     ModelOptions,
     PositionOptions,
     conflicts,
@@ -26,8 +28,6 @@ from megatron.model.options import (
     indivisible,
     padded_vocabulary,
 )
-from megatron.model.stages import Foreign
-from megatron.model.transformer_config import transformer_config
 from megatron.parallel.collectives import sum_gradients
 from megatron.parallel.layers import layers_of
 from megatron.parallel.processes import Processes

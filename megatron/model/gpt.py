@@ -20,8 +20,8 @@ from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
 from megatron.model.loss import token_losses
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
-from megatron.model.options import MOST_LOGITS
 from megatron.model.shared_attention import gather_vocabulary
+from megatron.options.model import MOST_LOGITS
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Number
 from megatron.parallel.parameters import is_copy, mark_copy, whole_size

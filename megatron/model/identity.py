@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.model.options import PositionOptions
+from megatron.options.model import PositionOptions
 from megatron.position.method import Method
 from megatron.position.registry import encoding_class, processor_class
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatron.model.options import InitMethod
+from megatron.options.model import InitMethod
 
 Init = Callable[[Tensor], Tensor]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.options import scored_at_once
+from megatron.options.model import scored_at_once
 
 
 def token_losses(

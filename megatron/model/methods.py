@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron.errors import UserError
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor

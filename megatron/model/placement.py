@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from megatron.errors import UserError
-from megatron.model.options import ModelOptions
+from megatron.options.model import ModelOptions
 
 if TYPE_CHECKING:
     import torch

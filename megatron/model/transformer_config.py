@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from megatron.model.initialization import init_method
 from megatron.model.megatron_core import TransformerConfig
-from megatron.model.options import GATED, ModelOptions, feed_forward_size, kv_heads
+from megatron.options.model import GATED, ModelOptions, feed_forward_size, kv_heads
 from megatron.parallel.mesh import Sizes
 
 

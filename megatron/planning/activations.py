@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megatron.config.schema import Config
 from megatron.model.backends.kept import KEPT_ROWS, KEPT_UP_TO
-from megatron.model.options import GATED, feed_forward_size, keys_width, kv_heads
+from megatron.options.model import GATED, feed_forward_size, keys_width, kv_heads
 from megatron.parallel.mesh import Axis, Sizes
 from megatron.parallel.places import held
 from megatron.planning.positions import encoding, processor

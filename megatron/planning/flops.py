@@ -8,7 +8,7 @@ What is computed again in the backward pass is no part of it, because it brings 
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.model.options import GATED, feed_forward_size, keys_width, padded_vocabulary
+from megatron.options.model import GATED, feed_forward_size, keys_width, padded_vocabulary
 from megatron.planning.positions import encoding, processor
 
 TRAINING = 3

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import UserError
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions
 
 Options = Mapping[str, Any]
 

@@ -3,11 +3,11 @@
 from rich.console import Console
 from rich.table import Table
 
+from megatron.options.training import MICRO, STEPS
 from megatron.planning.layouts import Layout
 from megatron.planning.memory import SPARE
 from megatron.planning.plan import Plan
 from megatron.quantities import count, flop
-from megatron.training.options import MICRO, STEPS
 
 GIB = 2**30
 

@@ -32,7 +32,7 @@ layouts and for the order of magnitude. docs/planning.md compares it with publis
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.model.options import MOST_LOGITS, keys_width, padded_vocabulary
+from megatron.options.model import MOST_LOGITS, keys_width, padded_vocabulary
 from megatron.parallel.gpus import Gpu
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes

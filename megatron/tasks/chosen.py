@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.data.options import DataOptions
 from megatron.errors import UserError
+from megatron.options.data import DataOptions
 from megatron.tasks import registry
 from megatron.tasks.task import Task
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from megatron.options import Section
+from megatron.options.section import Section
 
 Array = np.ndarray
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron.options import key
+from megatron.options.section import key
 from megatron.tasks.task import Array, Drawn, Task
 
 TERMINATOR = 2

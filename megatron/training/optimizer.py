@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.options import OptimizerOptions
+from megatron.options.training import OptimizerOptions
 
 
 class BoundedAdamW(torch.optim.AdamW):

@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.run_files import config_file
 from megatron.config.schema import Config
-from megatron.model.options import feed_forward_size
+from megatron.options.model import feed_forward_size
 from megatron.parallel.layers import layers_of
 from megatron.parallel.mesh import Axis, Sizes
 from megatron.parallel.surroundings import job_line

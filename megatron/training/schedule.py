@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.training.options import OptimizerOptions
+from megatron.options.training import OptimizerOptions
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron.errors import UserError
-from megatron.training.options import LoggingOptions
+from megatron.options.training import LoggingOptions
 
 
 def check_login(options: LoggingOptions) -> None:

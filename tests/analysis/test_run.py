@@ -21,7 +21,6 @@ from tiny_runs import VOCABULARY, tiny_config, write_corpora
 from megatron.analysis import page
 from megatron.analysis.analysis import Analysis, Picture, analyses, names, reads
 from megatron.analysis.attention_mass import attention_mass
-from megatron.analysis.options import AnalysisOptions
 from megatron.analysis.request import read_request
 from megatron.analysis.run import PAGE, analyze
 from megatron.checkpoint.load_model import load_model
@@ -30,6 +29,7 @@ from megatron.checkpoint.trained import open_run
 from megatron.data.vocabulary import vocabulary
 from megatron.errors import UserError
 from megatron.evaluation.texts import text_of
+from megatron.options.analysis import AnalysisOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 KERPLE = {"pos_emb": "kerple_log", "pos_emb_per_layer": True}

@@ -13,7 +13,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.stored import config_of
 from megatron.config.schema import keys
 from megatron.errors import RunError
-from megatron.model.options import feed_forward_size
+from megatron.options.model import feed_forward_size
 
 FORMATS = Path(__file__).parent / "formats"
 ONE = FORMATS / "1" / "step_0000002"

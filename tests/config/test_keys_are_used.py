@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.schema import SECTIONS, Config, keys
-from megatron.options import Section
+from megatron.options.section import Section
 
 MEGATRON = Path(__file__).resolve().parents[2] / "megatron"
 # They hold, check or print keys; they do nothing with them.
@@ -145,10 +145,10 @@ def _inside(scope: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def sources() -> dict[Path, str]:
-    """What may use a key. Files called options.py declare keys and check them, which does not count; what else a
+    """What may use a key. The files of megatron/options declare keys and check them, which does not count; what else a
     function in them makes of a key does."""
     found = {path: path.read_text(encoding="utf-8") for path in MEGATRON.rglob("*.py") if path not in MACHINERY}
-    for path in (path for path in found if path.name == "options.py"):
+    for path in (path for path in found if path.parent.name == "options"):
         functions = (node for node in ast.parse(found[path]).body if isinstance(node, ast.FunctionDef))
         found[path] = "\n".join(ast.unparse(node) for node in functions if node.name != "conflicts")
     return found

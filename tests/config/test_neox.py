@@ -11,7 +11,7 @@ from megatron.config import names, neox
 from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
 from megatron.errors import UserError
-from megatron.model.options import feed_forward_size
+from megatron.options.model import feed_forward_size
 from megatron.parallel.devices import Machine
 from megatron.position import registry
 from megatron.position.shape import Shape

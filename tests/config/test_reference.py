@@ -20,9 +20,9 @@ def test_page_is_current():
 
 
 def declared() -> dict[str, str]:
-    """Every `name: type = key(default, "doc", …)` of the options.py files as name → doc, read off the sources."""
+    """Every `name: type = key(default, "doc", …)` in megatron/options as name → doc, read off the sources."""
     found = {}
-    for path in (ROOT / "megatron").rglob("options.py"):
+    for path in (ROOT / "megatron/options").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call) and len(node.value.args) == 2:
                 found[node.target.id] = ast.literal_eval(node.value.args[1])

@@ -11,9 +11,9 @@ from megatron.data import description as description_module
 from megatron.data.corpus_folder import read_corpus
 from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.description import CORPUS_FILE, read_description
-from megatron.data.options import DataOptions
 from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import RunError, UserError
+from megatron.options.data import DataOptions
 from megatron.parallel.processes import Processes
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
-from megatron.data.options import DataOptions
 from megatron.data.task_samples import TaskSamples
 from megatron.data.vocabulary import vocabulary
 from megatron.errors import UserError
+from megatron.options.data import DataOptions
 from megatron.parallel.mesh import Mesh, Sizes
 from megatron.parallel.processes import alone
 from megatron.tasks.chosen import exercise

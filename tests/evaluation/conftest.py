@@ -10,12 +10,12 @@ from models import build_model
 from torch import Tensor, nn
 
 from megatron.data.vocabulary import Vocabulary
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.perplexity import evaluate
 from megatron.evaluation.protocols import plan_of
 from megatron.evaluation.subject import Scoring
 from megatron.evaluation.texts import Text
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.evaluation import EvaluationOptions
+from megatron.options.model import ModelOptions, PositionOptions
 from megatron.reports.records import Record
 
 TRAIN_LENGTH = 8

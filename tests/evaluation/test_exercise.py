@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.trained import Run
 from megatron.config.schema import Config
-from megatron.data.options import DataOptions
 from megatron.errors import RunError, UserError
 from megatron.evaluation.answers import answers
 from megatron.evaluation.exercise import FITTED, Questions, learned_task, questions
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.subject import Scoring
-from megatron.model.options import PositionOptions
+from megatron.options.data import DataOptions
+from megatron.options.evaluation import EvaluationOptions
+from megatron.options.model import PositionOptions
 from megatron.reports import tables
 from megatron.reports.layout import layouts
 from megatron.tasks.chosen import exercise

@@ -18,9 +18,9 @@ from megatron.checkpoint.progress import Progress
 from megatron.config.load import load
 from megatron.errors import RunError, UserError
 from megatron.evaluation.harness_tasks import evaluate_tasks, records_of
-from megatron.evaluation.options import EvaluationOptions, TaskOptions
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
+from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.parallel.processes import alone
 from megatron.reports import plots
 from megatron.reports.records import Record, read

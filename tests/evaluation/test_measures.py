@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.errors import UserError
 from megatron.evaluation.measures import check_measures, position_bins
-from megatron.evaluation.options import EvaluationOptions as Options
 from megatron.evaluation.protocols import plan_of
+from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.records import Record, read, write
 

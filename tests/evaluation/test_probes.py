@@ -13,13 +13,13 @@ from torch import nn
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
-from megatron.evaluation import options
-from megatron.evaluation.options import EvaluationOptions as Options
 from megatron.evaluation.probes.chosen import PROBES, probe_of
 from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
 from megatron.evaluation.probes.probe import Probe
 from megatron.evaluation.probes.repeated import Repeated
 from megatron.evaluation.subject import Scoring
+from megatron.options import evaluation
+from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.layout import layouts
 
 from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
@@ -149,7 +149,7 @@ def test_keys_that_have_no_tokens_of_their_own_are_not_asked() -> None:
 
 
 def test_options_of_probes() -> None:
-    assert tuple(PROBES) == options.PROBES
+    assert tuple(PROBES) == evaluation.PROBES
 
     def probe(**choices: object) -> Probe:
         return probe_of(Options(**choices), [64, 128], BYTES)

@@ -26,10 +26,10 @@ from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import RunError, UserError
 from megatron.evaluation.lengths import read_lengths, wanted_lengths
-from megatron.evaluation.options import EvaluationOptions as Options
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import evaluate_runs
 from megatron.model.placement import find_device
+from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports import plots, records
 from megatron.reports.records import Record
 from tools.rounding import apart, sums_of_gpt

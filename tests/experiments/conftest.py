@@ -18,9 +18,9 @@ from megatron.config.load import read
 from megatron.config.schema import Config
 from megatron.errors import RunError
 from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.options import EvaluationOptions
 from megatron.experiments import run as sweeps
 from megatron.experiments import supervision
+from megatron.options.evaluation import EvaluationOptions
 from megatron.parallel.devices import Machine
 from megatron.reports import plots
 from megatron.reports.records import Record

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.experiments.spec import read
-from megatron.model.options import PositionOptions
+from megatron.options.model import PositionOptions
 from megatron.position.registry import encodings, processors
 
 from .conftest import BASE, ROOT, Trainer, run, write

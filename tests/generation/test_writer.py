@@ -7,11 +7,11 @@ from models import build_model
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.errors import UserError
 from megatron.generation.decode import check_length, groups
-from megatron.generation.options import GenerationOptions
 from megatron.generation.sampling import Sampling
 from megatron.generation.writer import Text, Writer
 from megatron.model.gpt import GPT
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.generation import GenerationOptions
+from megatron.options.model import ModelOptions, PositionOptions
 
 SHAPE = ModelOptions(
     num_layers=2,

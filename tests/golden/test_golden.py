@@ -18,8 +18,8 @@ import pytest
 import torch
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.run import evaluate_runs
+from megatron.options.evaluation import EvaluationOptions
 from megatron.training.loop import train
 from tools.rounding import apart, sums_of_gpt
 

@@ -12,9 +12,9 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.load import load
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.run import evaluate_runs
 from megatron.importing.run import import_model
+from megatron.options.evaluation import EvaluationOptions
 from megatron.parallel.devices import Machine
 from megatron.training.loop import train
 from megatron.training.preflight import preflight

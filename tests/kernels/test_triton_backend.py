@@ -18,7 +18,7 @@ from megatron.model.backends.backend import Backend
 from megatron.model.backends.choose import RowBlocks, choose_backend
 from megatron.model.backends.eager import Eager
 from megatron.model.backends.triton import Route, Triton, plan
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.encoding import Encoding, Terms
 from megatron.position.processor import Processor
 from megatron.position.randomized import draw_positions

@@ -9,7 +9,7 @@ from position_methods import ALL
 
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position import registry
 from tools.rounding import apart, assert_alike
 

@@ -9,8 +9,8 @@ from models import build_model
 from torch.nn import functional as F
 
 from megatron.errors import UserError
-from megatron.model.options import ModelOptions, PositionOptions, padded_vocabulary
 from megatron.model.parameters import parameter_groups
+from megatron.options.model import ModelOptions, PositionOptions, padded_vocabulary
 from tools.plain_gpt import PlainGPT
 from tools.rounding import assert_alike, sums_of_gpt
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions
 from tools.rounding import assert_alike, sums_of_gpt
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 40, 32, 4, 18

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.model.options import ModelOptions, PositionOptions, scored_at_once
+from megatron.options.model import ModelOptions, PositionOptions, scored_at_once
 from megatron.parallel.processes import alone
 from tools.rounding import assert_alike, sums_of_gpt
 

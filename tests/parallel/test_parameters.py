@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from models import build_model
 from torch import nn
 
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions
 from megatron.parallel.mesh import Axis, Mesh, Sizes
 from megatron.parallel.parameters import Division, counts, cut, division, join, mark_copy, whole_size
 

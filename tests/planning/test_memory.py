@@ -11,7 +11,7 @@ from tiny_runs import VOCABULARY, tiny_config
 from megatron.config.load import load
 from megatron.config.schema import Config
 from megatron.errors import UserError
-from megatron.model.options import MOST_LOGITS
+from megatron.options.model import MOST_LOGITS
 from megatron.parallel.mesh import Sizes
 from megatron.planning.memory import Memory, memory
 from megatron.planning.parameters import whole

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.config.chosen import chosen
 from megatron.data import corpus
 from megatron.data.corpus_folder import Corpus, Progress
-from megatron.data.options import CorpusOptions
+from megatron.options.data import CorpusOptions
 
 
 def prepare(

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.model import build
 from megatron.model.gpt import GPT
-from megatron.model.options import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions
 from megatron.parallel.processes import alone
 from tools.rounding import sums_of_gpt
 

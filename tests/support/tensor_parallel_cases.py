@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron.model.build import build_model
-from megatron.model.options import MOST_LOGITS, ModelOptions, PositionOptions
+from megatron.options.model import MOST_LOGITS, ModelOptions, PositionOptions
 from megatron.parallel.parameters import division
 from megatron.parallel.processes import Processes
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
 from megatron.position.parameters import Bounded, constant, uniform
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
-from megatron.training.options import AdamParams, OptimizerChoice, OptimizerOptions
 from tools.rounding import apart
 
 OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=AdamParams(lr=0.05, betas=[0.8, 0.9])))

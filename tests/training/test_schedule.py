@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.options import AdamParams, OptimizerChoice, OptimizerOptions
+from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
 from megatron.training.schedule import build_schedule
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import UserError
-from megatron.training.options import LoggingOptions
+from megatron.options.training import LoggingOptions
 from megatron.training.wandb_login import check_login
 
 ONLINE = LoggingOptions(use_wandb=True, wandb_mode="online")

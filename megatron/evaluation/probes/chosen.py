@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.options import EvaluationOptions, refuse_choices_of_text
 from megatron.evaluation.probes.passkey import Passkey
 from megatron.evaluation.probes.probe import Probe
 from megatron.evaluation.probes.repeated import Repeated
+from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
 
 PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (Repeated, Passkey)}
-"""By the names of their protocols, which `megatron.evaluation.options` has for the command line."""
+"""By the names of their protocols, which `megatron.options.evaluation` has for the command line."""
 
 SEQUENCES = 64
 """For each place of each length, unless said otherwise."""

@@ -19,10 +19,10 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import RunError, UserError
 from megatron.evaluation.measures import summary_of
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
 from megatron.evaluation.work import forward_flops, known_lengths
+from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.bootstrap import quantiles, resampled
 from megatron.reports.records import Record
 

@@ -14,8 +14,8 @@ import numpy as np
 from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary_of
 from megatron.errors import UserError
-from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.probes.probe import SEED, Probe
+from megatron.options.evaluation import EvaluationOptions
 
 COPIED = 16
 """Tokens that are copied, unless said otherwise."""

@@ -5,7 +5,7 @@ from typing import Self
 import numpy as np
 from pydantic import model_validator
 
-from megatron.options import key
+from megatron.options.section import key
 from megatron.tasks.task import Array, Drawn, Task
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron.options import Section, key
+from megatron.options.section import Section, key
 
 MOST_RANKS = 1024
 """Processes of a run: a mistyped number of them is told at once."""

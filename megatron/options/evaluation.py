@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron.errors import UserError
-from megatron.options import Section, key
+from megatron.options.section import Section, key
 
 Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
 PROBES = ("repeated", "passkey")

@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any, Literal, get_args
 
 from megatron.errors import UserError
-from megatron.options import Section, key
+from megatron.options.section import Section, key
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron.options import Section, key
+from megatron.options.section import Section, key
 
 LONGEST = 10**9
 """Tokens. Memory ends long before, but is taken as it is needed."""

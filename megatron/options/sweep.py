@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megatron.data.options import CorpusOptions
-from megatron.evaluation.options import EvaluationOptions
-from megatron.options import Section, key
-from megatron.training.options import LARGEST_SEED
+from megatron.options.data import CorpusOptions
+from megatron.options.evaluation import EvaluationOptions
+from megatron.options.section import Section, key
+from megatron.options.training import LARGEST_SEED
 
 
 class SweepCorpusOptions(CorpusOptions):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any, Literal
 
-from megatron.options import Section, key
+from megatron.options.section import Section, key
 
 LARGEST = 10**6
 """Of every size of the model: no tensor of it has more elements than 64 bits can count."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from megatron.options import MOST_STEPS, Section, key
+from megatron.options.section import MOST_STEPS, Section, key
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron.options import Section, key
+from megatron.options.section import Section, key
 
 
 class AnalysisOptions(Section):

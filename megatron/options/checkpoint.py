@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron.options import MOST_STEPS, Section, key
+from megatron.options.section import MOST_STEPS, Section, key
 
 
 class CheckpointOptions(Section):

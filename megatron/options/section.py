@@ -1,9 +1,7 @@
 """The base of every configuration section.
 
-A section is a frozen pydantic model whose field names are the keys of the YAML files. It lives in the
-`options.py` of the part of the code that uses it; `megatron.config.schema` gathers all sections into one `Config`.
-Every key has exactly one owner. Modules named `options.py` import pydantic and this file only, so that the command
-line can check a configuration without importing torch.
+A section is a frozen pydantic model whose field names are the keys of the YAML files. Every key has exactly one owner;
+`megatron.config.schema` gathers all sections into one `Config`.
 """
 
 import ast
