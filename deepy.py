@@ -204,9 +204,9 @@ def train(
 
     All keys: ./deepy.py keys, or docs/configuration.md.
     """
+    from megatron.distributed import surroundings
+    from megatron.distributed.devices import Machine
     from megatron.launch import local, nodes, slurm
-    from megatron.parallel import surroundings
-    from megatron.parallel.devices import Machine
     from megatron.training.preflight import afar, preflight
 
     started = surroundings.told()
@@ -308,7 +308,7 @@ def plan(
     """
     from dataclasses import replace
 
-    from megatron.parallel.gpus import named
+    from megatron.distributed.gpus import named
     from megatron.planning.plan import plan as make_plan
     from megatron.planning.step_time import Cluster
 
@@ -714,7 +714,7 @@ def sweep(
 
     The second submits a job array, a task for each run; once they have ended, the same command writes the report.
     """
-    from megatron.experiments.run import run
+    from megatron.sweeps.run import run
 
     files, overrides = _divide(arguments)
     run(

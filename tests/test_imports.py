@@ -23,7 +23,7 @@ OURS = (
     "megatron.stopping",
 )
 NUMERIC = ("torch", "numpy", "megatron.core", "megatron.uncompiled")
-DOORS = {f"megatron/{part}/megatron_core.py" for part in ("data", "model", "parallel")}
+DOORS = {f"megatron/{part}/megatron_core.py" for part in ("data", "distributed", "model")}
 
 # part → prefixes of modules it may import besides the standard library and itself
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -38,14 +38,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/position": ("torch",),
     "megatron/tasks": ("numpy", "pydantic", *OURS),
     "kernels": ("torch", "triton"),
-    "megatron/parallel": (*NUMERIC, *OURS),
-    "megatron/config": ("pydantic", "ruamel", "megatron.parallel.mesh", "megatron.tasks", *OURS),
+    "megatron/distributed": (*NUMERIC, *OURS),
+    "megatron/config": ("pydantic", "ruamel", "megatron.distributed.mesh", "megatron.tasks", *OURS),
     "megatron/planning": (
         "megatron.config",
-        "megatron.parallel.mesh",
-        "megatron.parallel.places",
-        "megatron.parallel.layers",
-        "megatron.parallel.gpus",
+        "megatron.distributed.mesh",
+        "megatron.distributed.places",
+        "megatron.distributed.layers",
+        "megatron.distributed.gpus",
         "megatron.options",
         "megatron.errors",
         "megatron.quantities",
@@ -62,7 +62,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
-        "megatron.parallel",
+        "megatron.distributed",
         "megatron.checkpoint",
         *OURS,
     ),
@@ -74,11 +74,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pyarrow",
         "datasets",
         "pydantic",
-        "megatron.parallel",
+        "megatron.distributed",
         "megatron.tasks",
         *OURS,
     ),
-    "megatron/model": (*NUMERIC, "einops", "pydantic", "megatron.parallel", "megatron.position", "kernels", *OURS),
+    "megatron/model": (*NUMERIC, "einops", "pydantic", "megatron.distributed", "megatron.position", "kernels", *OURS),
     "megatron/checkpoint": (
         *NUMERIC,
         "safetensors",
@@ -86,7 +86,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "megatron.config",
         "megatron.model",
-        "megatron.parallel",
+        "megatron.distributed",
         *OURS,
     ),
     "megatron/training": (
@@ -103,7 +103,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
-        "megatron.parallel",
+        "megatron.distributed",
         "megatron.checkpoint",
         *OURS,
     ),
@@ -115,7 +115,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
-        "megatron.parallel",
+        "megatron.distributed",
         "megatron.checkpoint",
         *OURS,
     ),
@@ -130,7 +130,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
-        "megatron.parallel",
+        "megatron.distributed",
         "megatron.position",
         "megatron.checkpoint",
         "megatron.generation",
@@ -173,19 +173,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "megatron.config",
         "megatron.data",
-        "megatron.parallel",
+        "megatron.distributed",
         "megatron.checkpoint",
         "megatron.training",
         *OURS,
     ),
-    "megatron/experiments": (
+    "megatron/sweeps": (
         "megatron.meter",
         "rich",
         "pydantic",
         "megatron.config",
         "megatron.data",
         "megatron.model",
-        "megatron.parallel",
+        "megatron.distributed",
         "megatron.checkpoint",
         "megatron.training",
         "megatron.evaluation",
@@ -293,14 +293,14 @@ def test_only_one_part_asks_which_process_this_is() -> None:
     """Whoever else wants to know is handed `Processes`, or a `Mesh`, which say along which dimension they speak."""
     files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "deepy.py"]
     asking = {path for path in files if _asks_who_it_is(path)}
-    assert {path.relative_to(ROOT).parent.as_posix() for path in asking} == {"megatron/parallel"}
-    assert ROOT / "megatron/parallel/processes.py" in asking
+    assert {path.relative_to(ROOT).parent.as_posix() for path in asking} == {"megatron/distributed"}
+    assert ROOT / "megatron/distributed/processes.py" in asking
     assert _asks_who_it_is(Path(__file__).with_name("support") / "tensor_parallel_rank.py") == ["torch.distributed"]
 
 
 def test_the_mesh_is_arithmetic_alone() -> None:
     """So that a layout can be refused before torch is imported."""
-    code = "import sys; from megatron.parallel import devices, gpus, mesh, place; "
+    code = "import sys; from megatron.distributed import devices, gpus, mesh, place; "
     assert subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT).returncode == 0
 
 

@@ -36,11 +36,11 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from kernels.runtime import interpreted  # noqa: E402
+from megatron.distributed.processes import alone  # noqa: E402
 from megatron.model.attention import Reading  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.precision import DTYPES  # noqa: E402
 from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
-from megatron.parallel.processes import alone  # noqa: E402
 from megatron.position.stretches import stretches  # noqa: E402
 from megatron.training.hardware import peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402

@@ -21,7 +21,7 @@ from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_
 if __name__ == "__main__" and len(sys.argv) < 4:
     tell_interrupts_in_a_line()
 
-from megatron.parallel.place import Place  # noqa: E402
+from megatron.distributed.place import Place  # noqa: E402
 from tools.ranks import rank_main, run  # noqa: E402
 
 RANKS = (1, 2, 4)
@@ -40,10 +40,10 @@ def saved_bytes(job: dict[str, Any], meet: Callable[[], Place]) -> list[int]:
     """What this rank keeps of one sequence, of each method, with and without recomputed layers."""
     import torch
 
+    from megatron.distributed.mesh import Sizes
+    from megatron.distributed.processes import join
     from megatron.model.build import build_model
     from megatron.options.model import ModelOptions, PositionOptions
-    from megatron.parallel.mesh import Sizes
-    from megatron.parallel.processes import join
 
     length, place = job["length"], meet()
     processes = join(place, Sizes(context=place.world), device="cpu", backend="gloo")

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megatron.parallel.mesh import Axis, Mesh, Sizes
-from megatron.parallel.places import held
+from megatron.distributed.mesh import Axis, Mesh, Sizes
+from megatron.distributed.places import held
 
 PICTURE = Path("docs/images/parallel.png")
 SIZES = Sizes(tensor=2, context=2, data=2, pipeline=2)

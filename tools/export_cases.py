@@ -18,9 +18,9 @@ from megatron.checkpoint.weights import buffers
 from megatron.config.schema import Config
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer
+from megatron.distributed.processes import alone
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.parallel.processes import alone
 from megatron.position.registry import encodings, processors
 from tools.rounding import apart, sums_of_gpt
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron.config.load import load
 from megatron.config.ranks import mesh_sizes
+from megatron.distributed.devices import Machine
 from megatron.errors import UserError
-from megatron.parallel.devices import Machine
 from megatron.planning.memory import Memory, memory
 from megatron.training.preflight import preflight
 

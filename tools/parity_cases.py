@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.parallel.mesh import Sizes
+from megatron.distributed.mesh import Sizes
 from tools.rounding import apart, sums_of_gpt
 
 STEPS = 5

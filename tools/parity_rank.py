@@ -14,10 +14,10 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 
 from megatron.data.batches import Batch, batches  # noqa: E402
+from megatron.distributed import seeds  # noqa: E402
+from megatron.distributed.place import Place  # noqa: E402
+from megatron.distributed.processes import Processes, join  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
-from megatron.parallel import seeds  # noqa: E402
-from megatron.parallel.place import Place  # noqa: E402
-from megatron.parallel.processes import Processes, join  # noqa: E402
 from megatron.training.engine import Engine  # noqa: E402
 from tools.parity_cases import BATCH, LENGTH, VOCABULARY, Case  # noqa: E402
 from tools.ranks import rank_main  # noqa: E402

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron.parallel.place import Place
+from megatron.distributed.place import Place
 
 
 def run(script: Path, folder: Path, world: int, job: Any) -> list[Any]:
@@ -48,7 +48,7 @@ def rank_main(work: Callable[[Any, Callable[[], Place]], Any]) -> None:
     """
     import torch
 
-    from megatron.parallel.megatron_core import parallel_state
+    from megatron.distributed.megatron_core import parallel_state
 
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.distributed.mesh import Axis
 from megatron.errors import RunError
-from megatron.parallel.mesh import Axis
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by torch's names: the running means of the gradient and of its square."""

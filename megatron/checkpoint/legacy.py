@@ -13,8 +13,8 @@ from megatron.checkpoint import random_states, tensor_files
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.stored import config_of
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Sizes
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.parallel.mesh import Sizes
 
 DEEPSPEED = "deepspeed"
 

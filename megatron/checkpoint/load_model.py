@@ -15,11 +15,11 @@ from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.stored import config_of
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
+from megatron.distributed.processes import alone
 from megatron.errors import RunError, UserError
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import PositionOptions
-from megatron.parallel.processes import alone
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.fragments import Fragment
+from megatron.distributed.mesh import Axis
+from megatron.distributed.parameters import Division, cut, division, join
 from megatron.errors import RunError
 from megatron.files import parse_json
-from megatron.parallel.mesh import Axis
-from megatron.parallel.parameters import Division, cut, division, join
 
 METADATA = "pieces"
 

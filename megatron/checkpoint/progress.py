@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.folder import PROGRESS
+from megatron.distributed.mesh import Sizes
 from megatron.errors import RunError, reason
 from megatron.files import parse_json
-from megatron.parallel.mesh import Sizes
 
 
 @dataclass(frozen=True)

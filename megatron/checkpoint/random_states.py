@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron.distributed import seeds
 from megatron.errors import RunError
 from megatron.files import parse_json
-from megatron.parallel import seeds
 
 METADATA = "random"
 

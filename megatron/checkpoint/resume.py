@@ -18,11 +18,11 @@ from megatron.checkpoint.stored import config_of
 from megatron.checkpoint.weights import read_weights, shapes_in
 from megatron.config.schema import Config
 from megatron.config.settings import show
+from megatron.distributed.mesh import Sizes
+from megatron.distributed.processes import Processes
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.model.identity import settled
 from megatron.model.parameters import dispensable, shared_names
-from megatron.parallel.mesh import Sizes
-from megatron.parallel.processes import Processes
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from megatron.checkpoint.manifest import Entry
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.states import HostCopies, Snapshot
 from megatron.config.schema import Config
+from megatron.distributed.processes import Processes
 from megatron.errors import FarfieldError, RunError, reason
-from megatron.parallel.processes import Processes
 
 
 @dataclass

@@ -23,9 +23,9 @@ from megatron.checkpoint.fragments import MOMENTS, Fragment, fragments, replicat
 from megatron.checkpoint.manifest import STATES, Entry
 from megatron.checkpoint.pieces import Pieces, described
 from megatron.checkpoint.weights import buffers
+from megatron.distributed.mesh import Mesh, Sizes
+from megatron.distributed.parameters import counts, cut, division
 from megatron.errors import RunError
-from megatron.parallel.mesh import Mesh, Sizes
-from megatron.parallel.parameters import counts, cut, division
 
 PARTS = "parts"
 _MASTER, _BUFFER = "master", "buffer"

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron.distributed.mesh import Axis
+from megatron.distributed.parameters import cut, division
 from megatron.errors import RunError
 from megatron.model.parameters import project
-from megatron.parallel.mesh import Axis
-from megatron.parallel.parameters import cut, division
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

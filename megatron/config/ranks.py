@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Sizes
 from megatron.errors import UserError
 from megatron.options.model import indivisible
 from megatron.options.training import BATCH, LARGEST_BATCH, MICRO, STEPS, TrainingOptions
-from megatron.parallel.mesh import Sizes
 
 
 def known_world(config: Config) -> int | None:

@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from megatron.distributed.mesh import Axis, Mesh
+from megatron.distributed.places import held
 from megatron.errors import RunError, UserError
-from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.places import held
 
 Batch = dict[str, torch.Tensor]
 

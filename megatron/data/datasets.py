@@ -27,7 +27,7 @@ from megatron.tasks.chosen import exercise
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from megatron.parallel.processes import Processes
+    from megatron.distributed.processes import Processes
 
 
 INDEX_BYTES = 12

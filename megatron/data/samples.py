@@ -33,9 +33,9 @@ from megatron.data.megatron_core import Split as CoreSplit
 from megatron.data.parts import Part, check_content
 from megatron.data.sample_index import UNREADABLE, IndexedSamples, damage, read_index, write_index
 from megatron.data.vocabulary import Vocabulary
+from megatron.distributed.processes import Processes
 from megatron.errors import FarfieldError, RunError, reason
 from megatron.options.data import Split
-from megatron.parallel.processes import Processes
 
 Sample = dict[str, torch.Tensor]
 

@@ -36,8 +36,8 @@ def sketch(name: str, config: Config, subject: Subject, options: EvaluationOptio
 
 def outline(config: Config, options: EvaluationOptions) -> GPT:
     """A configuration's model without weights. Raises UserError if the backend cannot do it."""
+    from megatron.distributed.processes import alone
     from megatron.model.build import build_model
-    from megatron.parallel.processes import alone
 
     check_backend(options.backend)
     position = config.position

@@ -93,10 +93,10 @@ def load(asked: Request) -> Writer:
         RunError: the checkpoint is damaged.
     """
     from megatron.checkpoint.load_model import load_model
+    from megatron.distributed.processes import alone
     from megatron.generation.decode import check_length
     from megatron.generation.writer import Writer
     from megatron.model.build import build_model
-    from megatron.parallel.processes import alone
 
     run, options = asked.run, asked.options
     device = find_device(options.device)

@@ -180,8 +180,8 @@ def write(source: Source, run: Path, tokenizer: Tokenizer) -> Imported:
 def _fill(new: Path, source: Source, config: Config, weights: Weights, tokenizer: Tokenizer) -> int:
     from megatron.checkpoint import folder, manifest, stream
     from megatron.checkpoint.progress import Progress
+    from megatron.distributed.processes import alone
     from megatron.model.build import build_model
-    from megatron.parallel.processes import alone
 
     gpt = build_model(config.model, config.position, tokenizer.vocab_size, processes=alone(), device="meta")
     forms = {name: stream.Form(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()}

@@ -18,13 +18,13 @@ from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.run_files import refuse_files_of_others
 from megatron.config.schema import Config
 from megatron.data.paths import SPLITS, split_prefixes
+from megatron.distributed.place import Place
+from megatron.distributed.surroundings import ADDRESS, Started, job_line
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.files import make_folder, remove_empty
 from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.processes import free_port, run_processes, threads_per_process
-from megatron.parallel.place import Place
-from megatron.parallel.surroundings import ADDRESS, Started, job_line
 from megatron.stopping.parent import end_with_parent
 from megatron.stopping.signals import Stopped, cleaned_up
 from megatron.training.preflight import Settled

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.config.load import read
+from megatron.distributed.place import Place
 from megatron.errors import FarfieldError, RunError
 from megatron.launch.processes import run_processes
 from megatron.launch.worker import report
-from megatron.parallel.place import Place
 
 
 def _listen(lifeline: BinaryIO) -> None:

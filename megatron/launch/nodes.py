@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.schema import Config
+from megatron.distributed.place import Place
+from megatron.distributed.surroundings import PORTS
 from megatron.errors import UserError
 from megatron.launch.local import check_save, run_log
 from megatron.launch.processes import ROOT, supervise
 from megatron.options.launch import LaunchOptions
-from megatron.parallel.place import Place
-from megatron.parallel.surroundings import PORTS
 from megatron.stopping.parent import end_with_parent
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")

@@ -24,12 +24,12 @@ from types import FrameType
 from typing import Any
 
 from megatron.config.schema import Config
+from megatron.distributed.devices import count_cores
+from megatron.distributed.place import Place
+from megatron.distributed.surroundings import ADDRESS
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.files import write_text
 from megatron.launch.worker import CONFIG_FILE, KINDS, error_file
-from megatron.parallel.devices import count_cores
-from megatron.parallel.place import Place
-from megatron.parallel.surroundings import ADDRESS
 from megatron.stopping.parent import bound
 from megatron.stopping.signals import SIGNALS, ending, heard
 

@@ -4,7 +4,7 @@
     FOLDER/job.yml         a run's configuration, which the script's command reads
     FOLDER/slurm-17.out    what job 17 prints, all its starts one after the other
 
-srun starts the ranks, which find their places in its environment (`megatron.parallel.surroundings`). Nothing traps
+srun starts the ranks, which find their places in its environment (`megatron.distributed.surroundings`). Nothing traps
 signals: `--signal=TERM@S` reaches the ranks, which save and leave with 143; srun passes that on, and the script puts
 its job back into the queue. A preemption does the same without the script.
 """
@@ -21,10 +21,10 @@ from pathlib import Path
 
 from megatron.checkpoint import folder as checkpoints
 from megatron.config.schema import Config
+from megatron.distributed.surroundings import in_slurm_job
 from megatron.errors import RunError, UserError
 from megatron.files import make_folder, remove_empty, write_text
 from megatron.options.launch import LaunchOptions
-from megatron.parallel.surroundings import in_slurm_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIGURATION = "job.sbatch", "job.yml"

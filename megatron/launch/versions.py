@@ -5,8 +5,8 @@ import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
+from megatron.distributed.devices import Machine
 from megatron.files import farfield_version
-from megatron.parallel.devices import Machine
 
 PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "transformers", "lm-eval")
 """Those that decide what is computed, and that reports of a problem should name."""

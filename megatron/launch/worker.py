@@ -55,7 +55,7 @@ def _train(config: Config, log: Path, rank: int, end: Callable[[HangError, bool]
         output = StoppingStream(console.file)
         console.file = output  # type: ignore[assignment]
         # These import torch, deepspeed and megatron-core, whose noise is logged.
-        from megatron.parallel.processes import give_up
+        from megatron.distributed.processes import give_up
         from megatron.training.loop import train
 
         try:

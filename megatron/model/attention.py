@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from einops import rearrange
 from torch import Tensor
 
+from megatron.distributed.processes import Processes
 from megatron.model.backends.backend import Backend
 from megatron.model.cache import Cache
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.model.shared_attention import gather_heads, gather_places, heads_of
-from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.rows import Rows

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from megatron.distributed.collectives import sum_gradients
+from megatron.distributed.layers import layers_of
+from megatron.distributed.processes import Processes
 from megatron.errors import UserError
 from megatron.model.attention import LayerPosition, PositionedAttention
 from megatron.model.backends.choose import choose_backend, why_row_blocks
@@ -28,9 +31,6 @@ from megatron.options.model import (
     indivisible,
     padded_vocabulary,
 )
-from megatron.parallel.collectives import sum_gradients
-from megatron.parallel.layers import layers_of
-from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.shape import Shape

@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron.distributed.layers import layers_of
+from megatron.distributed.mesh import Axis, Number
+from megatron.distributed.parameters import is_copy, mark_copy, whole_size
+from megatron.distributed.places import held
+from megatron.distributed.processes import Processes
 from megatron.errors import UserError
 from megatron.model.attention import PositionedAttention, Reading
 from megatron.model.cache import Cache
@@ -22,11 +27,6 @@ from megatron.model.loss import token_losses
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.shared_attention import gather_vocabulary
 from megatron.options.model import MOST_LOGITS
-from megatron.parallel.layers import layers_of
-from megatron.parallel.mesh import Axis, Number
-from megatron.parallel.parameters import is_copy, mark_copy, whole_size
-from megatron.parallel.places import held
-from megatron.parallel.processes import Processes
 from megatron.position.encoding import Encoding
 from megatron.position.randomized import draw_positions
 from megatron.position.shape import DrawnPositions, Span
@@ -166,8 +166,8 @@ class GPT(GPTModel):
         """Logits, or the loss of each token.
 
         Where ranks share a sequence (context parallelism), each gives the tokens of the places that it holds
-        (`parallel/places.py`) and gets their logits or losses; T is then their number. A pipeline stage after the first
-        takes the hidden states [T, B, D] of the one before it, and one before the last returns them.
+        (`distributed/places.py`) and gets their logits or losses; T is then their number. A pipeline stage after the
+        first takes the hidden states [T, B, D] of the one before it, and one before the last returns them.
 
         Args:
             tokens: int64 [B, T].

@@ -7,18 +7,18 @@ ours follows from that:
   is one part of the whole: they are summed (otherwise the copies drift apart);
 * a processor mixes the scores of all heads: queries and keys are gathered, which is linear in T, never the maps.
 
-Context parallelism: a rank holds some of the places (`parallel/places.py`). Rows are independent of each other in every
-method, so a rank needs the keys and values of all places and computes the rows of its own; its gradient of the others'
-keys is theirs to add.
+Context parallelism: a rank holds some of the places (`distributed/places.py`). Rows are independent of each other in
+every method, so a rank needs the keys and values of all places and computes the rows of its own; its gradient of the
+others' keys is theirs to add.
 
 B batch, H heads, h heads of a rank, T sequence, t places of a rank, d head dimension.
 """
 
 from torch import Tensor
 
-from megatron.parallel.collectives import gather
-from megatron.parallel.mesh import Axis
-from megatron.parallel.processes import Processes
+from megatron.distributed.collectives import gather
+from megatron.distributed.mesh import Axis
+from megatron.distributed.processes import Processes
 from megatron.position.shape import ALL_HEADS
 
 

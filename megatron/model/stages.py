@@ -1,8 +1,8 @@
 """What a pipeline stage has of the model.
 
-Besides its layers (`parallel/layers.py`) a stage holds what it uses: the first the token embedding and what an encoding
-adds to it, the last the final norm and the output matrix. A tied embedding is used by both, and an encoding that all
-layers share by all stages: each holds it, in copies that stay the same because their gradients are summed.
+Besides its layers (`distributed/layers.py`) a stage holds what it uses: the first the token embedding and what an
+encoding adds to it, the last the final norm and the output matrix. A tied embedding is used by both, and an encoding
+that all layers share by all stages: each holds it, in copies that stay the same because their gradients are summed.
 """
 
 from typing import Any

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.distributed.mesh import Sizes
 from megatron.model.initialization import init_method
 from megatron.model.megatron_core import TransformerConfig
 from megatron.options.model import GATED, ModelOptions, feed_forward_size, kv_heads
-from megatron.parallel.mesh import Sizes
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

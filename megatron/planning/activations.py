@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Axis, Sizes
+from megatron.distributed.places import held
 from megatron.model.backends.kept import KEPT_ROWS, KEPT_UP_TO
 from megatron.options.model import GATED, feed_forward_size, keys_width, kv_heads
-from megatron.parallel.mesh import Axis, Sizes
-from megatron.parallel.places import held
 from megatron.planning.positions import encoding, processor
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -12,9 +12,9 @@ from typing import Any
 from megatron.config.checks import check
 from megatron.config.ranks import mesh_sizes, undivided, with_batch, with_zero
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Sizes
 from megatron.errors import UserError
 from megatron.options.training import BATCH, MICRO, STEPS
-from megatron.parallel.mesh import Sizes
 from megatron.planning.memory import Memory, memory
 from megatron.planning.step_time import Cluster, StepTime, step_time
 

@@ -22,9 +22,9 @@ Not in it: what CUDA, NCCL and the allocator take for themselves, which the tent
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
+from megatron.distributed.layers import layers_of
+from megatron.distributed.mesh import Axis, Sizes
 from megatron.options.model import padded_vocabulary, scored_at_once
-from megatron.parallel.layers import layers_of
-from megatron.parallel.mesh import Axis, Sizes
 from megatron.planning import activations
 from megatron.planning.activations import BYTES
 from megatron.planning.parameters import held

@@ -4,9 +4,9 @@ D hidden size, K width of keys, F width of the feed-forward layer, V padded voca
 """
 
 from megatron.config.schema import Config
+from megatron.distributed.layers import layers_of
+from megatron.distributed.mesh import Axis, Sizes
 from megatron.options.model import GATED, feed_forward_size, has_qkv_bias, keys_width, padded_vocabulary
-from megatron.parallel.layers import layers_of
-from megatron.parallel.mesh import Axis, Sizes
 from megatron.planning.positions import encoding, encoding_parameters, processor_parameters
 
 

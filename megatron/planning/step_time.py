@@ -32,10 +32,10 @@ layouts and for the order of magnitude. docs/planning.md compares it with publis
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
+from megatron.distributed.gpus import Gpu
+from megatron.distributed.layers import layers_of
+from megatron.distributed.mesh import Axis, Sizes
 from megatron.options.model import MOST_LOGITS, keys_width, padded_vocabulary
-from megatron.parallel.gpus import Gpu
-from megatron.parallel.layers import layers_of
-from megatron.parallel.mesh import Axis, Sizes
 from megatron.planning import activations
 from megatron.planning.activations import BYTES
 from megatron.planning.flops import TRAINING, flops

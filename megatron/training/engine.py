@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from megatron.config.schema import Config
 from megatron.data.batches import Batch
+from megatron.distributed.collectives import add_up
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.mpu import ModelParallelUnit
+from megatron.distributed.parameters import counts
+from megatron.distributed.processes import Processes
 from megatron.model.parameters import parameter_groups
-from megatron.parallel.collectives import add_up
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.mpu import ModelParallelUnit
-from megatron.parallel.parameters import counts
-from megatron.parallel.processes import Processes
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from megatron.training.pipeline import Pipeline
 from megatron.uncompiled import uncompiled

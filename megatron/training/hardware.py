@@ -6,8 +6,8 @@ import time
 
 import torch
 
+from megatron.distributed.gpus import of_device
 from megatron.model.precision import DTYPES
-from megatron.parallel.gpus import of_device
 
 
 def peak_tflops(device: torch.device, precision: str, given: float | None) -> float | None:

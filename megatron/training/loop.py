@@ -27,9 +27,9 @@ from megatron.checkpoint.save import Saver
 from megatron.config.ranks import mesh_sizes
 from megatron.config.schema import Config
 from megatron.data.vocabulary import vocabulary
+from megatron.distributed import seeds
+from megatron.distributed.surroundings import told
 from megatron.errors import FarfieldError, RunError, lacks_memory
-from megatron.parallel import seeds
-from megatron.parallel.surroundings import told
 from megatron.planning.memory import memory
 from megatron.quantities import size
 from megatron.stopping.signals import StopRequest

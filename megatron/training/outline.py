@@ -8,10 +8,10 @@ import torch
 
 from megatron.checkpoint.run_files import config_file
 from megatron.config.schema import Config
+from megatron.distributed.layers import layers_of
+from megatron.distributed.mesh import Axis, Sizes
+from megatron.distributed.surroundings import job_line
 from megatron.options.model import feed_forward_size
-from megatron.parallel.layers import layers_of
-from megatron.parallel.mesh import Axis, Sizes
-from megatron.parallel.surroundings import job_line
 from megatron.quantities import about, count
 from megatron.training.hardware import matmul_speed
 from megatron.training.pipeline import bubble

@@ -15,10 +15,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from megatron.config.schema import Config
 from megatron.data.batches import Batch
+from megatron.distributed.collectives import add_up
+from megatron.distributed.processes import Processes
 from megatron.model.gpt import GPT
 from megatron.model.precision import DTYPES
-from megatron.parallel.collectives import add_up
-from megatron.parallel.processes import Processes
 
 
 def bubble(stages: int, micro_batches: int) -> float:

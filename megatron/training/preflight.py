@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from megatron.config.checks import check
 from megatron.config.ranks import mesh_sizes, one_model, with_batch, with_zero
 from megatron.config.schema import Config
+from megatron.distributed.devices import PROCESSES_PER_CORE, Machine
+from megatron.distributed.place import Place
 from megatron.errors import UserError
-from megatron.parallel.devices import PROCESSES_PER_CORE, Machine
-from megatron.parallel.place import Place
 from megatron.planning.parameters import whole
 from megatron.quantities import size
 

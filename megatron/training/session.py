@@ -8,10 +8,10 @@ import torch
 from megatron.checkpoint.lock import RunLock
 from megatron.config.ranks import mesh_sizes
 from megatron.config.schema import Config
+from megatron.distributed import seeds
+from megatron.distributed.place import Place
+from megatron.distributed.processes import Processes, join
 from megatron.errors import FarfieldError
-from megatron.parallel import seeds
-from megatron.parallel.place import Place
-from megatron.parallel.processes import Processes, join
 
 
 @dataclass(frozen=True)

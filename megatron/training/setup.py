@@ -24,13 +24,13 @@ from megatron.data.batches import Batch, batches
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.run_tokenizer import keep_run_tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary
+from megatron.distributed import seeds
+from megatron.distributed.devices import Machine
+from megatron.distributed.place import Place
+from megatron.distributed.processes import Processes
+from megatron.distributed.surroundings import told
 from megatron.meter import AnnounceWait
 from megatron.model.build import build_model, check_position
-from megatron.parallel import seeds
-from megatron.parallel.devices import Machine
-from megatron.parallel.place import Place
-from megatron.parallel.processes import Processes
-from megatron.parallel.surroundings import told
 from megatron.training import session as sessions
 from megatron.training.bad_loss import GoBack
 from megatron.training.console import ConsoleReporter

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from megatron.checkpoint import random_states
 from megatron.config.schema import Config
 from megatron.data.batches import batches
-from megatron.parallel.processes import Processes
+from megatron.distributed.processes import Processes
 from megatron.training.engine import Engine
 from megatron.training.metrics import EvaluationRecord, perplexity
 

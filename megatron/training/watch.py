@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.distributed.beats import Beats
+from megatron.distributed.processes import Processes
 from megatron.errors import HangError
 from megatron.files import write_text
-from megatron.parallel.beats import Beats
-from megatron.parallel.processes import Processes
 from megatron.training.records import HEARTBEAT
 
 HANG_REPORTER = """

@@ -7,8 +7,8 @@ from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint.resume import find_start
 from megatron.config.schema import Config, Key, keys
+from megatron.distributed.processes import Processes
 from megatron.errors import UserError
-from megatron.parallel.processes import Processes
 from megatron.training.loop import train
 
 BY_ROLE = {

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megatron.checkpoint import stream
 from megatron.checkpoint.fragments import Fragment
 from megatron.checkpoint.pieces import Pieces, described
+from megatron.distributed.mesh import Axis
+from megatron.distributed.parameters import Division, cut
 from megatron.errors import RunError
-from megatron.parallel.mesh import Axis
-from megatron.parallel.parameters import Division, cut
 
 KIND = "exp_avg"
 

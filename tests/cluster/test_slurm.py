@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import losses, records, tiny_config, write_corpora
 
+from megatron.distributed.devices import Machine
 from megatron.launch.local import train
-from megatron.parallel.devices import Machine
 from megatron.training.preflight import preflight
 from tools.rounding import apart, sums_of_gpt
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megatron.config.load import load
 from megatron.config.ranks import known_world, mesh_sizes, with_batch
+from megatron.distributed.mesh import Sizes
 from megatron.errors import UserError
-from megatron.parallel.mesh import Sizes
 
 SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config.load import SHIPPED, load
 from megatron.config.ranks import mesh_sizes
-from megatron.parallel.devices import Machine
+from megatron.distributed.devices import Machine
 from megatron.planning.memory import memory
 from megatron.training.preflight import preflight
 from tools.make_parallel import GPT2_VOCABULARY, GPUS, METHOD, MODELS, OVERLAYS, PAGE, ROOT, estimates, markdown

@@ -10,9 +10,9 @@ import pytest
 from megatron.config import names, neox
 from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
+from megatron.distributed.devices import Machine
 from megatron.errors import UserError
 from megatron.options.model import feed_forward_size
-from megatron.parallel.devices import Machine
 from megatron.position import registry
 from megatron.position.shape import Shape
 from megatron.training.preflight import preflight

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.batches import GlobalOrder, batches
+from megatron.distributed.mesh import Axis, Mesh, Sizes
 from megatron.errors import RunError
-from megatron.parallel.mesh import Axis, Mesh, Sizes
 
 
 class Numbers(torch.utils.data.Dataset):

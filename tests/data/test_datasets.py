@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.parts import sequence_range
 from megatron.data.vocabulary import vocabulary
+from megatron.distributed.mesh import Sizes
+from megatron.distributed.place import Place
+from megatron.distributed.processes import Processes, join
 from megatron.errors import RunError, UserError
 from megatron.options.data import DataOptions
-from megatron.parallel.mesh import Sizes
-from megatron.parallel.place import Place
-from megatron.parallel.processes import Processes, join
 
 ALONE = Processes()
 

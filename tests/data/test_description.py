@@ -12,9 +12,9 @@ from megatron.data.corpus_folder import read_corpus
 from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.description import CORPUS_FILE, read_description
 from megatron.data.tokenizers import load_tokenizer
+from megatron.distributed.processes import Processes
 from megatron.errors import RunError, UserError
 from megatron.options.data import DataOptions
-from megatron.parallel.processes import Processes
 
 
 @pytest.fixture(scope="module")

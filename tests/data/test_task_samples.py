@@ -12,10 +12,10 @@ from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
 from megatron.data.task_samples import TaskSamples
 from megatron.data.vocabulary import vocabulary
+from megatron.distributed.mesh import Mesh, Sizes
+from megatron.distributed.processes import alone
 from megatron.errors import UserError
 from megatron.options.data import DataOptions
-from megatron.parallel.mesh import Mesh, Sizes
-from megatron.parallel.processes import alone
 from megatron.tasks.chosen import exercise
 
 REVERSE = DataOptions(task="reverse_string", task_length=9)

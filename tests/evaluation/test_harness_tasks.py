@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.progress import Progress
 from megatron.config.load import load
+from megatron.distributed.processes import alone
 from megatron.errors import RunError, UserError
 from megatron.evaluation.harness_tasks import evaluate_tasks, records_of
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
-from megatron.parallel.processes import alone
 from megatron.reports import plots
 from megatron.reports.records import Record, read
 from tools.rounding import apart, sums_of_gpt

@@ -11,11 +11,11 @@ from tiny_runs import records, tiny_config, write_corpora
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import load
 from megatron.config.schema import Config
+from megatron.distributed.devices import Machine
 from megatron.errors import UserError
 from megatron.evaluation.run import evaluate_runs
 from megatron.importing.run import import_model
 from megatron.options.evaluation import EvaluationOptions
-from megatron.parallel.devices import Machine
 from megatron.training.loop import train
 from megatron.training.preflight import preflight
 

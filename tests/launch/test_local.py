@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load
+from megatron.distributed.devices import Machine
+from megatron.distributed.place import Place
+from megatron.distributed.surroundings import Started
 from megatron.errors import RunError, UserError
 from megatron.launch import local, worker
 from megatron.launch.console import UnexpectedError
-from megatron.parallel.devices import Machine
-from megatron.parallel.place import Place
-from megatron.parallel.surroundings import Started
 from megatron.training.preflight import Settled, preflight
 
 SMALL = [

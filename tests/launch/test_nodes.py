@@ -12,12 +12,12 @@ import pytest
 from tiny_runs import losses, records, tiny_config, write_corpora
 
 from megatron.config.load import load
+from megatron.distributed.devices import Machine
+from megatron.distributed.place import Place
 from megatron.errors import RunError, UserError
 from megatron.launch import nodes
 from megatron.launch.local import train
 from megatron.launch.nodes import Host
-from megatron.parallel.devices import Machine
-from megatron.parallel.place import Place
 from megatron.training.preflight import preflight
 from tools.rounding import apart, sums_of_gpt
 

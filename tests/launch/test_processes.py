@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load
+from megatron.distributed.place import Place
+from megatron.distributed.surroundings import ADDRESS
 from megatron.errors import FarfieldError, RunError, UserError
 from megatron.launch import local, processes
-from megatron.parallel.place import Place
-from megatron.parallel.surroundings import ADDRESS
 from megatron.stopping.signals import Stopped
 from megatron.training.preflight import Settled
 
@@ -174,7 +174,7 @@ def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], lis
         from megatron.launch import local, processes
         config = read({str(tmp_path / "config.yml")!r})
         command = [sys.executable, "-c", {rank_code!r}]
-        from megatron.parallel.place import Place
+        from megatron.distributed.place import Place
         places = [Place(rank, 2, rank) for rank in range(2)]
         log = pathlib.Path({str(tmp_path / "log.txt")!r})
         sys.exit(processes.run_processes(config, log, places, "127.0.0.1", 23457, command))

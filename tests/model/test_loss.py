@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.distributed.processes import alone
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions, scored_at_once
-from megatron.parallel.processes import alone
 from tools.rounding import assert_alike, sums_of_gpt
 
 VOCABULARY, LENGTH, WIDTH = 300, 40, 16

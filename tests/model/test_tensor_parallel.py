@@ -9,7 +9,7 @@ from forked import Forked
 from position_methods import ALL
 from tensor_parallel_cases import gradients
 
-from megatron.parallel.processes import alone
+from megatron.distributed.processes import alone
 from tools.rounding import assert_alike, sums_of_gpt
 
 SUPPORT = Path(__file__).parents[1] / "support"

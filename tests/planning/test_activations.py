@@ -11,10 +11,10 @@ from tiny_runs import tiny_config
 
 from kernels.cdape_attention import host
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Axis, Sizes
+from megatron.distributed.places import held
 from megatron.model import attention
 from megatron.model.attention import Reading
-from megatron.parallel.mesh import Axis, Sizes
-from megatron.parallel.places import held
 from megatron.planning import activations
 from megatron.planning.memory import memory
 from megatron.planning.positions import ENCODINGS

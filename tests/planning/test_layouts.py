@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from megatron.config.load import load
+from megatron.distributed.devices import Machine
+from megatron.distributed.gpus import named
 from megatron.errors import UserError
-from megatron.parallel.devices import Machine
-from megatron.parallel.gpus import named
 from megatron.planning.layouts import as_configured, candidates, layouts
 from megatron.planning.plan import plan
 from megatron.planning.step_time import Cluster

@@ -10,9 +10,9 @@ from tiny_runs import VOCABULARY, tiny_config
 
 from megatron.config.load import load
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Sizes
 from megatron.errors import UserError
 from megatron.options.model import MOST_LOGITS
-from megatron.parallel.mesh import Sizes
 from megatron.planning.memory import Memory, memory
 from megatron.planning.parameters import whole
 

@@ -10,10 +10,10 @@ from tiny_runs import tiny_config
 from megatron.config import names
 from megatron.config.load import SHIPPED, load
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Mesh, Sizes
+from megatron.distributed.parameters import division, whole_size
+from megatron.distributed.processes import Processes
 from megatron.model import build
-from megatron.parallel.mesh import Mesh, Sizes
-from megatron.parallel.parameters import division, whole_size
-from megatron.parallel.processes import Processes
 from megatron.planning.parameters import held, whole
 from megatron.planning.positions import ENCODINGS, KERNELS
 

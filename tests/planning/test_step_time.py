@@ -6,8 +6,8 @@ import pytest
 
 from megatron.config.load import load
 from megatron.config.schema import Config
-from megatron.parallel.gpus import Gpu, named
-from megatron.parallel.mesh import Sizes
+from megatron.distributed.gpus import Gpu, named
+from megatron.distributed.mesh import Sizes
 from megatron.planning.flops import flops
 from megatron.planning.layouts import as_configured
 from megatron.planning.step_time import REACHED, Cluster, StepTime, step_time

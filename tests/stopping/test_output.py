@@ -13,9 +13,9 @@ from forked import ROOT, Forked
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint import folder
+from megatron.distributed.devices import Machine
 from megatron.errors import RunError
 from megatron.launch import local
-from megatron.parallel.devices import Machine
 from megatron.stopping.output import StoppingStream, make_readable
 from megatron.stopping.signals import StopRequest
 from megatron.training.preflight import preflight

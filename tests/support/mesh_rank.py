@@ -14,11 +14,11 @@ MESHES = [{"data": 4}, {"tensor": 2, "data": 2}, {"context": 2, "data": 2}, {"te
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 
+    from megatron.distributed.megatron_core import parallel_state as core
+    from megatron.distributed.mesh import Sizes
+    from megatron.distributed.place import Place
+    from megatron.distributed.processes import alone, join
     from megatron.errors import RunError
-    from megatron.parallel.megatron_core import parallel_state as core
-    from megatron.parallel.mesh import Sizes
-    from megatron.parallel.place import Place
-    from megatron.parallel.processes import alone, join
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
     found = []

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from megatron.distributed.processes import alone
 from megatron.model import build
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
-from megatron.parallel.processes import alone
 from tools.rounding import sums_of_gpt
 
 VOCABULARY = 40

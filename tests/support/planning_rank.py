@@ -24,10 +24,10 @@ def main() -> None:
     from kept import reached
     from tiny_runs import VOCABULARY, tiny_config
 
+    from megatron.distributed.mesh import Sizes
+    from megatron.distributed.place import Place
+    from megatron.distributed.processes import join
     from megatron.model.build import build_model
-    from megatron.parallel.mesh import Sizes
-    from megatron.parallel.place import Place
-    from megatron.parallel.processes import join
     from megatron.training.engine import Engine
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)

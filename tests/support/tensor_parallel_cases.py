@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from megatron.distributed.parameters import division
+from megatron.distributed.processes import Processes
 from megatron.model.build import build_model
 from megatron.options.model import MOST_LOGITS, ModelOptions, PositionOptions
-from megatron.parallel.parameters import division
-from megatron.parallel.processes import Processes
 
 VOCABULARY = 30  # padded to 32: 16 for each rank
 LENGTH = 14

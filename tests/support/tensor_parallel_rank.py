@@ -18,10 +18,10 @@ def main() -> None:
 
     from tensor_parallel_cases import gradients
 
+    from megatron.distributed.mesh import Sizes
+    from megatron.distributed.place import Place
+    from megatron.distributed.processes import join
     from megatron.errors import UserError
-    from megatron.parallel.mesh import Sizes
-    from megatron.parallel.place import Place
-    from megatron.parallel.processes import join
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     processes = join(Place(rank, 2), Sizes(tensor=2), device="cpu", backend="gloo")

@@ -18,8 +18,8 @@ def main() -> None:
     import torch.distributed as dist
 
     from megatron.config.load import read
+    from megatron.distributed.megatron_core import parallel_state
     from megatron.errors import FarfieldError
-    from megatron.parallel.megatron_core import parallel_state
     from megatron.training.loop import train
 
     for file in sorted(job.glob("*.yml")):

@@ -23,7 +23,7 @@ STARTED_BY = (
     "checkpoint/test_legacy.py",
     "data/test_datasets.py",
     "model/test_tensor_parallel.py",
-    "parallel/test_processes.py",
+    "distributed/test_processes.py",
     "planning/test_memory.py",
     "test_cli.py",
     "training/test_kills.py",

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import draw_parallel
 
-from megatron.parallel.mesh import Mesh
+from megatron.distributed.mesh import Mesh
 
 
 def test_the_drawn_holders_are_the_groups_of_the_mesh() -> None:

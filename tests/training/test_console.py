@@ -14,8 +14,8 @@ from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint.run_files import RESOLVED
+from megatron.distributed.mesh import Sizes
 from megatron.launch.console import run_console
-from megatron.parallel.mesh import Sizes
 from megatron.quantities import count
 from megatron.training import loop, outline
 from megatron.training.console import ConsoleReporter

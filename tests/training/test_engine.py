@@ -14,10 +14,10 @@ from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
 
 from megatron.config.schema import Config
+from megatron.distributed.mesh import Mesh, Sizes
+from megatron.distributed.place import Place
+from megatron.distributed.processes import join
 from megatron.model.parameters import parameter_groups
-from megatron.parallel.mesh import Mesh, Sizes
-from megatron.parallel.place import Place
-from megatron.parallel.processes import join
 from megatron.position import registry
 from megatron.position.parameters import Bounded
 from megatron.training.engine import Engine, deepspeed_config

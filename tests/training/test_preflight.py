@@ -9,9 +9,9 @@ import pytest
 
 from megatron.config.load import load, read
 from megatron.config.schema import Config
+from megatron.distributed.devices import Machine
+from megatron.distributed.place import Place
 from megatron.errors import UserError
-from megatron.parallel.devices import Machine
-from megatron.parallel.place import Place
 from megatron.training.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_a_dry_run_on_a_login_node_resolves_and_says_what_it_could_not_check(
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from megatron.config.load import load; from megatron.parallel.devices import Machine\n"
+        "import sys; from megatron.config.load import load; from megatron.distributed.devices import Machine\n"
         "from megatron.training.preflight import preflight\n"
         "preflight(load(['162M', 'local_setup']).config, Machine.here(), dry=True)\n"
         "sys.exit('torch' in sys.modules)"

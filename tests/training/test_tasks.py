@@ -9,9 +9,9 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.processes import alone
 from megatron.errors import UserError
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.processes import alone
 from megatron.training.loop import train
 
 

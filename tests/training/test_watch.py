@@ -9,7 +9,7 @@ import pytest
 from forked import Forked
 from tiny_runs import free_port, tiny_config, write_corpora
 
-from megatron.parallel.processes import Processes
+from megatron.distributed.processes import Processes
 from megatron.training.loop import train
 from megatron.training.records import HEARTBEAT
 from megatron.training.watch import STACKS, Beat, Watch, verdict

@@ -1,0 +1,129 @@
+"""What of a sweep is done already: trainings by their checkpoints, evaluations by a receipt beside their results.
+
+A run folder whose configuration is not the one asked for is never taken for a member and never overwritten.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import folder as checkpoints
+from megatron.checkpoint.manifest import newest_whole
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.stored import config_of
+from megatron.config.load import read as read_config
+from megatron.config.settings import show
+from megatron.data.parts import sequence_range
+from megatron.errors import FarfieldError, UserError
+from megatron.files import parse_json, write_text
+from megatron.reports.failures import Failure
+from megatron.reports.records import RESULTS, Record, read
+from megatron.sweeps.spec import Member
+from megatron.training import records
+from megatron.training.records import recorded
+
+RECEIPT = "evaluated.json"
+FORMAT = 4  # 1 had no bootstrap, 2 was a receipt for the whole results.json, 3 named the options otherwise
+
+
+def finished_steps(member: Member) -> int:
+    """Steps of the member's newest whole checkpoint, which its training would go on from; 0 if there is none.
+
+    Raises:
+        UserError: its folder holds a run with another configuration.
+        RunError: it has checkpoints, but none is whole.
+    """
+    checkpoint = newest_whole(member.folder)
+    if checkpoint is None:
+        return 0
+    found = config_of(checkpoint).training_as_such()
+    wanted = member.settled.training_as_such()
+    others = [k for k, v in wanted.items() if found.get(k) != v]
+    if others:
+        changes = ", ".join(f"{k} {show(found.get(k))} there, {show(wanted[k])} here" for k in others[:4])
+        raise UserError(
+            f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
+            "another sweep.output"
+        )
+    return Progress.read(checkpoint).step
+
+
+def divergence(member: Member) -> Failure | None:
+    """How the member's training ended, if its loss stayed bad: that is its result until it is asked for again.
+
+    A folder whose run was configured otherwise says nothing of the member.
+    """
+    found = records.divergence(member.folder)
+    if found is None:
+        return None
+    try:
+        there = read_config(member.folder / checkpoints.CONFIG).training_as_such()
+    except FarfieldError:
+        return None
+    wanted = member.settled.training_as_such()
+    if any(there.get(key) != value for key, value in wanted.items()):
+        return None
+    return failure(member, found[1], found[0])
+
+
+def failure(member: Member, reason: str, step: int | None = None) -> Failure:
+    """A member that gave no result, as reports have it."""
+    config = member.config
+    return Failure(
+        member.variant, member.seed, reason, step, config.model.seq_length if config.data.task is None else None
+    )
+
+
+def lacks_test(member: Member) -> bool:
+    """Was a finished training killed between its last checkpoint and the end of its test?"""
+    training, data = member.config.training, member.config.data
+    tests = (
+        data.task is not None
+        or bool(data.test_data_paths)
+        or (data.data_path is not None and sequence_range(data.split, "test", 10**9) is not None)
+    )
+    if not (tests and training.eval_interval and training.eval_iters):
+        return False
+    return not recorded(member.folder, "test", training.train_iters)
+
+
+def evaluated(member: Member) -> list[Record] | None:
+    """The records of a member if it was scored in its way before and all of them are still in its results."""
+    results, known = member.results / RESULTS, _receipt(member.results / RECEIPT)
+    if known.get("how") != _how(member) or not results.is_file():
+        return None
+    there = {_sha256(record): record for record in read(results)}
+    wanted = known.get("records") or []
+    return [there[name] for name in wanted] if wanted and all(name in there for name in wanted) else None
+
+
+def write_receipt(member: Member, found: Sequence[Record]) -> None:
+    """Remember that these are the member's records, and how they came about."""
+    receipt = {"how": _how(member), "records": [_sha256(record) for record in found]}
+    write_text(member.results / RECEIPT, json.dumps(receipt, indent=1) + "\n")
+
+
+def _how(member: Member) -> dict[str, Any]:
+    """All that an evaluation's results depend on, as far as a sweep decides it."""
+    checkpoint = checkpoints.resolve(member.folder)
+    weights = (checkpoint / checkpoints.WEIGHTS).stat()
+    return {
+        "format": FORMAT,
+        "evaluate": member.evaluation.model_dump(exclude={"batch_tokens"}),
+        "method": member.variant,
+        "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
+    }
+
+
+def _receipt(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _sha256(record: Record) -> str:
+    return hashlib.sha256(json.dumps(record.row()).encode()).hexdigest()

@@ -1,0 +1,364 @@
+"""`./deepy.py sweep FILE`: prepare a corpus, train every variant with every seed, evaluate all alike, report.
+
+    OUTPUT/results.json, .csv, .md, .png, report.html              rewritten after every run that was evaluated
+    OUTPUT/log.txt                                                 what libraries had to say
+    OUTPUT/VARIANT/seed_1234.yml                                   the run's whole configuration: `train` takes it too
+    OUTPUT/VARIANT/seed_1234.txt                                   what its training printed
+    OUTPUT/VARIANT/seed_1234/                                      the run: checkpoints, metrics, its own results
+
+A sweep that is stopped, by a person or an error, is carried on by the same command: finished runs are taken as they
+are, an interrupted one resumes at its last checkpoint. A run folder whose configuration is not the one asked for is
+never overwritten and never reused; the sweep refuses to start.
+
+A member that fails does not keep the others from running. One whose training diverged has that for a result: it stands
+in tables and on the page with its reason and step, and is tried again only where that is asked for (`--retry-failed`).
+One that failed otherwise, as by a full disk, is tried again by the next start.
+
+With `launcher: slurm` what is left to do becomes a job array, a task for each member; once its tasks have ended, the
+same command finds nothing left to do and writes the report.
+
+How long it takes is estimated from the FLOPs of every training and evaluation, which are known before the first, and
+the speed of those that have run or are running.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.lock import LOCK, SWEEP_LOCK, RunLock
+from megatron.checkpoint.run_files import is_saved_config
+from megatron.errors import FarfieldError, RunError, UserError
+from megatron.files import make_folder, refuse_files_of_others
+from megatron.launch import slurm
+from megatron.launch.console import explained, run_console
+from megatron.launch.prepare import metered
+from megatron.meter import Job, Meter, seconds_left
+from megatron.options.sweep import SweepCorpusOptions
+from megatron.quantities import duration, flop
+from megatron.reports import tables
+from megatron.reports.failures import Failure
+from megatron.reports.folder import refuse_results_of_others
+from megatron.reports.records import RESULTS, Record
+from megatron.stopping.signals import Stopped, acknowledged
+from megatron.sweeps import receipts, slurm_array, supervision
+from megatron.sweeps.estimate import Work, work
+from megatron.sweeps.spec import Member, Sweep, read
+from megatron.training.records import METRICS
+
+if TYPE_CHECKING:
+    from megatron.reports.experiment import Experiment
+
+# What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
+
+STOPPING = "stopping; a training under way saves after its step first (again to end at once)"
+REPORT = "report.html"
+CARRIES_ON = "the same command carries on from here"
+BUSY = "a sweep is running there; wait for its end, or choose another folder"
+RETRIES = "--retry-failed trains again what diverged"
+TRIES_AGAIN = "the same command tries again what failed"
+NAMED = 5
+"""Failures that a line names."""
+
+
+def run(
+    files: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    search: Sequence[str | Path] | None = None,
+    *,
+    member: int | None = None,
+    dry: bool = False,
+    retry_failed: bool = False,
+) -> list[Record]:
+    """Run a sweep to its end, from wherever an earlier attempt left it.
+
+    Args:
+        files, overrides, search: as for `megatron.sweeps.spec.read`.
+        console: where progress and table go. If None, the terminal; what libraries print then goes to OUTPUT/log.txt.
+        member: train and evaluate only the one of this index, and write no report.
+        dry: print the batch script that would be submitted, and do nothing.
+        retry_failed: train members again whose training diverged.
+
+    Returns:
+        The records of all runs.
+
+    Raises:
+        UserError: the files, a run folder that holds another run, or what training or evaluation refuse.
+        RunError: trainings or evaluations failed; the others ran, and what is finished is used next time.
+    """
+    sweep = read(files, overrides, search)
+    if member is not None and member >= len(sweep.members):
+        raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members; the first is 0")
+    array = slurm_array.job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
+    if dry:
+        if array is None:
+            raise UserError("--dry-run shows the batch script of a sweep: it needs launcher=slurm")
+        print(slurm.script(array), end="")
+        return []
+    make_folder("sweep.output", sweep.output)
+    _refuse_files_of_others(sweep)
+    lock = None
+    if member is None:
+        lock = RunLock(sweep.output, name=SWEEP_LOCK, key="sweep.output", busy=BUSY, patience=1.0)
+    with _released(lock), _console(console, sweep.output / "log.txt") as shown:
+        say = _lines(shown)
+        for note in sweep.notes:
+            shown.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+        try:
+            with acknowledged(say, STOPPING):
+                return _run(sweep, shown, say, member, array, retry_failed)
+        except (KeyboardInterrupt, Stopped):
+            say(f"stopped; {CARRIES_ON}")
+            raise
+
+
+def _refuse_files_of_others(sweep: Sweep) -> None:
+    """Refuse an output that holds files by the names of a sweep's which no sweep wrote. Raises UserError."""
+    from megatron.reports.document import is_document
+
+    key, output = "sweep.output", sweep.output
+    refuse_results_of_others(key, output)
+    refuse_files_of_others(key, [output / REPORT], is_document)
+    for member in sweep.members:
+        begun = (member.folder / LOCK).exists() or bool(checkpoints(member.folder))
+
+        def ours(path: Path, member: Member = member, begun: bool = begun) -> bool:
+            return begun or is_saved_config(member.beside(".yml"))
+
+        refuse_files_of_others(key, [member.beside(".yml"), member.beside(".txt")], ours)
+    configured = any(member.beside(".yml").exists() for member in sweep.members)
+    refuse_files_of_others(key, [output / RESULTS], lambda _: configured or (output / REPORT).exists())
+
+
+def _run(
+    sweep: Sweep,
+    console: Console,
+    say: Callable[[str], None],
+    only: int | None,
+    array: slurm.Job | None,
+    retry_failed: bool,
+) -> list[Record]:
+    begun = time.monotonic()
+    finished = {member: receipts.finished_steps(member) for member in sweep.members}  # refuses foreign folders first
+    known = {} if retry_failed else {m: why for m in sweep.members if (why := receipts.divergence(m)) is not None}
+    if sweep.options.corpus is not None:
+        _prepare(sweep.options.corpus, console, say)
+    todo = work(sweep, finished, say)
+    open_ = [index for index, (member, each) in enumerate(todo.items()) if each.any and member not in known]
+    if array is not None and open_:
+        job = replace(array, array=slurm_array.indices(open_))
+        for line in slurm.described(job, slurm.submit(job)):
+            say(line)
+        say(f"{len(open_)} of {len(todo)} runs submitted; once they have ended, the same command writes the report")
+        return []
+    if only is not None:
+        member = sweep.members[only]
+        if member in known:
+            raise RunError(f"{member.name}: {known[member]}; {RETRIES}")
+        with Meter(console, [todo[member].training, todo[member].evaluation]) as meter:
+            return _member(member, todo[member], meter)
+    found: list[Record] = []
+    failed: list[Failure] = []
+    jobs = [job for member, each in todo.items() if member not in known for job in (each.training, each.evaluation)]
+    pending = {member: each for member, each in todo.items() if member not in known}
+    with Meter(console, jobs, forecast=lambda left: meter.say(_forecast(pending, left))) as meter:
+        meter.say(_outlook(pending, len(todo)))
+        for number, (member, each) in enumerate(todo.items(), start=1):
+            worked = each.any and member not in known
+            if member in known:
+                failed.append(known[member])
+                meter.say(f"{member.name}: {known[member]}; {RETRIES}")
+            else:
+                try:
+                    found += _member(member, each, meter)
+                except FarfieldError as error:
+                    failed.append(receipts.divergence(member) or receipts.failure(member, str(error)))
+                    meter.skip(each.training)
+                    meter.skip(each.evaluation)
+                    meter.say(f"{member.name}: {failed[-1]}")
+            if found and (worked or number == len(todo)):  # pictures of what was there take longer than all else
+                _write(sweep, found, failed)
+            if worked and number < len(todo) and (left := seconds_left(meter.jobs)) is not None:
+                meter.say(f"{number} of {len(todo)} runs done, about {duration(left)} left")
+    found = floors_last(found)
+    if found:
+        _show(sweep, found, failed, console)
+        names = (REPORT, *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
+        files = ", ".join(str(sweep.output / name) for name in names)
+        say(f"{files} ({duration(time.monotonic() - begun)})")
+    if failed:
+        diverged = sum(receipts.divergence(member) is not None for member in todo)
+        raise RunError(_told(failed, diverged, len(todo)))
+    return found
+
+
+def _show(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure], console: Console) -> None:
+    """The tables of a sweep, on the console."""
+    tables.show(console, found, failed)
+    options = sweep.options
+    for grid in (
+        _experiment(sweep).grids(found, failures=failed)
+        if options.published or options.against or options.differences
+        else ()
+    ):
+        console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
+
+
+def _told(failed: Sequence[Failure], diverged: int, members: int) -> str:
+    """One line for all that failed: how many, and each with its reason."""
+    each = "; ".join(f"{one.method}, seed {one.seed}: {one}" for one in failed[:NAMED])
+    more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
+    again = RETRIES if diverged == len(failed) else TRIES_AGAIN if not diverged else f"{TRIES_AGAIN}, and {RETRIES}"
+    return f"{len(failed)} of {members} runs failed: {each}{more}; {again}"
+
+
+def _prepare(corpus: SweepCorpusOptions, console: Console, say: Callable[[str], None]) -> None:
+    made = metered(console, corpus, corpus.folder)
+    for note in made.notes:
+        say(note)
+    sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in made.splits.items())
+    say(f"corpus {made.folder} {'is there' if made.reused else 'prepared'}: {sizes}")
+
+
+def _outlook(todo: dict[Member, Work], members: int) -> str:
+    """How much there is to do, before any speed is known."""
+    runs = sum(each.any for each in todo.values())
+    if not runs:
+        return f"nothing to do: {len(todo)} of {members} runs are done"
+    training = sum(each.training.work for each in todo.values())
+    evaluation = sum(each.evaluation.work for each in todo.values())
+    return (
+        f"{runs} of {members} runs to do: {flop(training)} of training and {flop(evaluation)} of evaluation; "
+        "how long that takes follows with the first steps"
+    )
+
+
+def _forecast(todo: dict[Member, Work], left: float) -> str:
+    runs = sum(each.any for each in todo.values())
+    return f"about {duration(left)} for {runs} of {len(todo)} runs, at the speed of the first steps"
+
+
+def _member(member: Member, todo: Work, meter: Meter) -> list[Record]:
+    """Train and evaluate one member."""
+    _train(member, todo, meter)
+    return _evaluate(member, todo.evaluation, meter)
+
+
+def _train(member: Member, todo: Work, meter: Meter) -> None:
+    """Train a member to its end, or find it trained."""
+    done, steps, job = todo.done, member.config.training.train_iters, todo.training
+    if done >= steps and not receipts.lacks_test(member):
+        meter.skip(job)
+        meter.say(f"{member.name}: trained already, {done} steps in {member.folder}")
+        return
+    if done:
+        what = f"resumes after step {done} of {steps}" if done < steps else "is trained; its test is made up for"
+        meter.say(f"{member.name}: {what}")
+    # With `load` naming its own folder a run resumes.
+    config = member.config.replace(load=str(member.folder)) if done else member.config
+    config.save(member.beside(".yml"))
+
+    def watch(step: int | None) -> None:
+        share = 0.0 if step is None else max(0, step - done) / max(1, steps - done)
+        meter.update(share * job.work, f"step {done if step is None else step} of {steps}")
+
+    meter.begin(job, f"step {done} of {steps}")
+    supervision.train(member.beside(".yml"), member.beside(".txt"), member.folder / METRICS, watch)
+    if receipts.finished_steps(member) < steps:
+        raise RunError(f"training ended early without an error; its output is in {member.beside('.txt')}")
+    meter.finish()
+
+
+def _evaluate(member: Member, job: Job, meter: Meter) -> list[Record]:
+    """Evaluate a trained member, or find it evaluated in the same way."""
+    from megatron.evaluation.run import evaluate_runs
+
+    known = receipts.evaluated(member)
+    if known is not None:
+        meter.skip(job)
+        meter.say(f"{member.name}: evaluated already")
+        return known
+    meter.begin(job, "loading")
+    found = evaluate_runs(
+        [member.folder],
+        member.evaluation,
+        output=member.results,
+        names=[member.variant],
+        progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
+    )
+    meter.finish()
+    receipts.write_receipt(member, found)
+    return found
+
+
+def floors_last(found: Sequence[Record]) -> list[Record]:
+    """Records of runs, then those of no run, each once: every run of a task brings the same floors with it."""
+    floors = [each for each in found if each.run is None]
+    runs = [each for each in found if each.run is not None]
+    return [*runs, *(each for index, each in enumerate(floors) if each not in floors[:index])]
+
+
+def _write(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure]) -> None:
+    """Rewrite the results and the report of what is measured so far."""
+    from megatron.reports import experiment, report
+    from megatron.reports.folder import write_results
+    from megatron.reports.section import Section
+
+    output = sweep.output
+    found = floors_last(found)
+    write_results(output, found, failed)
+    told = _experiment(sweep)
+    if told.of_a_paper:  # the results of other sweeps may be put together with others
+        experiment.write(output / RESULTS, told)
+    measured = {(record.method, record.seed) for record in found}
+    texts = dict(sweep.texts)
+    done = [member for member in sweep.members if (member.variant, member.seed) in measured]
+    texts |= {str(member.beside(".yml")): member.text for member in done}
+    missing = len(sweep.members) - len(done) - len(failed)
+    report.write(
+        output / REPORT,
+        [Section(sweep.options.title, found, told.grids(found, failures=failed), failed)],
+        missing=missing,
+        configurations=texts,
+    )
+
+
+def _experiment(sweep: Sweep) -> "Experiment":
+    from megatron.reports.experiment import Experiment
+    from megatron.reports.published import Published
+
+    options = sweep.options
+    tables = tuple(
+        Published(each.source, each.train_length, each.metric, tuple(each.lengths), dict(each.rows))
+        for each in options.published
+    )
+    return Experiment(options.title, options.against, tables, tuple(options.differences))
+
+
+@contextmanager
+def _released(lock: RunLock | None) -> Iterator[None]:
+    """Let others have the sweep's folder in the end."""
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lines(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _console(given: Console | None, log: Path) -> Iterator[Console]:
+    if given is not None:
+        yield given
+        return
+    with run_console(log) as console, explained(log):
+        yield console

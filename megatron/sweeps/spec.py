@@ -1,0 +1,251 @@
+"""Reading a sweep file: ordinary keys that all variants share, and one `sweep:` mapping.
+
+    num_layers: 4                     ordinary keys, shared by all variants
+    …
+    sweep:
+      output: runs/quickstart
+      corpus: {sources: [python], folder: data/python}
+      seeds: [1234]
+      variants:
+        rotary: {pos_emb: rotary}     ordinary keys again, on top of the shared ones
+        t5: {pos_emb: t5}
+      evaluate: {multiples: [1, 2, 4, 8, 16, 32], protocol: last}
+
+torch is not imported: a mistake in the file is told at once.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.config.load import find, merge, split_override
+from megatron.config.schema import Config, Path_
+from megatron.config.settings import COMMAND_LINE, show
+from megatron.config.yaml_files import Document, read_yaml
+from megatron.distributed.devices import Machine
+from megatron.errors import UserError
+from megatron.launch import slurm
+from megatron.options.evaluation import EvaluationOptions
+from megatron.options.sweep import SweepOptions
+from megatron.sweeps.check import check, refuse_mine
+from megatron.training.preflight import afar, preflight
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
+class Member:
+    """One run of the sweep."""
+
+    variant: str
+    seed: int
+    config: Config
+    folder: Path
+    """Of the run."""
+    evaluation: EvaluationOptions
+    results: Path
+    """For what this sweep measures of it: the run's own folder, unless sweeps share the run."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @cached_property
+    def settled(self) -> Config:
+        """The configuration as its training will settle it, its batch too, on this machine or on nodes of a job.
+
+        Raises what that would.
+        """
+        settle = afar if slurm.wanted(self.config.launch) else lambda config: preflight(config, Machine.here())
+        return settle(self.config).config
+
+    @cached_property
+    def text(self) -> str:
+        """The configuration as YAML."""
+        return self.config.text()
+
+    def beside(self, ending: str) -> Path:
+        """A file beside the run's folder, with its name."""
+        return self.folder.with_name(self.folder.name + ending)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, read and checked."""
+
+    options: SweepOptions
+    members: tuple[Member, ...]
+    notes: tuple[str, ...]
+    texts: dict[str, str]  # the files it was read from, for the report
+
+    @property
+    def output(self) -> Path:
+        return output_of(self.options)
+
+
+def read(
+    files: Sequence[str | Path], overrides: Sequence[str] = (), search: Sequence[str | Path] | None = None
+) -> Sweep:
+    """Read and check a sweep without running anything.
+
+    Args:
+        files: configuration files, merged left to right, at least one with a `sweep:` mapping; of these too the later
+            wins, key by key (`sweep.variants` as a whole).
+        overrides: `key=value` for all variants, or `sweep.key=value`.
+        search: folders to look file names up in, as for `megatron.config.load.load`.
+
+    Raises:
+        UserError: a file that cannot be read, or something wrong in it, with its line.
+    """
+    documents = [read_yaml(find(name, search)) for name in files]
+    given, setters, notes = _sweep_keys(documents)
+    own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
+    common = [text for text in overrides if text not in own]
+    settings = json.loads(json.dumps(given))
+    for text in own:
+        _override(settings, text)
+    refuse_mine([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
+    where = _finder(setters, own)
+    options = check(settings, where)
+    shared = [_part(each, ()) for each in documents]
+    for document in shared:
+        refuse_mine(list(document.values), lambda name, document=document: document.where((name,)))  # type: ignore[misc]
+
+    members = []
+    for variant in options.variants:
+        given_here, given_there = _divide(options.variants[variant], ("sweep", "variants", variant), where)
+        layers = [
+            _part(setters["variants"], ("sweep", "variants", variant), given_there),
+            Document(f"{COMMAND_LINE}, variant {variant}", given_here, {}),
+        ]
+        found, replaced = _members(variant, options, shared, layers, common)
+        members += found
+        notes += replaced
+    lengths = {member.config.model.seq_length for member in members}
+    asked = options.evaluate
+    if len(lengths) > 1 and (asked.lengths is None or asked.multiples is not None):
+        raise UserError(
+            f"seq_length: variants are trained at {', '.join(map(str, sorted(lengths)))} tokens, so "
+            "sweep.evaluate.lengths has to say at which lengths all of them are scored"
+        )
+    if len(lengths) > 1 and asked.protocol == "last" and asked.targets is None:
+        raise UserError(
+            "seq_length: variants are trained at several lengths, so sweep.evaluate.targets has to say how many tokens "
+            "of a window are scored: else each would have its own"
+        )
+    texts = {each.source: Path(each.source).read_text(encoding="utf-8") for each in documents}
+    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
+
+
+def _members(
+    variant: str, options: SweepOptions, shared: Sequence[Document], own: Sequence[Document], common: Sequence[str]
+) -> tuple[list[Member], list[str]]:
+    """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced."""
+    loaded = merge([*shared, *own], common)
+    # That a variant replaces a shared key is what it is for.
+    places = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
+    meant = tuple(f"({place})" for place in (*places, *(layer.source for layer in own)))
+    evaluation = options.evaluate
+    if "device" not in evaluation.model_fields_set:
+        evaluation = evaluation.replace(device=loaded.config.launch.device)
+    members = []
+    for seed in options.seeds:
+        results = output_of(options) / variant / f"seed_{seed}"
+        folder = results if options.runs is None else Path(options.runs) / identity(loaded.config) / f"seed_{seed}"
+        config = loaded.config.replace(seed=seed, save=str(folder))
+        members.append(Member(variant, seed, config, folder, evaluation, results))
+    return members, [note for note in loaded.notes if not note.endswith(meant)]
+
+
+def output_of(options: SweepOptions) -> Path:
+    """Where a sweep writes."""
+    return Path(options.output, *([] if options.name is None else [options.name]))
+
+
+def identity(config: Config) -> str:
+    """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides.
+
+    Defaults are left out, so that a key that is new tomorrow gives the runs of today no other name.
+    """
+    chosen = {key: value for key, value in config.training_as_such(defaults=False).items() if key != "seed"}
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    position = config.position
+    processor = "" if position.score_processor == "none" else f"{position.score_processor}+"
+    return f"{processor}{position.pos_emb}-{digest}"
+
+
+def _sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, Document], list[str]]:
+    """The keys of `sweep:` after merging, the file that set each (and `sweep` itself), and what replaced what."""
+    values: dict[str, Any] = {}
+    setters: dict[str, Document] = {}
+    notes = []
+    for document in documents:
+        if "sweep" not in document.values:
+            continue
+        given = document.values["sweep"]
+        if not isinstance(given, dict):
+            raise UserError(f"{document.where(('sweep',))}: sweep is {show(given)}; it must be a mapping of keys")
+        for name in given.keys() & values.keys():
+            if values[name] != given[name]:
+                old, new = setters[name].where(("sweep", name)), document.where(("sweep", name))
+                notes.append(f"sweep.{name} ({old}) replaced ({new})")
+        values |= given
+        setters |= dict.fromkeys([*given, "sweep"], document)
+    if not setters:
+        names = ", ".join(document.source for document in documents)
+        raise UserError(f"{names}: there is no sweep: mapping; a sweep needs one")
+    return values, setters, sorted(notes)
+
+
+def _finder(setters: dict[str, Document], overrides: Sequence[str]) -> Callable[[Path_], str]:
+    """Who set a key of `sweep:`: the command line, or `file:line`."""
+    ordered = [tuple(split_override(text)[0].split(".")) for text in overrides]
+
+    def where(path: Path_) -> str:
+        document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
+        given = any(path[: len(each)] == each for each in ordered)  # the command line set it, or what it is in
+        opened = path not in document.lines and any(each[: len(path)] == path for each in ordered)
+        return COMMAND_LINE if given or opened else document.where(path)
+
+    return where
+
+
+def _divide(
+    values: dict[str, Any], path: Path_, where: Callable[[Path_], str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A mapping's keys that the command line set, and those of a file."""
+    here: dict[str, Any] = {}
+    there: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = (*path, name)
+        if where(inner) == COMMAND_LINE:
+            here[name] = value
+        elif isinstance(value, dict):
+            given_here, there[name] = _divide(value, inner, where)
+            here |= {name: given_here} if given_here else {}
+        else:
+            there[name] = value
+    return here, there
+
+
+def _part(document: Document, path: Path_, values: dict[str, Any] | None = None) -> Document:
+    """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
+    if not path:
+        kept = {name: value for name, value in document.values.items() if name != "sweep"}
+        return replace(document, values=kept, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
+    lines = {p[len(path) :]: n for p, n in document.lines.items() if p[: len(path)] == path and len(p) > len(path)}
+    return Document(document.source, values or {}, lines)
+
+
+def _override(settings: dict[str, Any], text: str) -> None:
+    """Put `sweep.a.b=value` into the mapping."""
+    name, value = split_override(text)
+    *outer, last = name.split(".")[1:]
+    inside = settings
+    for part in outer:
+        if not isinstance(inside.setdefault(part, {}), dict):
+            raise UserError(f"command line: {name}: sweep.{part} is {show(inside[part])}, not a mapping")
+        inside = inside[part]
+    inside[last] = value

@@ -1,0 +1,67 @@
+"""What processes tell each other, alone and as four on meshes of several shapes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Forked
+from mesh_rank import MESHES
+
+from megatron.distributed.mesh import Mesh, Sizes
+from megatron.distributed.place import Place
+from megatron.distributed.processes import Processes, alone, join
+from megatron.errors import RunError
+
+SCRIPT = Path(__file__).parents[1] / "support" / "mesh_rank.py"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """What each of four ranks found on each mesh."""
+    folder = tmp_path_factory.mktemp("mesh")
+    ranks = [Forked(SCRIPT, str(folder), str(rank), output=folder / f"{rank}.txt") for rank in range(4)]
+    assert [rank.wait(120) for rank in ranks] == [0] * 4, "\n".join(rank.printed() for rank in ranks)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+
+
+@pytest.mark.parametrize("number", range(len(MESHES)), ids=[str(mesh) for mesh in MESHES])
+def test_groups_are_the_meshs(four: list[list[dict[str, Any]]], number: int) -> None:
+    for rank in range(4):
+        found = four[rank][number]
+        for name, (ours, theirs) in found["groups"].items():
+            assert ours == theirs, (rank, name)
+
+
+@pytest.mark.parametrize("number", range(len(MESHES)), ids=[str(mesh) for mesh in MESHES])
+def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> None:
+    sizes = Sizes(**MESHES[number])
+    shares = sizes.data * sizes.context
+    for found in (each[number] for each in four):
+        assert found["whole"] == [4 * (2**53 + 1), 6]  # in float64 the first would end in 0
+        assert found["parts"] == [1.0, 6.0]
+        assert found["once"] == [int("1" * shares)]  # each share of the batch exactly once
+        assert found["max"] == 0.0
+        assert found["gather"] == [[rank, Mesh(rank, sizes).data.index] for rank in range(4)]
+        assert found["agree"] == [None, "error of 2"]
+        assert found["alone"].startswith("this process is part of another mesh already") == (sizes != Sizes(data=4))
+
+
+def test_one_process_agrees_with_itself() -> None:
+    processes = alone()
+    assert processes == Processes() == alone()
+    assert processes.first
+    assert processes.sum(3, 4) == [3, 4]
+    assert processes.sum(0.5) == [0.5]
+    assert processes.max(-2.0) == -2.0
+    assert processes.gather("x") == ["x"]
+    assert (processes.agree(None), processes.agree("no")) == (None, "no")
+    assert processes.group("tensor").size() == 1
+
+
+def test_joining_others_after_the_fact_is_refused() -> None:
+    alone()
+    with pytest.raises(RunError, match="WORLD_SIZE is 2, but this process is already one of 1"):
+        join(Place(0, 2), Sizes(data=2), device="cpu", backend="gloo")
+    with pytest.raises(RunError, match="this process is part of another mesh already"):
+        join(Place(), Sizes(tensor=2), device="cpu", backend="gloo")

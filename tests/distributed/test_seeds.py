@@ -1,0 +1,23 @@
+"""Seeds follow from the purpose and the data index, never from the rank."""
+
+import torch
+
+from megatron.distributed import seeds
+from megatron.distributed.mesh import Mesh, Sizes
+from megatron.distributed.processes import alone
+
+
+def test_ranks_of_one_data_index_draw_alike_and_others_do_not() -> None:
+    sizes = Sizes(tensor=2, context=2, data=3, pipeline=2)
+    meshes = [Mesh(rank, sizes) for rank in range(sizes.world)]
+    assert {seeds.seed_of(7, "initialization", mesh) for mesh in meshes} == {7}
+    by_index = {(mesh.data.index, seeds.seed_of(7, "dropout", mesh)) for mesh in meshes}
+    assert len(by_index) == len({seed for _, seed in by_index}) == sizes.data
+
+
+def test_seeding_is_torchs() -> None:
+    alone()
+    seeds.seed_torch(5)
+    ours = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(ours, torch.rand(3))

@@ -1,0 +1,146 @@
+"""What a launcher says of a process, and what is missing. The variables are those that each launcher really sets."""
+
+import pytest
+
+from megatron.distributed.place import Place
+from megatron.distributed.surroundings import PORTS, first_host, job_line, told
+from megatron.errors import UserError
+
+TORCHRUN = Place(3, 8, 1).variables("127.0.0.1", 2345)
+SRUN = {  # task 5 of `srun` in a job of three nodes with 4, 4 and 1 tasks, SLURM 22.05
+    **{"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "9"},
+    **{"SLURM_NTASKS": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"},
+    **{"SLURM_STEP_NODELIST": "gpu[08-09,12]", "SLURM_JOB_NODELIST": "gpu[07-12]"},
+}
+BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+MPIRUN = {
+    **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"},
+    **{"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "1234567"},
+}
+
+
+def test_nobody_said_anything() -> None:
+    assert told({}) is None
+    assert told({"RANK": "0", "WORLD_SIZE": "1"}) is None  # left by something else: one process needs no place
+    assert told(BATCH) is None
+    assert Place() == Place(rank=0, world=1, local_rank=0)
+
+
+@pytest.mark.parametrize("place", [Place(3, 8, 1), Place(3, 8, 1, 2)])
+def test_what_is_said_is_heard(place: Place) -> None:
+    started = told(place.variables("10.0.0.1", 2345))
+    assert started is not None
+    assert (started.place, started.address, started.port) == (place, "10.0.0.1", 2345)
+    assert started.variables() == place.variables("10.0.0.1", 2345)
+
+
+def test_a_task_of_srun_knows_its_place() -> None:
+    started = told(SRUN)
+    assert started is not None
+    assert started.place == Place(5, 9, 1, 4)
+    assert started.address == "gpu08"
+    assert started.port in PORTS
+    assert started == told({**SRUN, "SLURM_PROCID": "5", "SLURM_JOB_NODELIST": "other"})
+    last = told({**SRUN, "SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
+    assert last is not None
+    assert last.place == Place(8, 9, 0, 1)
+    assert (last.address, last.port) == (started.address, started.port)
+    another = told({**SRUN, "SLURM_STEP_ID": "1"})
+    assert another is not None
+    assert another.port != started.port  # two steps of a job may run at once
+
+
+def test_the_user_says_where_to_meet() -> None:
+    started = told({**SRUN, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4444"}, port=5555)
+    assert started is not None
+    assert (started.address, started.port) == ("10.0.0.7", 4444)
+    started = told(SRUN, port=5555)
+    assert started is not None
+    assert started.port == 5555
+
+
+def test_a_process_of_mpirun_knows_its_place() -> None:
+    started = told(MPIRUN)
+    assert started is not None
+    assert (started.place, started.address) == (Place(3, 4, 3), "127.0.0.1")
+    over_two = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(UserError, match=r"but MASTER_ADDR is not: .*; mpirun -x MASTER_ADDR=NAME"):
+        told(over_two)
+    started = told({**over_two, "MASTER_ADDR": "10.0.0.7"})
+    assert started is not None
+    assert (started.place, started.address) == (Place(3, 4, 1, 2), "10.0.0.7")
+
+
+def test_one_process_may_start_others() -> None:
+    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert told({**SRUN, **alone, "SLURM_STEP_TASKS_PER_NODE": "1"}) is None
+
+
+def test_the_innermost_launcher_counts() -> None:
+    """mpirun reaches machines through srun, and srun starts one torchrun on each of two machines."""
+    inside = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    inside["SLURM_LOCALID"] = "0"
+    for inner, place in ((TORCHRUN, Place(3, 8, 1)), (MPIRUN, Place(3, 4, 3))):
+        started = told({**inside, **inner})
+        assert started is not None
+        assert started.place == place
+    numbered_anew = {**SRUN, **Place(3, 9, 0).variables("a", 1), "TORCHELASTIC_RUN_ID": "none"}
+    started = told(numbered_anew)  # one torchrun per task: it numbers machines as they come
+    assert started is not None
+    assert started.place.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "changes", "message"),
+    [
+        (TORCHRUN, {"MASTER_PORT": None}, r"RANK is set, but MASTER_PORT is not; start with ./deepy.py train, srun"),
+        (TORCHRUN, {"MASTER_ADDR": None}, r"RANK is set, but MASTER_ADDR is not: the first process's machine"),
+        (TORCHRUN, {"LOCAL_RANK": None}, r"RANK is set, but LOCAL_RANK is not"),
+        (TORCHRUN, {"RANK": "one"}, r"RANK is 'one'; it must be a whole number"),
+        (TORCHRUN, {"MASTER_PORT": "x"}, r"MASTER_PORT is 'x'; it must be a whole number"),
+        (TORCHRUN, {"RANK": "8"}, r"RANK is 8, but WORLD_SIZE is 8"),
+        (TORCHRUN, {"RANK": "-1"}, r"RANK is -1, but WORLD_SIZE is 8"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "1"}, r"LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "9"}, r"LOCAL_WORLD_SIZE is 9, but WORLD_SIZE is 8"),
+        (SRUN, {"SLURM_LOCALID": None}, r"SLURM_STEP_ID is set, but SLURM_LOCALID is not"),
+        (SRUN, {"SLURM_PROCID": "9"}, r"SLURM_PROCID is 9, but SLURM_STEP_NUM_TASKS is 9"),
+        (SRUN, {"SLURM_NODEID": "3"}, r"SLURM_NODEID is 3, but SLURM_STEP_TASKS_PER_NODE is 4\(x2\),1"),
+        (SRUN, {"WORLD_SIZE": "8"}, r"WORLD_SIZE is 8, but srun started 9 processes \(SLURM_STEP_NUM_TASKS\); unset"),
+        (
+            SRUN,
+            Place(0, 9, 0).variables("a", 1),  # what a batch script exports, from its own SLURM_PROCID
+            r"RANK is 0, but SLURM_PROCID is 5; unset RANK: srun says which process this is",
+        ),
+    ],
+)
+def test_half_of_it_and_contradictions_are_refused(
+    variables: dict[str, str], changes: dict[str, str | None], message: str
+) -> None:
+    environment = {name: value for name, value in {**variables, **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=rf"^environment: {message}"):
+        told(environment)
+    assert told({"WORLD_SIZE": "1", **({"RANK": "0"} if variables is TORCHRUN else {})}) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-4]", "n1"),
+        ("gpu[08-11,20],login", "gpu08"),
+        ("rack[2,4]-node[007-009]", "rack2-node007"),
+        ("a-b.example.org,c", "a-b.example.org"),
+        ("localhost,n2", "localhost"),
+    ],
+)
+def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_a_job_and_its_restarts_are_one_line() -> None:
+    assert job_line({}) is None
+    assert job_line(BATCH) == "SLURM job 17"
+    assert job_line({"TORCHELASTIC_RUN_ID": "none"}) == "started by torchrun"
+    assert job_line({"TORCHELASTIC_RUN_ID": "7"}) == "torchrun 7"
+    assert job_line({**SRUN, "SLURM_RESTART_COUNT": "2"}) == "SLURM job 17, restart 2 (SLURM_RESTART_COUNT)"

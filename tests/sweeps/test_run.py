@@ -1,0 +1,325 @@
+"""A sweep from beginning to end, once with the real programs; and, with stand-ins, everything that can go wrong."""
+
+import io
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron.checkpoint.lock import SWEEP_LOCK, RunLock
+from megatron.errors import RunError, UserError
+from megatron.reports.together import together
+from megatron.stopping.signals import Stopped, unwinding
+from megatron.sweeps import run as sweeps
+from megatron.sweeps import supervision
+from megatron.sweeps.spec import read
+
+from .conftest import BASE, Initialiser, Trainer, run, write
+
+ONE = BASE.replace("        rotary: {pos_emb: rotary}\n", "")
+"""The same with a single variant."""
+
+
+def test_a_sweep_from_text_to_report(place: Path) -> None:
+    """One run with the real programs: prepared, trained in a process of its own, scored, drawn."""
+    write(ONE.replace("train_iters: 6", "train_iters: 60"))
+    found, said = run()
+    assert [(r.method, r.length, r.seed) for r in found] == [("mine", 16, 1234), ("mine", 64, 1234)]
+    assert found[0].position == "cdape(width=4)+alibi"
+    # A model that has learned nothing has 257, the vocabulary; this text uses 25 different bytes.
+    assert all(1 < r.value < 60 for r in found)
+    assert all((r.tokens, r.windows, r.step, r.train_tokens) == (48, 3, 60, 60 * 4 * 16) for r in found)
+    stored = json.loads(Path("out/results.json").read_text())
+    assert [item["perplexity"] for item in stored] == [r.value for r in found]
+    files = ("results.csv", "results.md", "results.png", "mine/seed_1234.yml", "mine/seed_1234/metrics.jsonl")
+    assert all((place / "out" / name).stat().st_size > 0 for name in files)
+    assert not Path("out/results.experiment.json").exists()
+    report = Path("out/report.html").read_text()
+    assert "cdape(width=4)+alibi" in report
+    assert "sweep.yml" in report
+    assert said.count("Perplexity per token, trained at 16 tokens") == 1
+    assert "left)" in said
+
+    again, said = run()
+    assert again == found
+    assert "nothing to do: 1 of 1 runs are done" in said
+    assert "trained already" in said
+    assert "evaluated already" in said
+
+
+def test_all_variants_are_scored_on_the_same_targets_up_to_where_their_positions_end(initialiser: Initialiser) -> None:
+    write(BASE.replace("rotary: {pos_emb: rotary}", "learned: {pos_emb: learned}"))
+    with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned ends at 16 .*, length 32 is past it"):
+        run("sweep.evaluate.multiples=[2, 4]", "sweep.seeds=[3, 4]")
+    found, said = run("sweep.seeds=[3, 4]")
+    assert [(r.method, r.seed, r.length, r.max_length) for r in found] == [
+        *(("learned", seed, 16, 16) for seed in (3, 4)),
+        *(("mine", seed, length, None) for seed in (3, 4) for length in (16, 64)),
+    ]
+    assert len({r.target_digest for r in found}) == 1
+    end = "learned: pos_emb learned ends at 16 positions (max_position_embeddings); scored at lengths up to 16\n"
+    assert said.count(end) == 1
+    assert "max 16" in Path("out/results.md").read_text()
+    assert "max 16" in Path("out/report.html").read_text()
+
+
+def test_every_variant_meets_every_seed(trainer: Trainer) -> None:
+    found, _ = run("sweep.seeds=[3, 4]")
+    members = [("rotary", 3), ("rotary", 4), ("mine", 3), ("mine", 4)]
+    assert [(r.method, r.seed) for r in found if r.length == 16] == members
+    assert [line for line in trainer.asked if not line.startswith("evaluate")] == [
+        "rotary 3 None", "rotary 4 None", "alibi 3 None", "alibi 4 None",
+    ]  # fmt: skip
+
+
+def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Trainer) -> None:
+    trainer.fails_at = "rotary"
+    with pytest.raises(RunError) as caught:
+        run()
+    assert str(caught.value) == (
+        "1 of 2 runs failed: rotary, seed 1234: failed: the disk is full; the same command tries again what failed"
+    )
+    kept = json.loads(Path("out/results.json").read_text())
+    assert [item["method"] for item in kept] == ["mine", "mine"]
+    assert json.loads(Path("out/results.failures.json").read_text())[0]["reason"] == "the disk is full"
+
+    trainer.fails_at = None
+    trainer.calls()
+    found, said = run()
+    assert "rotary, seed 1234: resumes after step 3 of 6" in said
+    assert trainer.calls() == ["rotary 1234 out/rotary/seed_1234", "evaluate out/rotary/seed_1234"]
+    assert len(found) == 4
+    assert not Path("out/results.failures.json").exists()
+
+
+def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Trainer) -> None:
+    """lr 1e18 for one variant: the others run, the page says why one lacks, and it is not met at every start."""
+    trainer.diverges = "rotary"
+    with pytest.raises(
+        RunError, match=r"1 of 2 runs failed: rotary, seed 1234: failed at step 3: its loss is nan; --re"
+    ):
+        run("sweep.seeds=[1234]")
+    assert trainer.calls() == ["rotary 1234 None", "alibi 1234 None", "evaluate out/mine/seed_1234"]
+    for name in ("out/report.html", "out/results.md"):
+        assert "failed at step 3: its loss is nan" in Path(name).read_text(), name
+    with pytest.raises(RunError, match="failed at step 3"):
+        run()
+    assert trainer.calls() == []
+    with pytest.raises(RunError, match="rotary, seed 1234: failed at step 3: its loss is nan; --retry-failed"):
+        sweeps.run(["sweep.yml"], console=quiet(), member=0)
+    assert trainer.calls() == []
+    trainer.diverges = None
+    found = sweeps.run(["sweep.yml"], console=quiet(), retry_failed=True)
+    assert trainer.calls() == ["rotary 1234 None", "evaluate out/rotary/seed_1234"]
+    assert {record.method for record in found} == {"rotary", "mine"}
+    assert "failed" not in Path("out/report.html").read_text()
+
+
+def test_a_run_that_was_configured_otherwise_is_no_failure_of_this_one(trainer: Trainer) -> None:
+    trainer.diverges = "rotary"
+    with pytest.raises(RunError, match="failed at step 3"):
+        run()
+    trainer.diverges, trainer.asked = None, []
+    run("optimizer.params.lr=1e-3", "sweep.variants.mine={pos_emb: alibi}", "sweep.output=other")
+    assert "rotary 1234 None" in trainer.calls()
+    shutil.rmtree("out/mine")
+    run("optimizer.params.lr=1e-3")  # in the folder where it diverged at another rate
+    assert "rotary 1234 None" in trainer.calls()
+
+
+def test_a_second_sweep_in_the_same_folder_says_that_one_is_running(trainer: Trainer) -> None:
+    Path("out").mkdir()
+    lock = RunLock("out", name=SWEEP_LOCK)
+    with pytest.raises(UserError, match=r"sweep.output: out: a sweep is running there; wait for its end, or choose an"):
+        run()
+    lock.release()
+    run()
+    run()
+    assert not Path("out/.lock").exists()  # by which `status` knows runs
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_a_training_that_ends_early_without_an_error_is_told(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "train", lambda *_: None)
+    with pytest.raises(RunError, match=r"ended early without an error; its output is in out/rotary/seed_1234.txt"):
+        run()
+
+
+def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sweeps, "_lines", lambda console: said.append)
+    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Stopped)):
+        monkeypatch.setattr(supervision, "train", lambda *_, number=number: signal.raise_signal(number))
+        with unwinding(), pytest.raises(ending):
+            run()
+        assert said[-2:] == [
+            "stopping; a training under way saves after its step first (again to end at once)",
+            "stopped; the same command carries on from here",
+        ]
+        said.clear()
+
+
+def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
+    write(ONE)
+    run()
+    trainer.calls()
+    run("sweep.evaluate.multiples=[1, 2]")
+    assert trainer.calls() == ["evaluate out/mine/seed_1234"]
+    results = Path("out/mine/seed_1234/results.json")
+    there = json.loads(results.read_text())
+    # Somebody evaluated that run by another protocol: what the sweep measured is still there, and found.
+    results.write_text(json.dumps([{**there[0], "protocol": "nonoverlapping"}, *there]))
+    found, _ = run("sweep.evaluate.multiples=[1, 2]")
+    assert trainer.calls() == []
+    assert {r.protocol for r in found} == {"last"}
+    results.write_text(json.dumps(there[1:]))  # in the sweep's own way, but at other lengths
+    run("sweep.evaluate.multiples=[1, 2]")
+    assert trainer.calls() == ["evaluate out/mine/seed_1234"]
+
+
+def test_another_configuration_is_not_taken_for_the_same_run(trainer: Trainer) -> None:
+    write(ONE)
+    run()
+    before = json.loads(Path("out/results.json").read_text())
+    with pytest.raises(UserError, match=r"out/mine/seed_1234: holds a run .*weight_decay 0.1 there, 0.2 here"):
+        run("weight_decay=0.2")
+    assert json.loads(Path("out/results.json").read_text()) == before
+    run("log_interval=1", "attention_backend=chunked")  # how loud and how fast is no difference
+
+
+def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer) -> None:
+    """It was killed between its last checkpoint and the end of its test."""
+    tests = "eval_interval=3"
+    run(tests)
+    assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate", "alibi", "evaluate"]
+    Path("out/rotary/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6}\n')
+    Path("out/mine/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6\n')
+    _, said = run(tests)
+    assert trainer.calls()[0] == "alibi 1234 out/mine/seed_1234"
+    assert "mine, seed 1234: is trained; its test is made up for" in said
+
+
+def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
+    write(ONE)
+    run()
+    trainer.calls()
+    checkpoints = Path("out/mine/seed_1234/checkpoints")
+    shutil.copytree(checkpoints / "step_0000006", checkpoints / "step_0000003")
+    (checkpoints / "step_0000003" / "progress.json").write_text('{"step": 3}')
+    (checkpoints / "step_0000006" / "model.safetensors").unlink()
+    _, said = run()
+    assert "mine, seed 1234: resumes after step 3 of 6" in said
+    assert trainer.calls() == ["alibi 1234 out/mine/seed_1234", "evaluate out/mine/seed_1234"]
+
+
+def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(configuration: Path, printed: Path, metrics: Path, watch: object) -> None:
+        def slowly(step: int | None) -> None:
+            time.sleep(0.001)
+            watch(step)
+
+        Trainer.train(trainer, configuration, printed, metrics, slowly)
+
+    trainer.steps = (1, 2, 3)
+    monkeypatch.setattr(supervision, "train", watched)
+    write(ONE)
+    _, said = run("sweep.seeds=[3, 4, 5]")
+    lines = said.splitlines()
+    # Known before the first training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
+    (todo,) = [line for line in lines if " to do: " in line]
+    assert todo.startswith("3 of 3 runs to do: ")
+    assert "FLOP of training and " in todo
+    (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
+    assert "for 3 of 3 runs" in forecast
+    first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 3 runs done"))
+    assert lines.index(todo) < lines.index(forecast) < first_done
+    done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
+    assert done == ["1 of 3", "2 of 3"]
+    assert any(line.startswith("3/3 train mine, seed 5: step 0 of 6") for line in lines)
+    _, said = run("sweep.seeds=[3, 4, 5, 6]")
+    assert "1 of 4 runs to do: " in said
+
+
+def test_sweeps_share_the_runs_that_they_both_need(trainer: Trainer) -> None:
+    write(BASE.replace("output: out", "output: out\n      runs: pool\n      name: first"))
+    first, _ = run()
+    trained = trainer.calls()
+    assert [line.split()[0] for line in trained] == ["rotary", "evaluate", "alibi", "evaluate"]
+    write(
+        BASE.replace("output: out", "output: out\n      runs: pool\n      name: second")
+        .replace("rotary: {pos_emb: rotary}", "again: {pos_emb: rotary}")
+        .replace("multiples: [1, 4]", "multiples: [1, 2]")
+    )
+    second, said = run()
+    assert [line.split()[0] for line in trainer.calls()] == ["evaluate", "evaluate"], "both runs are there"
+    assert "again, seed 1234: trained already" in said
+    assert {record.method for record in second} == {"again", "mine"}
+    # What the first measured is its own, and nothing of it is done again.
+    write(BASE.replace("output: out", "output: out\n      runs: pool\n      name: first"))
+    assert run()[0] == first
+    assert trainer.calls() == []
+    assert len(list(Path("pool").glob("*/seed_1234"))) == 2
+
+
+def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
+    table = (
+        "output: out\n      title: Ours and theirs\n      against: rotary\n      differences: [They had more text.]\n"
+        "      published: [{source: 'A paper, table 2', train_length: 512, lengths: [512, 2048], "
+        "rows: {rotary: [9.1, 99.5], mine: [9.0, null]}}]"
+    )
+    write(BASE.replace("output: out", table))
+    _, said = run()
+    page = Path("out/report.html").read_text()
+    for text in ("Ours and theirs", "A paper, table 2", "They had more text.", "compared with rotary", "99.50 |"):
+        assert text in page
+    assert "order agreement τ" in said
+    together([Path("out")], Console(quiet=True), output=Path("page.html"))
+    page = Path("page.html").read_text()
+    assert "<h1>Ours and theirs</h1>" in page
+    assert "A paper, table 2" in page
+
+
+def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Trainer) -> None:
+    """Of figures there are none to quote."""
+    write(BASE.replace("output: out", "output: out\n      differences: [They had more text., And a GPU.]"))
+    _, said = run()
+    page = Path("out/report.html").read_text()
+    for text in ("They had more text.", "And a GPU."):
+        assert page.count(text) == 2  # in the configuration that it shows, too
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            "{source: x, train_length: 8, lengths: [8], rows: {rotery: [1.0]}}",
+            "'rotery' is no variant of this sweep",
+        ),
+        ("{source: x, train_length: 8, lengths: [8], rows: {rotary: [1.0, 2.0]}}", "2 values for 1 lengths"),
+        ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is no metric"),
+    ],
+)
+def test_a_table_that_fits_no_sweep(trainer: Trainer, table: str, message: str) -> None:
+    write(BASE.replace("output: out", f"output: out\n      published: [{table}]"))
+    with pytest.raises(UserError, match=message):
+        run()
+
+
+def test_training_lengths_side_by_side(trainer: Trainer) -> None:
+    several = BASE.replace("rotary: {pos_emb: rotary}", "short: {pos_emb: rotary, seq_length: 8}")
+    write(several.replace("multiples: [1, 4]", "lengths: [16, 32]"))
+    with pytest.raises(UserError, match=r"sweep.evaluate.targets has to say"):
+        run()
+    write(several.replace("multiples: [1, 4]", "lengths: [16, 32], targets: 8"))
+    found, _ = run()
+    assert {record.method for record in found} == {"short", "mine"}
+    lengths = {member.variant: member.config.model.seq_length for member in read(["sweep.yml"]).members}
+    assert lengths == {"short": 8, "mine": 16}

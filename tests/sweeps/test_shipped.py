@@ -1,0 +1,80 @@
+"""The experiments that are shipped: every one can be read in both sizes, and its tables fit its variants."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.sweeps.spec import Sweep, read
+
+from .conftest import ROOT
+
+FOLDER = ROOT / "configs" / "experiment"
+SIZES = ("small", "paper")
+EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yml") if path.stem not in SIZES)
+SHAPES = {"kerple": "162M", "dape": "125M", "exploring": "125M"}
+
+
+def small(name: str) -> Sweep:
+    return read(["small", name])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_both_sizes_can_be_read(name: str) -> None:
+    ours = small(name)
+    corpus = ["data_path=data/books_text_document"]
+    theirs = read([SHAPES[name.split("_")[0]], "paper", name], corpus)
+    assert [member.name for member in ours.members] == [member.name for member in theirs.members]
+    assert ours.output == Path("runs/small") / name
+    assert theirs.output == Path("runs/paper") / name
+    assert all(member.folder.parent.parent == Path("runs/small/runs") for member in ours.members)
+    assert all(member.results.is_relative_to(ours.output) for member in ours.members)
+
+
+def test_a_run_that_several_need_is_one_run() -> None:
+    sweeps = {name: small(name) for name in EXPERIMENTS}
+    folders = {
+        name: {(member.variant, member.seed): member.folder for member in sweep.members}
+        for name, sweep in sweeps.items()
+    }
+    assert folders["kerple_t3"]["log", 1236] == folders["kerple_t5"]["log", 1236]
+    assert folders["dape_t10"]["cdape", 1235] == folders["dape_t4"]["k3", 1235] == folders["dape_t9"]["cdape", 1235]
+    everything = [folder for found in folders.values() for folder in found.values()]
+    assert len(set(everything)) < 0.8 * len(everything)
+    # A folder's name is that of what is trained: nothing else has it.
+    trained: dict[Path, dict[str, object]] = {}
+    for sweep in sweeps.values():
+        for member in sweep.members:
+            assert trained.setdefault(member.folder, member.config.training_as_such()) == (
+                member.config.training_as_such()
+            )
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_quoted_lengths_are_multiples_that_are_scored(name: str) -> None:
+    """So that a quoted number has one of ours beside it, but for the longest of some."""
+    options = small(name).options
+    for table in options.published:
+        multiples = {length / table.train_length for length in table.lengths}
+        assert len(multiples & set(options.evaluate.multiples or ())) >= min(2, len(multiples)) - (name == "dape_f7")
+        assert all(value is None or value > 0 for values in table.rows.values() for value in values) or (
+            table.metric == "delta_perplexity"
+        )
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_the_papers_state_of_their_training_is_told_and_ours_is_what_is_told(name: str) -> None:
+    """Batch, vocabulary, least learning rate and seeds stand under every table, and small is what they say it is."""
+    sweep = small(name)
+    told = " ".join(sweep.options.differences)
+    for word in ("seeds", "vocabulary", "min_lr", "least learning rate"):
+        assert word in told, word
+    assert "sequences at a time" in told or "a step has 2,048 tokens at every length" in told
+    seeds = {"one": "here there is one", "three": "here there are three"}
+    said = {number for number, text in seeds.items() if text in told}
+    assert said <= {"one" if len(sweep.options.seeds) == 1 else "three"}
+    for config in (member.config for member in sweep.members):
+        batch = config.training.train_micro_batch_size_per_gpu
+        assert (batch, config.model.seq_length) == (32, 64) or (
+            name == "dape_f3" and batch * config.model.seq_length == 2048
+        )
+        assert config.optimizer.min_lr == pytest.approx(config.optimizer.optimizer.params.lr / 10)

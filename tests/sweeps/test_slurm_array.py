@@ -1,0 +1,91 @@
+"""A sweep as a job array: what is submitted, what each task does, and that the same command ends with a report."""
+
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron.errors import UserError
+from megatron.sweeps import run as sweeps
+from megatron.sweeps.slurm_array import indices
+
+from .conftest import BASE, Trainer, run, write
+
+KEYS = ("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2", "sweep.seeds=[3,4]")
+
+
+@pytest.fixture
+def sbatch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that takes every job."""
+    (place / "bin").mkdir()
+    (place / "bin" / "sbatch").write_text("#!/bin/sh\necho 17\n")
+    (place / "bin" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
+def test_each_run_is_a_task_and_the_same_command_reports(
+    sbatch: None, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, said = run(*KEYS)
+    assert found == []
+    assert "submitted SLURM job 17: 1 process; script out/job.sbatch" in said
+    assert "4 of 4 runs submitted" in said
+    assert trainer.calls() == []
+    script = Path("out/job.sbatch").read_text()
+    assert {"#SBATCH --array=0-3", "#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=1"} <= set(script.splitlines())
+    assert "scontrol requeue ${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" in script
+    (line,) = re.findall(r"^srun .*deepy.py (sweep .*)$", script, re.MULTILINE)
+    assert line == "sweep sweep.yml launcher=slurm num_gpus=1 slurm.cpus_per_task=2 'sweep.seeds=[3,4]' " + (
+        "--member=$SLURM_ARRAY_TASK_ID"
+    )
+
+    with monkeypatch.context() as task:
+        task.setenv("SLURM_JOB_ID", "17")  # in a job nothing is submitted again
+        for member in (0, 2, 3):
+            sweeps.run(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=member)
+    assert trainer.calls() == [
+        *("rotary 3 None", "evaluate out/rotary/seed_3", "alibi 3 None", "evaluate out/mine/seed_3"),
+        *("alibi 4 None", "evaluate out/mine/seed_4"),
+    ]
+    assert not Path("out/report.html").exists()
+    found, said = run(*KEYS)
+    assert found == []
+    assert "1 of 4 runs submitted" in said
+    assert "#SBATCH --array=1\n" in Path("out/job.sbatch").read_text()
+
+    with monkeypatch.context() as task:
+        task.setenv("SLURM_JOB_ID", "17")
+        sweeps.run(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=1)
+    found, said = run(*KEYS)
+    assert len(found) == 8
+    assert "nothing to do: 4 of 4 runs are done" in said
+    assert Path("out/report.html").exists()
+
+
+def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(place.rglob("*"))
+    sweeps.run(["sweep.yml"], KEYS, dry=True)
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+    assert sorted(place.rglob("*")) == before
+    with pytest.raises(UserError, match="--dry-run shows the batch script of a sweep: it needs launcher=slurm"):
+        sweeps.run(["sweep.yml"], dry=True)
+
+
+def test_what_cannot_be_an_array_is_refused(place: Path) -> None:
+    with pytest.raises(UserError, match="nodes is 2, but each run of a sweep has one node"):
+        run(*KEYS, "nodes=2")
+    with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members; the first is 0"):
+        sweeps.run(["sweep.yml"], KEYS, member=4)
+    write(BASE.replace("{pos_emb: rotary}", "{pos_emb: rotary, slurm: {partition: big}}"))
+    with pytest.raises(UserError, match="all variants of a sweep need the same processes, devices and slurm keys"):
+        run(*KEYS)
+    assert not Path("out").exists()
+
+
+def test_indices_in_short() -> None:
+    assert indices([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert indices([3]) == "3"

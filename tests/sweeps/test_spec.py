@@ -1,0 +1,136 @@
+"""Reading a sweep file: what its variants become, and what is wrong in it, with the line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.options.model import PositionOptions
+from megatron.position.registry import encodings, processors
+from megatron.sweeps.spec import read
+
+from .conftest import BASE, ROOT, Trainer, run, write
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("output: out", "outptu: out"), "sweep.yml:16: unknown key 'sweep.outptu'; did you mean output?"),
+        (("windows: 3", "windws: 3"), "sweep.yml:21: unknown key 'sweep.evaluate.windws'; did you mean windows?"),
+        (("windows: 3", "windows: 0"), "sweep.yml:21: sweep.evaluate.windows is 0; it must be at least 1"),
+        (("windows: 3", "protocol: first"), "protocol is first; choose from last, nonoverlapping"),
+        (("multiples: [1, 4]", "multiples: [0.3]"), "'0.3x' is not a length"),
+        (("windows: 3", "windows: 3000"), "enough for"),
+        (("multiples: [1, 4]", "multiples: [4096]"), "too few for the largest length"),
+        (("rotary: {pos_emb: rotary}", "rotary: {pos_emb: rotery}"), "sweep.yml:19: "),
+        (("rotary: {pos_emb: rotary}", "rotary: {pos_em: rotary}"), "sweep.yml:19: unknown key 'pos_em'"),
+        (("rotary: {pos_emb: rotary}", "a/b: {pos_emb: rotary}"), "sweep.yml:19: variant 'a/b' names a folder"),
+        (("rotary: {pos_emb: rotary}", "rotary: {seed: 1}"), "sweep.yml:19: seed is set by the sweep: use sweep.seeds"),
+        (("rotary: {pos_emb: rotary}", "rotary: {seq_length: 32}"), "so sweep.evaluate.lengths has to say"),
+        (("train_iters: 6", "train_iters: 6\n    save: runs/x"), "sweep.yml:9: save is set by the sweep: use"),
+        (("output: out", "output: out\n      seeds: [1, 1]"), "sweep.yml:17: sweep.seeds repeats a seed"),
+        (("output: out", "output: text/1.txt/x"), "sweep.output is text/1.txt/x, but text/1.txt is a file; name"),
+        (("sources: [text]", "sources: [nothing]"), "nothing"),
+        (("variants:", "variants: {}\n      varients:"), "unknown key 'sweep.varients'; did you mean variants?"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_file_are_told_before_anything_is_trained(
+    trainer: Trainer, change: tuple[str, str], message: str
+) -> None:
+    assert change[0] in BASE
+    write(BASE.replace(*change))
+    with pytest.raises(UserError) as caught:
+        run()
+    assert message in str(caught.value)
+    assert trainer.asked == []
+
+
+def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
+    for override, message in (
+        ("seed=3", "command line: seed is set by the sweep: use sweep.seeds"),
+        ("sweep.output.x=3", "sweep.output is out, not a mapping"),
+        ("sweep.evaluat.windows=3", "command line: unknown key 'sweep.evaluat'; did you mean evaluate?"),
+        ("sweep.evaluate.windows=0", "command line: sweep.evaluate.windows is 0"),
+        ("sweep.evaluate={windws: 3}", "command line: unknown key 'sweep.evaluate.windws'"),
+        ("sweep.seeds=3", "command line: sweep.seeds is 3"),
+        (
+            "sweep.seeds=[5000000000]",
+            "command line: item 1 of sweep.seeds is 5000000000; it must be at most 4294967295",
+        ),
+        ("num_layrs=3", "num_layers"),
+        ("sweep.variants.mine.pos_emb=rotray", "command line, variant mine: pos_emb rotray is not available"),
+        ("sweep.variants.mine.score_processor_options.wdth=3", "command line, variant mine: score_processor"),
+        ("sweep.variants.mine.num_layrs=3", "command line, variant mine: unknown key 'num_layrs'"),
+    ):
+        with pytest.raises(UserError) as caught:
+            run(override)
+        assert message in str(caught.value)
+
+
+def test_files_without_a_sweep(place: Path) -> None:
+    with pytest.raises(UserError, match="there is no sweep: mapping"):
+        read(["125M"])
+    write("sweep: [1]")
+    with pytest.raises(UserError, match=r"sweep.yml:1: sweep is \[1\]; it must be a mapping of keys"):
+        read(["quickstart", "sweep.yml"])
+
+
+def test_of_several_files_with_a_sweep_the_later_wins_key_by_key(place: Path) -> None:
+    write(BASE, "base.yml")
+    over = "num_layers: 2\nsweep:\n  output: elsewhere\n  seeds: [1234]\n  variants:\n    t5: {pos_emb: t5}\n"
+    write(over)
+    found = read(["base.yml", "sweep.yml"])
+    assert [(m.variant, str(m.folder), m.config.model.num_layers) for m in found.members] == [
+        ("t5", "elsewhere/t5/seed_1234", 2)
+    ]
+    assert (found.options.evaluate.windows, found.options.corpus.folder) == (3, "corpus")
+    assert found.notes == (
+        "sweep.output (base.yml:16) replaced (sweep.yml:3)",
+        "sweep.variants (base.yml:18) replaced (sweep.yml:5)",
+        "num_layers 1 (base.yml:2) replaced by 2 (sweep.yml:1)",
+    )
+    assert set(found.texts) == {"base.yml", "sweep.yml"}
+    write(over.replace("pos_emb: t5", "pos_em: t5"))
+    with pytest.raises(UserError, match=r"sweep.yml:6: unknown key 'pos_em'"):
+        read(["base.yml", "sweep.yml"])
+    write(BASE.replace("windows: 3", "windows: 0"), "base.yml")
+    with pytest.raises(UserError, match=r"base.yml:21: sweep.evaluate.windows is 0"):
+        read(["base.yml", "sweep.yml"])
+    with pytest.raises(UserError, match=r"command line: sweep.output.x: sweep.output is elsewhere, not a mapping"):
+        read(["base.yml", "sweep.yml"], ["sweep.output.x=3"])
+
+
+def test_the_quickstart_is_valid() -> None:
+    found = read([str(ROOT / "configs" / "quickstart.yml")])
+    assert [member.variant for member in found.members] == ["rotary", "kerple_log", "cdape"]
+    assert {member.config.model.seq_length for member in found.members} == {64}
+    assert found.members[2].config.position.score_processor == "cdape"
+    assert found.options.evaluate.multiples == [1, 2, 4, 8, 16, 32]
+    assert found.notes == ()
+
+
+def test_the_zoo_has_every_encoding_alone_and_every_processor_at_the_quickstarts_budget() -> None:
+    configs = ROOT / "configs"
+    zoo = read([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
+    quickstart = read([str(configs / "quickstart.yml")])
+    assert (zoo.options.output, zoo.options.evaluate, zoo.options.corpus, zoo.options.seeds) == (
+        "runs/zoo", quickstart.options.evaluate, quickstart.options.corpus, quickstart.options.seeds,
+    )  # fmt: skip
+    positions = {member.variant: member.config.position for member in zoo.members}
+    default = PositionOptions()
+    for name in encodings():
+        assert positions[name] == default.replace(pos_emb=name)
+    assert {position.score_processor for position in positions.values()} == {"none", *processors()}
+    positional = {"save", "max_position_embeddings", *PositionOptions.model_fields}
+    budgets = [
+        {name: value for name, value in member.config.flat().items() if name not in positional}
+        for member in (*zoo.members, *quickstart.members)
+    ]
+    assert all(budget == budgets[0] for budget in budgets)
+
+
+def test_reading_a_sweep_needs_no_torch() -> None:
+    code = "import sys, megatron.sweeps.spec as s; s.read(['quickstart']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,121 @@
+"""A training as a process: what it ends with, and how it is ended. Small scripts stand where `deepy.py` does."""
+
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import RunError, UserError
+from megatron.sweeps import supervision
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervision, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(supervision, "DEEPY", tmp_path / "trainer.py")
+    return tmp_path
+
+
+def train(script: str, watch=lambda step: None) -> None:
+    Path("trainer.py").write_text(textwrap.dedent(script))
+    supervision.train(Path("run.yml"), Path("run.txt"), Path("metrics.jsonl"), watch)
+
+
+def test_a_training_is_watched_to_its_end(place: Path) -> None:
+    Path("metrics.jsonl").write_text('{"step": 99}\n')  # of an earlier attempt
+    os.utime("metrics.jsonl", (1, 1))
+    seen: list[int | None] = []
+
+    def watch(step: int | None) -> None:
+        seen.append(step)
+        if step is None:
+            Path("watched").touch()
+
+    train(
+        """
+        import sys, time
+        from pathlib import Path
+        while not Path("watched").exists():
+            time.sleep(0.01)
+        Path("metrics.jsonl").write_text('{"step": 1}\\n{"step": 2}\\n{"step": ')
+        print("arguments", sys.argv[1:])
+        time.sleep(0.2)
+        """,
+        watch,
+    )
+    assert seen[0] is None
+    assert seen[-1] == 2
+    assert Path("run.txt").read_text() == "arguments ['train', 'run.yml']\n"
+
+
+def test_its_last_words_are_told(place: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        train("import sys; sys.exit('noise\\nerror: the loss is NaN\\nmore noise')")
+    assert str(caught.value) == "the loss is NaN"
+    assert "noise" in Path("run.txt").read_text()
+    with pytest.raises(UserError, match=r"^no such key$"):
+        train("import sys; print('error: no such key', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(RunError, match=r"training ended with exit code 9; its output is in run.txt"):
+        train("import sys; sys.exit(9)")
+
+
+PATIENT = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    def save(*_):
+        time.sleep(0.3)
+        Path("saved").touch()
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, save)
+    parent = os.environ["FARFIELD_PARENT"]
+    Path("started").write_text(f"{os.getpid()} {os.getsid(0)} {parent}")
+    time.sleep(60)
+"""
+
+
+def interrupted(step: int | None) -> None:
+    if Path("started").is_file() and Path("started").read_text():
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_gives_it_time_to_save(place: Path) -> None:
+    """It gets one signal, in a session of its own."""
+    with pytest.raises(KeyboardInterrupt):
+        train(PATIENT, interrupted)
+    pid, session, parent = map(int, Path("started").read_text().split())
+    assert (session, parent) == (pid, os.getpid())
+    assert Path("saved").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_second_interrupt_does_without(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = supervision.subprocess.Popen.wait
+
+    def impatient(self: object, timeout: float | None = None) -> int:
+        monkeypatch.setattr(supervision.subprocess.Popen, "wait", usual)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervision.subprocess.Popen, "wait", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        train(PATIENT, interrupted)
+    assert not Path("saved").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("started").read_text().split()[0]), 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "step"),
+    [("", None), ('{"step": 1}\n{"step": 2}\n', 2), ('{"step": 1}\n{"st', 1), ('{"step": 1}\nnoise\n[]\n', 1)],
+)
+def test_the_newest_step_that_was_written(place: Path, content: str, step: int | None) -> None:
+    metrics = Path("metrics.jsonl")
+    assert supervision.last_step(metrics, 0) is None
+    metrics.write_text(content)
+    assert supervision.last_step(metrics, 0) == step
+    assert supervision.last_step(metrics, time.time() + 60) is None

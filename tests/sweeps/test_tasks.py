@@ -1,0 +1,79 @@
+"""A sweep over a task: read, estimated, and known to be tested, without a corpus."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.distributed.processes import alone
+from megatron.model.build import build_model
+from megatron.reports.records import of_row
+from megatron.sweeps import receipts
+from megatron.sweeps.estimate import work
+from megatron.sweeps.run import floors_last
+from megatron.sweeps.spec import read
+from megatron.tasks.chosen import exercise
+
+SWEEP = """\
+num_layers: 1
+hidden_size: 16
+num_attention_heads: 2
+no_weight_tying: true
+make_vocab_size_divisible_by: 1
+task: mqar
+task_length: 12
+task_options: {pairs: 2, vocabulary: 20}
+train_iters: 5
+train_batch_size: 4
+device: cpu
+sweep:
+  output: results
+  variants: {none: {pos_emb: none}, alibi: {pos_emb: alibi}}
+  evaluate: {multiples: [1, 2], windows: 6}
+"""
+
+
+@pytest.fixture
+def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.yml").write_text(SWEEP, encoding="utf-8")
+    return read(["sweep.yml"])
+
+
+def test_work_counts_the_lengths_that_are_drawn(members) -> None:
+    config = members.members[0].config
+    assert exercise(config.data).lengths == (8, 10, 12)
+    # Estimates leave the output layer out, all but a token of it.
+    model = build_model(config.model, config.position, 1, processes=alone(), device="meta")
+    said: list[str] = []
+    found = work(members, dict.fromkeys(members.members, 0), said.append)
+    of_sequence = [length * model.flops_per_token(length) for length in (8, 10, 12)]
+    for each in found.values():
+        assert each.training.work == pytest.approx(5 * 4 * sum(of_sequence) / 3)
+        asked = sum(length * model.flops_per_token(length) for length in (12, 24))
+        assert each.evaluation.work == pytest.approx(6 * asked / 3)
+    assert said == []
+
+
+def test_a_task_has_a_test(members) -> None:
+    """So a run that was killed between its last checkpoint and the end of its test is taken up again."""
+    assert all(map(receipts.lacks_test, members.members))
+
+
+def test_shipped_sweeps_are_read() -> None:
+    for name in ("mqar", "chomsky"):
+        found = read([name])
+        assert len(found.members) == 18
+        assert {member.config.data.task for member in found.members} == {"mqar" if name == "mqar" else "even_pairs"}
+    paper = read(["chomsky", "chomsky_paper"], ["task=odds_first"]).members
+    assert len(paper) == 33
+    assert {(member.config.data.task, member.config.data.task_length) for member in paper} == {("odds_first", 40)}
+    for task in ("reverse_string", "missing_duplicate", "bucket_sort"):
+        assert read(["chomsky"], [f"task={task}"]).members[0].config.data.task == task
+
+
+def test_floors_follow_the_runs_once() -> None:
+    shared = {"train_length": 8, "length": 8, "protocol": "task", "accuracy": 0.5, "tokens": 9, "seed": 0}
+    floor, other = (of_row({**shared, "method": f"floor: {name}"}) for name in ("one", "other"))
+    runs = [of_row({**shared, "method": "alibi", "run": name}) for name in ("a", "b")]
+    again = floor.replace()
+    assert floors_last([runs[0], floor, other, runs[1], again]) == [*runs, floor, other]
