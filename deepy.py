@@ -241,10 +241,10 @@ def _show(loaded: Loaded, settled: Settled) -> None:
 
 
 def _check_position(loaded: Loaded) -> None:
-    from megatron.model.build import check_position
+    from megatron.model.build import check_position_options
 
     with loaded.placing_errors():
-        check_position(loaded.config.model, loaded.config.position)
+        check_position_options(loaded.config.model, loaded.config.position)
 
 
 def _submit(loaded: Loaded, dry_run: bool) -> int:
@@ -665,9 +665,9 @@ def positions(
     from megatron.config.names import find_methods
 
     found = find_methods(name)
-    from megatron.position.registry import describe
+    from megatron.position.registry import describe_methods
 
-    records = [record for record in describe() if record["name"] in found]
+    records = [record for record in describe_methods() if record["name"] in found]
     if as_json:
         print(json.dumps(records, indent=2))
         return

@@ -339,8 +339,8 @@ def test_position_works_with_torch_alone() -> None:
         "import sys, torch\n"
         "before = set(sys.modules)\n"
         "from megatron.position import registry, scores\n"
-        "[registry.encoding_class(n) for n in registry.encodings()]\n"
-        "[registry.processor_class(n) for n in registry.processors()]\n"
+        "[registry.load_encoding_class(n) for n in registry.list_encodings()]\n"
+        "[registry.load_processor_class(n) for n in registry.list_processors()]\n"
         "new = {m.split('.')[0] for m in set(sys.modules) - before}\n"
         "sys.exit(', '.join(sorted(new - {'megatron'} - set(sys.stdlib_module_names) - {'torch', 'numpy'})) or 0)\n"
     )

@@ -37,11 +37,11 @@ import torch  # noqa: E402
 
 from kernels.runtime import interpreted  # noqa: E402
 from megatron.distributed.processes import alone  # noqa: E402
-from megatron.model.attention import Reading  # noqa: E402
+from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.precision import DTYPES  # noqa: E402
 from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
-from megatron.position.stretches import stretches  # noqa: E402
+from megatron.position.stretches import build_segments  # noqa: E402
 from megatron.training.hardware import peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402
 from tools.kernel_gate import in_a_line, products_in_full  # noqa: E402
@@ -104,7 +104,7 @@ def farfield(problem: Problem, method: str) -> Candidate:
         seq_length=problem.length, make_vocab_size_divisible_by=128,
     )  # fmt: skip
     gpt = build_model(
-        options, PositionOptions(**METHODS[method]), 128 if problem.layer else VOCABULARY, processes=alone(), seed=1,
+        options, PositionOptions(**METHODS[method]), 128 if problem.layer else VOCABULARY, groups=alone(), seed=1,
         device=problem.device, dtype=DTYPES[problem.dtype],
         backend="triton" if (problem.cuda or interpreted()) and method != "rotary" else "auto",
     )  # fmt: skip
@@ -144,7 +144,7 @@ def _layer_step(problem: Problem, gpt: Any, width: int) -> Step:
     hidden = torch.randn(problem.length, problem.batch, width, **like).requires_grad_()
     upstream = torch.randn(problem.length, problem.batch, width, **like)
     wanted = [hidden, *layer.parameters(), *(gpt.position.parameters() if gpt.position is not None else ())]
-    reading = Reading(stretches(problem.length))
+    reading = AttentionContext(build_segments(problem.length))
 
     def step() -> None:
         torch.autograd.grad(layer(hidden, reading), wanted, upstream, allow_unused=True)

@@ -51,7 +51,7 @@ def saved_bytes(job: dict[str, Any], meet: Callable[[], Place]) -> list[int]:
     for method in METHODS.values():
         for recomputed in (False, True):
             options = ModelOptions(**MODEL, seq_length=length, checkpoint_activations=recomputed)
-            model = build_model(options, PositionOptions(**method), 64, processes=processes, seed=1).train()
+            model = build_model(options, PositionOptions(**method), 64, groups=processes, seed=1).train()
             own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
             kept: dict[int, int] = {}
 

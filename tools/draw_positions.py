@@ -109,8 +109,8 @@ def _map(figure: Figure, axes: Axes, panel: Map) -> None:
 def pictures() -> dict[Path, bytes]:
     """Every picture, by its place in the repository."""
     made = {}
-    for name in registry.encodings():
+    for name in registry.list_encodings():
         made[picture(name)] = png(panels.of_encoding(panels.build_encoding(name))[0])
-    for name in registry.processors():
+    for name in registry.list_processors():
         made[picture(name)] = png(panels.of_processor(name))
     return made

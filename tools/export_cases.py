@@ -21,7 +21,7 @@ from megatron.data.tokenizers import ByteTokenizer, Tokenizer
 from megatron.distributed.processes import alone
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.position.registry import encodings, processors
+from megatron.position.registry import list_encodings, list_processors
 from tools.rounding import apart, sums_of_gpt
 
 LENGTH, FAR = 16, 64
@@ -57,13 +57,13 @@ class Case:
 
 def methods() -> Iterator[Case]:
     """Every encoding with every processor."""
-    for encoding, processor in product(encodings(), ("none", *processors())):
+    for encoding, processor in product(list_encodings(), ("none", *list_processors())):
         yield Case(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
 
 
 def places() -> Iterator[Case]:
     """Windows, randomized positions and parameters of each layer."""
-    for encoding, processor in product(encodings(), ("none", "cdape")):
+    for encoding, processor in product(list_encodings(), ("none", "cdape")):
         keys = {"pos_emb": encoding, "score_processor": processor, "attention_window": 11}
         yield Case(f"{encoding}, {processor}, window 11", keys)
     for encoding in ("rotary", "kerple_log", "fire"):
@@ -89,7 +89,7 @@ def shapes() -> Iterator[Case]:
 def gpt_of(case: Case, vocabulary: int) -> GPT:
     """The case's model with random weights, norms and biases too."""
     config = case.config()
-    gpt = build_model(config.model, config.position, vocabulary, processes=alone(), seed=11).eval()
+    gpt = build_model(config.model, config.position, vocabulary, groups=alone(), seed=11).eval()
     generator = torch.Generator().manual_seed(12)
     with torch.no_grad():
         for parameter_name, parameter in gpt.named_parameters():

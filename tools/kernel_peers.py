@@ -14,19 +14,19 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.runtime import interpreted
-from megatron.model.backends.backend import Backend
-from megatron.model.backends.choose import RowBlocks
-from megatron.model.backends.chunked import Chunked
-from megatron.model.backends.eager import Eager
-from megatron.model.backends.kept import KEPT_UP_TO
-from megatron.model.backends.native import Native
-from megatron.model.backends.triton import Triton
+from megatron.model.backends.backend import AttentionBackend
+from megatron.model.backends.choose import RowBlockBackend
+from megatron.model.backends.chunked import ChunkedBackend
+from megatron.model.backends.eager import EagerBackend
+from megatron.model.backends.kept import MAX_KEYS_KEPT
+from megatron.model.backends.native import NativeBackend
+from megatron.model.backends.triton import TritonBackend
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
-from megatron.position.rows import Rows
-from megatron.position.scores import distances
-from megatron.position.shape import Shape, Span, at_least_float32
+from megatron.position.rows import AttentionInputs
+from megatron.position.scores import arange_distances
+from megatron.position.shape import AttentionDims, PositionRange, promote_to_float32
 from tools.plain_gpt import AppendixCdape
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,7 +62,7 @@ class Problem:
     @cached_property
     def methods(self) -> tuple[Encoding, Processor | None]:
         """The encoding, with float32 parameters, and the processor in the compute type."""
-        shape = Shape(self.heads, self.dim, self.heads * self.dim, self.length, self.length)
+        shape = AttentionDims(self.heads, self.dim, self.heads * self.dim, self.length, self.length)
         torch.manual_seed(self.seed)
         encoding = build_encoding("kerple_log", shape).to(self.device)
         if self.op != "cdape":
@@ -110,7 +110,7 @@ class Problem:
         Indexing a table would be less to write, but its gradient would send all T²/2 elements above the diagonal, and
         every diagonal below it, to one address each: a peer would be slow by what we handed it.
         """
-        i = distances(self.length, self.device)
+        i = arange_distances(self.length, self.device)
         n = (i[:, None] - i[None, :]).clamp(min=0)
         return _bias_of(self.methods[0], n.flatten()).unflatten(1, n.shape)
 
@@ -122,19 +122,19 @@ class Problem:
 def peers(problem: Problem) -> dict[str, Attention]:
     """Every way to compute the problem on its device; those in FLOORS leave out bias and processor."""
     found: dict[str, Attention] = {
-        "eager": _backend(problem, Eager()),
-        "chunked": _backend(problem, Chunked(CHUNK)),
+        "eager": _backend(problem, EagerBackend()),
+        "chunked": _backend(problem, ChunkedBackend(CHUNK)),
         **_floors(problem),
     }
-    ours = Triton(Chunked(CHUNK))
-    if problem.length <= KEPT_UP_TO:  # beyond, these are chunked
-        found["kept"] = _backend(problem, RowBlocks(CHUNK))
-    native = Native(Chunked(CHUNK), named=True)
+    ours = TritonBackend(ChunkedBackend(CHUNK))
+    if problem.length <= MAX_KEYS_KEPT:  # beyond, these are chunked
+        found["kept"] = _backend(problem, RowBlockBackend(CHUNK))
+    native = NativeBackend(ChunkedBackend(CHUNK), is_requested=True)
     on_host = problem.device == "cpu" and problem.dtype == torch.float32
-    if on_host and native.refuses(*problem.methods) is None:
+    if on_host and native.unsupported_reason(*problem.methods) is None:
         found["native"] = _backend(problem, native)
     here = problem.device != "cpu" or interpreted()
-    if here and problem.dtype != torch.float64 and ours.refuses(*problem.methods) is None:
+    if here and problem.dtype != torch.float64 and ours.unsupported_reason(*problem.methods) is None:
         found["triton"] = _backend(problem, ours)
     if problem.op == "cdape":
         found["appendix"] = _appendix(problem)
@@ -154,12 +154,12 @@ def compiled_peers(problem: Problem, compiler: Callable[..., Attention] = COMPIL
     }
 
 
-def _backend(problem: Problem, backend: Backend) -> Attention:
+def _backend(problem: Problem, backend: AttentionBackend) -> Attention:
     encoding, processor = problem.methods
-    span = Span(0, problem.length)
+    span = PositionRange(0, problem.length)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return backend(Rows(q, k, v, span, span, encoding, processor))
+        return backend(AttentionInputs(q, k, v, span, span, encoding, processor))
 
     return attention
 
@@ -188,7 +188,7 @@ def _by_hand(problem: Problem) -> Attention:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-        logits = at_least_float32(scores) + problem.bias_matrix()
+        logits = promote_to_float32(scores) + problem.bias_matrix()
         return torch.matmul(torch.softmax(logits.masked_fill(problem.future(), float("-inf")), dim=-1).to(v.dtype), v)
 
     return attention
@@ -215,7 +215,7 @@ def _appendix(problem: Problem) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
         bias = problem.bias_matrix().to(q.dtype)[None]
-        logits = at_least_float32(module(scores, bias)).masked_fill(problem.future(), float("-inf"))
+        logits = promote_to_float32(module(scores, bias)).masked_fill(problem.future(), float("-inf"))
         return torch.matmul(torch.softmax(logits, dim=-1).to(v.dtype), v)
 
     return attention
@@ -237,7 +237,7 @@ def _flex(problem: Problem, compiler: Callable[..., Attention], *, learned: bool
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = _bias_of(problem.methods[0], distances(length, problem.device))
+        bias = _bias_of(problem.methods[0], arange_distances(length, problem.device))
         table = bias if learned else bias.detach()
         return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask())
 

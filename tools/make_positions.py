@@ -33,7 +33,7 @@ from megatron.config.schema import keys
 from megatron.config.settings import show
 from megatron.position import registry
 from megatron.position.encoding import Encoding
-from megatron.position.shape import ALL_HEADS, Span
+from megatron.position.shape import ALL_HEADS, PositionRange
 
 PAGE = Path("docs/positions.md")
 LAYERS = 12
@@ -108,9 +108,9 @@ ADDING = """\
 ## Add a method
 
 1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `Encoding`: the hooks it needs (most need
-   only `table`), and `formula`, `parameters_text`, `source` and `advice`. Options are keyword arguments of the
-   constructor, with defaults; learned scalars are `Bounded`; `tails` says how a bias ends. A processor is the same in
-   `processors/`.
+   only `table`), and `formula`, `parameters_summary`, `source` and `advice`. Options are keyword arguments of the
+   constructor, with defaults; learned scalars are `BoundedParameter`; `bias_tails` says how a bias ends. A processor is
+   the same in `processors/`.
 2. One overlay, `configs/position/NAME.yml`, with `pos_emb: NAME` (or `score_processor: NAME`).
 3. One test in `tests/position/test_formulas.py` against the paper's equation in float64; then `make docs`.
 
@@ -150,7 +150,7 @@ the score map, since it depends on n = i − j alone.
 
 def markdown() -> str:
     """The whole page."""
-    records = registry.describe()
+    records = registry.describe_methods()
     encodings = [record for record in records if record["kind"] == "encoding"]
     processors = [record for record in records if record["kind"] == "processor"]
     return "\n".join(
@@ -231,7 +231,7 @@ def _options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
 def _processors_options(processors: list[dict[str, Any]]) -> str:
     rows: dict[str, list[str]] = {}
     for record in processors:
-        for name, default, values in _options(registry.processor_class(record["name"]), record["options"]):
+        for name, default, values in _options(registry.load_processor_class(record["name"]), record["options"]):
             meaning = OPTIONS_OF_PROCESSORS.get(name.strip("`"), "")
             rows.setdefault(name, [name, f"`{record['name']}`", default, values, meaning])
             if f"`{record['name']}`" not in rows[name][1]:
@@ -247,7 +247,9 @@ def _windows(encodings: list[dict[str, Any]]) -> str:
         for key in (known[("attention_window",)], known[("randomized_positions",)])
     ]
     deaf = " and ".join(
-        f"`{record['name']}`" for record in encodings if not registry.encoding_class(record["name"]).takes_positions
+        f"`{record['name']}`"
+        for record in encodings
+        if not registry.load_encoding_class(record["name"]).takes_positions
     )
     return f"""\
 ## Windows and randomized positions
@@ -317,7 +319,7 @@ def _parameters(record: dict[str, Any], encoding: Encoding) -> str:
     number = _count(encoding)
     if not number:
         return "none"
-    if type(encoding).overrides("embed"):  # not per layer
+    if type(encoding).overrides_hook("embed"):  # not per layer
         return f"{record['parameters']}: {number:,}"
     return f"{record['parameters']}: {number:,} for all layers, {LAYERS * number:,} with a set per layer"
 
@@ -325,10 +327,10 @@ def _parameters(record: dict[str, Any], encoding: Encoding) -> str:
 @torch.no_grad()
 def _traits(encoding: Encoding) -> str:
     said = [f"`{hook}`, {HOOKS[hook]}" for hook in _hooks(encoding)] or ["answers no hook"]
-    if type(encoding).overrides("table"):
+    if type(encoding).overrides_hook("table"):
         terms = encoding.table(torch.zeros(1))
     else:
-        terms = encoding.dense(Span(0, 1), Span(0, 1), torch.zeros(()), ALL_HEADS)
+        terms = encoding.dense(PositionRange(0, 1), PositionRange(0, 1), torch.zeros(()), ALL_HEADS)
     given = [which for which, value in terms._asdict().items() if value is not None]
     said += [f"gives a {' and a '.join(given)}"] if given else []
     said.append("relative" if encoding.relative else "not relative: moving all positions changes the result")

@@ -44,7 +44,7 @@ class Sequences(torch.utils.data.Dataset):
 def trained(case: Case, processes: Processes) -> dict[str, Any]:
     """Train one case. All ranks must call this."""
     config = case.config()
-    model = build_model(config.model, config.position, VOCABULARY, processes=processes, seed=3)
+    model = build_model(config.model, config.position, VOCABULARY, groups=processes, seed=3)
     parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
     engine = Engine(config, model, processes)
     engine.model.train()

@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.scores import attend, dense_terms, logits, table_for
-from megatron.position.shape import ALL_HEADS, Shape, Span, causal
+from megatron.position.scores import attention_logits, compute_dense_terms, compute_table, softmax_attend
+from megatron.position.shape import ALL_HEADS, AttentionDims, PositionRange, causal_mask
 
-SHAPE = Shape(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
+SHAPE = AttentionDims(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
 """The 125M model's."""
 SEED = 0
 FAR = 2048
@@ -78,12 +78,12 @@ def seeded(build: Callable[[], Encoding | Processor]) -> Encoding | Processor:
         return build()
 
 
-def build_encoding(name: str, shape: Shape = SHAPE) -> Encoding:
+def build_encoding(name: str, shape: AttentionDims = SHAPE) -> Encoding:
     """An encoding at its start values."""
     return seeded(lambda: registry.build_encoding(name, shape))
 
 
-def build_processor(name: str, shape: Shape = SHAPE, *, has_bias: bool = True) -> Processor:
+def build_processor(name: str, shape: AttentionDims = SHAPE, *, has_bias: bool = True) -> Processor:
     """A processor at its start values."""
     return seeded(lambda: registry.build_processor(name, shape, has_bias=has_bias))
 
@@ -94,13 +94,13 @@ def of_encoding(encoding: Encoding) -> tuple[list[Panel], str]:
     method = type(encoding)
     panels: list[Panel] = []
     note = ""
-    if method.overrides("embed"):
+    if method.overrides_hook("embed"):
         panels += _embedded(encoding)
-    if method.overrides("rotate"):
+    if method.overrides_hook("rotate"):
         panels += _rotated(encoding)
-    if method.overrides("table") or method.overrides("dense"):
+    if method.overrides_hook("table") or method.overrides_hook("dense"):
         panels += _terms(encoding)
-    if method.overrides("contextual"):
+    if method.overrides_hook("contextual"):
         note = _wake(encoding)
         panels += _contextual(encoding)
     return panels or _mask_alone(encoding), note
@@ -118,7 +118,7 @@ def _last_rows(encoding: Encoding) -> tuple[int, ...]:
 def _lower(square: Tensor) -> Tensor:
     """A square [T, T] with NaN where the key is in the future."""
     size = square.shape[-1]
-    return square.float().masked_fill(~causal(Span(0, size), Span(0, size)), float("nan"))
+    return square.float().masked_fill(~causal_mask(PositionRange(0, size), PositionRange(0, size)), float("nan"))
 
 
 def _by_head(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def _by_head(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
 
 def _embedded(encoding: Encoding) -> list[Panel]:
     """Directions of the added vectors: near 1 where two positions look alike, near 0 where they look unrelated."""
-    vectors = encoding.embed(Span(0, _length(encoding, FAR)), LIKE)
+    vectors = encoding.embed(PositionRange(0, _length(encoding, FAR)), LIKE)
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
     lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _last_rows(encoding)}
     square = unit[:SIDE] @ unit[:SIDE].T
@@ -141,32 +141,32 @@ def _rotated(encoding: Encoding) -> list[Panel]:
     """Queries and keys that are all (1, …, 1) before they are turned: what remains is the positions' doing."""
     ones = torch.ones(1, SHAPE.num_heads, FAR, SHAPE.head_dim)
 
-    def product(query: Span, key: Span) -> Tensor:
+    def product(query: PositionRange, key: PositionRange) -> Tensor:
         q, k = (encoding.rotate(ones[:, :, : span.length], span)[0, 0] for span in (query, key))
         return q @ k.T / SHAPE.head_dim
 
     title = "q·k/|q||k| of equal vectors"
-    line = product(Span(FAR - 1, 1), Span(0, FAR))[0].flip(0)
-    square = product(Span(0, SIDE), Span(0, SIDE))
+    line = product(PositionRange(FAR - 1, 1), PositionRange(0, FAR))[0].flip(0)
+    square = product(PositionRange(0, SIDE), PositionRange(0, SIDE))
     return [Curves(title, {"every head": line}), Map(title, _lower(square), "signed")]
 
 
 def _terms(encoding: Encoding) -> list[Panel]:
     """Bias and weight over the distance, and the factors exp(bias) and weight over (i, j)."""
-    toeplitz = type(encoding).overrides("table")
+    toeplitz = type(encoding).overrides_hook("table")
     far = _length(encoding, FAR)
     rows = (far - 1,) if toeplitz else _last_rows(encoding)
     heads = CURVE_HEADS if toeplitz else MAP_HEADS
-    side = Span(0, _length(encoding, SIDE))
+    side = PositionRange(0, _length(encoding, SIDE))
 
-    def at(query: Span, key: Span, which: str) -> Tensor | None:
-        return getattr(dense_terms(encoding, table_for(encoding, query, key), query, key, LIKE), which)
+    def at(query: PositionRange, key: PositionRange, which: str) -> Tensor | None:
+        return getattr(compute_dense_terms(encoding, compute_table(encoding, query, key), query, key, LIKE), which)
 
     panels: list[Panel] = []
     for which, title, factor in (("bias", "exp(bias)", torch.exp), ("weight", "weight", lambda x: x)):
         lines: dict[str, Tensor] = {}
         for row in rows:
-            values = at(Span(row, 1), Span(0, row + 1), which)
+            values = at(PositionRange(row, 1), PositionRange(0, row + 1), which)
             if values is not None:
                 where = "" if toeplitz else f", i = {row:,}"
                 found = _by_head(values[:, 0].flip(-1), heads)
@@ -189,10 +189,10 @@ def _random_qk(length: int) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _contextual_rows(encoding: Encoding, query: Span, heads: slice) -> Tensor:
+def _contextual_rows(encoding: Encoding, query: PositionRange, heads: slice) -> Tensor:
     """Contextual terms [h, R, C] of some rows, every key up to the last of them being there."""
     q, k = _random_qk(FAR)
-    key = Span(0, query.stop)
+    key = PositionRange(0, query.stop)
     q, k = encoding.rotate(q[:, heads, query.start : query.stop], query), encoding.rotate(k[:, heads, : key.stop], key)
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
     terms = encoding.contextual(q, k, scores, query, key, heads)
@@ -201,7 +201,7 @@ def _contextual_rows(encoding: Encoding, query: Span, heads: slice) -> Tensor:
 
 def _wake(encoding: Encoding) -> str:
     """A term that is zero at the start says nothing: give the parameters values, and say so."""
-    last = Span(SHAPE.train_length - 1, 1)
+    last = PositionRange(SHAPE.train_length - 1, 1)
     if _contextual_rows(encoding, last, ALL_HEADS).any():
         return ""
     generator = torch.Generator().manual_seed(SEED)
@@ -213,8 +213,8 @@ def _wake(encoding: Encoding) -> str:
 def _contextual(encoding: Encoding) -> list[Panel]:
     """The terms for queries and keys from N(0, 1)."""
     far = _length(encoding, FAR)
-    lines = _by_head(_contextual_rows(encoding, Span(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS)
-    side = Span(0, _length(encoding, SIDE))
+    lines = _by_head(_contextual_rows(encoding, PositionRange(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS)
+    side = PositionRange(0, _length(encoding, SIDE))
     head = MAP_HEADS[0]
     square = _contextual_rows(encoding, side, slice(head, head + 1))[0]
     return [
@@ -227,13 +227,16 @@ def _mask_alone(encoding: Encoding) -> list[Panel]:
     """A method without hooks: attention when all scores are equal."""
     zero = torch.zeros(1, 1, FAR, SHAPE.head_dim)
 
-    def attention(query: Span, key: Span) -> Tensor:
+    def attention(query: PositionRange, key: PositionRange) -> Tensor:
         q, k = zero[:, :, : query.length], zero[:, :, : key.length]
         one_hot = torch.eye(key.length)[None, None]  # values that read the attention off
-        return attend(logits(q, k, query, key, encoding, None), one_hot)[0, 0]
+        return softmax_attend(attention_logits(q, k, query, key, encoding, None), one_hot)[0, 0]
 
-    lines = {f"i = {row:,}": attention(Span(row, 1), Span(0, row + 1))[0].flip(0) for row in _last_rows(encoding)}
-    square = attention(Span(0, SIDE), Span(0, SIDE))
+    lines = {
+        f"i = {row:,}": attention(PositionRange(row, 1), PositionRange(0, row + 1))[0].flip(0)
+        for row in _last_rows(encoding)
+    }
+    square = attention(PositionRange(0, SIDE), PositionRange(0, SIDE))
     return [
         Curves("attention when all scores are equal", lines),
         Map("attention when all scores are equal", _lower(square), "decades"),
@@ -246,10 +249,10 @@ def of_processor(name: str) -> list[Panel]:
     processor = build_processor(name)
     encoding = build_encoding(BASE)
     q, k = _random_qk(NEAR)
-    side = Span(0, NEAR)
-    bias = dense_terms(encoding, table_for(encoding, side, side), side, side, LIKE).bias
+    side = PositionRange(0, NEAR)
+    bias = compute_dense_terms(encoding, compute_table(encoding, side, side), side, side, LIKE).bias
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
-    added = (processor(scores, bias, causal(side, side)[None, None]) - scores - bias)[0]
+    added = (processor(scores, bias, causal_mask(side, side)[None, None]) - scores - bias)[0]
     head = MAP_HEADS[0]
     lines = {
         f"S + B, head {head + 1}": (scores[0] + bias)[head, -1].flip(0),

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.analysis.observe import block_size, from_row, read
 from megatron.analysis.receptive_field import TIE
 from megatron.model.gpt import GPT
-from megatron.position.rows import Rows, logits_of, prepared_blocks
+from megatron.position.rows import AttentionInputs, logits_of_rows, prepared_blocks
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def attention_mass(
     queries = length - near + 1
     seen, all_ = 0, len(windows) * len(sums)
 
-    def see(layer: int, rows: Rows) -> None:
+    def see(layer: int, rows: AttentionInputs) -> None:
         nonlocal seen
         late = from_row(rows, near - 1)
         done = 0
         for block, table, share in reversed(prepared_blocks(late, block_size(late))):  # the largest first: see rows.py
-            attention = torch.softmax(logits_of(block, table, share), dim=-1)
+            attention = torch.softmax(logits_of_rows(block, table, share), dim=-1)
             sums[layer] += by_distance(attention, block, near).sum(dim=(0, 2), dtype=torch.float64).cpu()
             done += block.query.length
             progress((seen + done / late.query.length) / all_)
@@ -78,10 +78,10 @@ def attention_mass(
     return Mass(sums / (queries * len(windows)), queries * len(windows))
 
 
-def by_distance(values: Tensor, block: Rows, count: int) -> Tensor:
+def by_distance(values: Tensor, block: AttentionInputs, count: int) -> Tensor:
     """Values [B, H, R, C] over keys as values [B, H, R, count] over the distances 0 … count − 1 in places, zero where
     the block does not hold the key."""
-    columns = block.query.places(values.device)[:, None] - torch.arange(count, device=values.device)
+    columns = block.query.indices(values.device)[:, None] - torch.arange(count, device=values.device)
     columns = columns - block.key.start
     there = columns >= 0
     index = columns.clamp(min=0).expand(*values.shape[:3], -1)

@@ -11,8 +11,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor
 
-from megatron.position.encoding import Encoding, Terms
-from megatron.position.shape import ALL_HEADS, Span
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.shape import ALL_HEADS, PositionRange
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def in_double(encoding: Encoding) -> Encoding:
 
 
 @torch.no_grad()
-def terms_at(encoding: Encoding, distances: Tensor, row: int | None = None) -> Terms:
+def terms_at(encoding: Encoding, distances: Tensor, row: int | None = None) -> ScoreTerms:
     """Bias and weight at distances, float64 [H, N]; None where the encoding has none.
 
     Args:
@@ -31,15 +31,15 @@ def terms_at(encoding: Encoding, distances: Tensor, row: int | None = None) -> T
         row: the query's position i, for an encoding whose bias depends on it; its distances are 0 … i in that order,
             and `distances` is not read.
     """
-    if type(encoding).overrides("table"):
+    if type(encoding).overrides_hook("table"):
         return encoding.table(distances)
-    if not type(encoding).overrides("dense"):
-        return Terms()
+    if not type(encoding).overrides_hook("dense"):
+        return ScoreTerms()
     if row is None:
         raise ValueError("the bias depends on the query's position: name a row")
     like = torch.zeros((), dtype=torch.float64)
-    found = encoding.dense(Span(row, 1), Span(0, row + 1), like, ALL_HEADS)
-    return Terms(*(None if term is None else term[:, 0].flip(-1) for term in found))
+    found = encoding.dense(PositionRange(row, 1), PositionRange(0, row + 1), like, ALL_HEADS)
+    return ScoreTerms(*(None if term is None else term[:, 0].flip(-1) for term in found))
 
 
 def bias_over_distance(encoding: Encoding, count: int) -> Tensor:
@@ -52,7 +52,7 @@ def bias_over_distance(encoding: Encoding, count: int) -> Tensor:
     """
     distances = torch.arange(count, dtype=torch.float64)
     bias = terms_at(in_double(encoding), distances, row=count - 1).bias
-    return torch.zeros(encoding.shape.num_heads, count, dtype=torch.float64) if bias is None else bias
+    return torch.zeros(encoding.dims.num_heads, count, dtype=torch.float64) if bias is None else bias
 
 
 def windowed(bias: Tensor, window: int | None) -> Tensor:

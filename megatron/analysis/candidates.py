@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.analysis.analysis import LayerEncoding, Looked, names, reads
 from megatron.analysis.request import Request
 from megatron.meter import Job
-from megatron.model.placement import compute_type, find_device
+from megatron.model.placement import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from megatron.config.schema import Config
@@ -71,17 +71,17 @@ def looked(candidate: Candidate, asked: Request) -> Looked:
     from megatron.analysis.observe import attentions
     from megatron.checkpoint.load_model import load_model
 
-    device = find_device(options.device)
+    device = resolve_device(options.device)
     loaded = load_model(
         candidate.checkpoint,
         device=str(device),
-        dtype=compute_type(options.precision, config.training.precision, device),
+        dtype=resolve_dtype(options.precision, config.training.precision, device),
         backend="chunked",
         window=options.window,
     )
     model = loaded.model
     encodings = (
-        [LayerEncoding(attention.encoding, attention.layer) for attention in attentions(model)]
+        [LayerEncoding(attention.encoding, attention.layer_index) for attention in attentions(model)]
         if model.position is None
         else [LayerEncoding(model.position, None)]
     )
@@ -93,12 +93,12 @@ def _fresh(config: Config) -> list[LayerEncoding]:
     """The encodings that training would begin with."""
     import torch
 
-    from megatron.model.methods import encoding_of, position_shape
+    from megatron.model.methods import build_attention_dims, build_encoding_from_options
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         count = config.model.num_layers if config.position.pos_emb_per_layer else 1
-        found = [encoding_of(config.position, position_shape(config.model)) for _ in range(count)]
+        found = [build_encoding_from_options(config.position, build_attention_dims(config.model)) for _ in range(count)]
     if not config.position.pos_emb_per_layer:
         return [LayerEncoding(found[0], None)]
     return [LayerEncoding(encoding, layer) for layer, encoding in enumerate(found)]

@@ -13,7 +13,7 @@ import torch
 
 from megatron.analysis.bias import bias_over_distance, windowed
 from megatron.position.encoding import Encoding
-from megatron.position.tails import Tail, ended
+from megatron.position.tails import SeriesTail, windowed_tail
 
 TERMS = 1 << 16
 """Terms that are added up one by one."""
@@ -26,7 +26,7 @@ class Series:
     """One head's series."""
 
     head: int
-    tail: Tail
+    tail: SeriesTail
     bias: torch.Tensor
     """ln b_t of the first TERMS terms, float64."""
 
@@ -42,7 +42,7 @@ class Series:
     def total(self) -> tuple[float, float]:
         """Bounds of Σ b_t over all t."""
         inside = torch.logsumexp(self.bias, 0).item()
-        return tuple(_exp(_log_add(inside, rest)) for rest in self.tail.log_rest(len(self.bias)))  # type: ignore[return-value]
+        return tuple(_exp(_log_add(inside, rest)) for rest in self.tail.log_remainder_bounds(len(self.bias)))  # type: ignore[return-value]
 
 
 def _exp(x: float) -> float:
@@ -63,9 +63,9 @@ def series_of(encoding: Encoding, window: int | None = None, terms: int = TERMS)
         terms: how many are added up one by one. Where an encoding's bias depends on the query's position, they are
             those of the query at position terms − 1.
     """
-    tails = encoding.tails()
+    tails = encoding.bias_tails()
     if window is not None:
-        tails = [ended(window)] * len(tails)
+        tails = [windowed_tail(window)] * len(tails)
     starts = [tail.start for tail in tails if tail.start <= MOST_TERMS]
     terms = max(terms, *(math.ceil(start) + 1 for start in starts))
     bias = windowed(bias_over_distance(encoding, terms), window)

@@ -30,9 +30,9 @@ def effective_lengths(encoding: Encoding, window: int | None = None) -> list[flo
     """
     most = math.inf if window is None else window
     if not encoding.has_bias():
-        return [most] * encoding.shape.num_heads
-    if not type(encoding).overrides("table"):
-        return [None] * encoding.shape.num_heads
+        return [most] * encoding.dims.num_heads
+    if not type(encoding).overrides_hook("table"):
+        return [None] * encoding.dims.num_heads
     double = in_double(encoding)
 
     def bias(distances: Tensor) -> Tensor:

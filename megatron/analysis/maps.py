@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron.analysis.observe import block_size, read
 from megatron.model.gpt import GPT
-from megatron.position.rows import Rows, logits_of, prepared_blocks
-from megatron.position.scores import scores_and_bias, visible_keys
+from megatron.position.rows import AttentionInputs, logits_of_rows, prepared_blocks
+from megatron.position.scores import compute_scores_and_bias, visibility_mask
 from megatron.position.shape import ALL_HEADS
 
 SIDE = 64
@@ -48,14 +48,14 @@ def layer_maps(model: GPT, window: np.ndarray, layers: Collection[int], heads: S
     sums: dict[tuple[int, str], Tensor] = {}
     counts: dict[int, Tensor] = {}
 
-    def see(layer: int, rows: Rows) -> None:
+    def see(layer: int, rows: AttentionInputs) -> None:
         if layer not in layers:
             return
         counts[layer] = torch.zeros(side, side, dtype=torch.float64)
         for block, table, share in reversed(prepared_blocks(rows, block_size(rows))):  # the largest first: see rows.py
-            visible = visible_keys(block.query, block.key, rows.q.device, block.window, block.key_mask)
-            down = _pooling(block.query.places(rows.q.device), length, side)
-            across = _pooling(block.key.places(rows.q.device), length, side)
+            visible = visibility_mask(block.query, block.key, rows.q.device, block.window, block.key_mask)
+            down = _pooling(block.query.indices(rows.q.device), length, side)
+            across = _pooling(block.key.indices(rows.q.device), length, side)
             counts[layer] += (down.T @ visible[0, 0].double() @ across).cpu()
             for kind, values in _block(block, table, share).items():
                 seen = values[:, list(heads)].double().masked_fill(~visible, 0)
@@ -69,12 +69,12 @@ def layer_maps(model: GPT, window: np.ndarray, layers: Collection[int], heads: S
     ]
 
 
-def _block(block: Rows, table: object, share: object) -> dict[str, Tensor]:
+def _block(block: AttentionInputs, table: object, share: object) -> dict[str, Tensor]:
     """Each kind of map of a block of rows, [1, H, R, C]."""
-    scores, bias = scores_and_bias(
+    scores, bias = compute_scores_and_bias(
         block.q, block.k, block.query, block.key, block.encoding, table, ALL_HEADS, block.dense  # type: ignore[arg-type]
     )  # fmt: skip
-    logits = logits_of(block, table, share)  # type: ignore[arg-type]
+    logits = logits_of_rows(block, table, share)  # type: ignore[arg-type]
     found = {"score": scores, "attention": torch.softmax(logits, dim=-1)}
     if bias is not None:
         found["bias"] = bias[None]

@@ -1,8 +1,9 @@
 """Looking on while a model reads: every layer's queries and keys, as its attention is given them.
 
-A backend is handed everything that attention is computed from as one value, `Rows`. So one that shows it to somebody
-and then computes as before sees each layer of the real forward pass, and nothing of that pass is written a second time.
-What is to be known of the maps is computed from `Rows` in blocks of rows, so no map is ever whole in memory.
+A backend is handed everything that attention is computed from as one value, `AttentionInputs`. So one that shows it to
+somebody and then computes as before sees each layer of the real forward pass, and nothing of that pass is written a
+second time. What is to be known of the maps is computed from `AttentionInputs` in blocks of rows, so no map is ever
+whole in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +14,13 @@ import numpy as np
 import torch
 
 from megatron.model.attention import PositionedAttention
-from megatron.model.backends.backend import Backend
+from megatron.model.backends.backend import AttentionBackend
 from megatron.model.gpt import GPT
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.rows import Rows
+from megatron.position.rows import AttentionInputs
 
-See = Callable[[int, Rows], None]
+See = Callable[[int, AttentionInputs], None]
 """Is told a layer's number, from 0, and what its attention is computed from."""
 
 ELEMENTS = 1 << 20
@@ -29,20 +30,20 @@ ELEMENTS = 1 << 20
 class Watched:
     """A backend that shows what it is given, and computes as another."""
 
-    def __init__(self, backend: Backend, layer: int, see: See) -> None:
+    def __init__(self, backend: AttentionBackend, layer: int, see: See) -> None:
         self.backend, self.layer, self.see = backend, layer, see
 
-    def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        return self.backend.refuses(encoding, processor)
+    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+        return self.backend.unsupported_reason(encoding, processor)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        self.see(self.layer, rows)
-        return self.backend(rows)
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        self.see(self.layer, inputs)
+        return self.backend(inputs)
 
 
 def attentions(model: GPT) -> list[PositionedAttention]:
     """The attention of each layer."""
-    return [layer.self_attention.core_attention for layer in model.own_layers]
+    return [layer.self_attention.core_attention for layer in model.local_layers]
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def observed(model: GPT, see: See) -> Iterator[None]:
     """Inside, `see` is told of each layer of every forward pass."""
     kept = [(attention, attention.backend) for attention in attentions(model)]
     for attention, backend in kept:
-        attention.backend = Watched(backend, attention.layer, see)
+        attention.backend = Watched(backend, attention.layer_index, see)
     try:
         yield
     finally:
@@ -63,10 +64,10 @@ def read(model: GPT, tokens: np.ndarray, see: See) -> None:
     """Let the model read one window of tokens [L], and show its attention."""
     device = next(model.parameters()).device
     with observed(model, see):
-        model.states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
+        model.hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
 
 
-def from_row(rows: Rows, first: int) -> Rows:
+def from_row(rows: AttentionInputs, first: int) -> AttentionInputs:
     """The rows from the query at place `first` on."""
     skipped = min(max(first - rows.query.start, 0), rows.query.length)
     query = replace(rows.query, start=rows.query.start + skipped, length=rows.query.length - skipped)
@@ -76,6 +77,6 @@ def from_row(rows: Rows, first: int) -> Rows:
     return replace(rows, q=rows.q[:, :, skipped:], query=query, key_mask=mask)
 
 
-def block_size(rows: Rows) -> int:
+def block_size(rows: AttentionInputs) -> int:
     """Rows of a block whose score maps are bounded."""
     return max(1, ELEMENTS // (rows.q.shape[0] * rows.q.shape[1] * rows.key.length))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.position.tails import Tail
+from megatron.position.tails import SeriesTail
 
 LARGEST = 2**53
 """Above this whole numbers are not exact in float64; no receptive field is looked for beyond."""
@@ -54,7 +54,7 @@ class Field:
 UNBOUNDED = Field(math.inf, math.inf)
 
 
-def theoretical(bias: Tensor, tail: Tail, shares: Sequence[float]) -> list[Field]:
+def theoretical(bias: Tensor, tail: SeriesTail, shares: Sequence[float]) -> list[Field]:
     """The receptive field by equation 22 at each ε.
 
     Args:
@@ -68,7 +68,7 @@ def theoretical(bias: Tensor, tail: Tail, shares: Sequence[float]) -> list[Field
     if tail.converges is False:
         return [UNBOUNDED] * len(shares)
     count = len(bias)
-    rest = tail.log_rest(count)
+    rest = tail.log_remainder_bounds(count)
     # ln Σ_{t ≥ j} b_t for j = 0 … N, with either bound of what is beyond.
     low, high = (torch.cat([bias, torch.tensor([bound], dtype=torch.float64)]) for bound in rest)
     low, high = (torch.logcumsumexp(each.flip(0), 0).flip(0) for each in (low, high))
@@ -76,8 +76,8 @@ def theoretical(bias: Tensor, tail: Tail, shares: Sequence[float]) -> list[Field
     for share in shares:
         below, above = math.log(share) + low[0].item(), math.log(share) + high[0].item()
         # Where the bounds say nothing, the field is at least 1, and at most anything.
-        least = _first(low, above, lambda j: tail.log_rest(j)[0], unknown=1, beyond=LARGEST)
-        most = _first(high, below, lambda j: tail.log_rest(j)[1], unknown=math.inf, beyond=math.inf)
+        least = _first(low, above, lambda j: tail.log_remainder_bounds(j)[0], unknown=1, beyond=LARGEST)
+        most = _first(high, below, lambda j: tail.log_remainder_bounds(j)[1], unknown=math.inf, beyond=math.inf)
         fields.append(Field(least, most))
     return fields
 

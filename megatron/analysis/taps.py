@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron.analysis.observe import attentions, read
 from megatron.model.gpt import GPT
-from megatron.position.rows import Rows
-from megatron.position.scores import scores_and_bias, table_for, visible_keys
+from megatron.position.rows import AttentionInputs
+from megatron.position.scores import compute_scores_and_bias, compute_table, visibility_mask
 from megatron.position.shape import ALL_HEADS
 
 REACH = 16
@@ -62,7 +62,7 @@ def processor_taps(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> 
     generator = torch.Generator().manual_seed(seed)
     found: dict[tuple[int, str], list[tuple[Tensor, float]]] = {}
 
-    def see(layer: int, rows: Rows) -> None:
+    def see(layer: int, rows: AttentionInputs) -> None:
         if rows.processor is None:
             return
         for name, taps in _of_rows(rows, generator).items():
@@ -88,7 +88,7 @@ def _taps(layer: int, name: str, parts: list[tuple[Tensor, float]]) -> Taps:
     return Taps(layer, name, samples.mean(0), rms, elsewhere / (squares + elsewhere) if elsewhere else 0.0)
 
 
-def _of_rows(rows: Rows, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
+def _of_rows(rows: AttentionInputs, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
     """Of some rows and one key of each: derivatives near the key [rows, H, H, 2·REACH + 1], and the squares of all
     others; by what they are taken for."""
     first, last = 2 * REACH, rows.query.stop - 1
@@ -104,7 +104,7 @@ def _of_rows(rows: Rows, generator: torch.Generator) -> dict[str, tuple[Tensor, 
 
 
 @torch.enable_grad()
-def _derivatives(rows: Rows, places: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
+def _derivatives(rows: AttentionInputs, places: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
     """Of each head's logit at a row's key by all scores and biases of the row, [H in, rows, H out, C]."""
     assert rows.processor is not None
     heads = rows.q.shape[1]
@@ -129,18 +129,18 @@ def _derivatives(rows: Rows, places: Sequence[int], keys: Sequence[int]) -> dict
 
 
 @torch.no_grad()
-def _read_by_processor(rows: Rows, places: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+def _read_by_processor(rows: AttentionInputs, places: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
     """What it reads of the rows at some places: scores [H, rows, C], biases like them, and who is seen [1, rows, C]."""
-    table = table_for(rows.encoding, rows.query, rows.key, rows.q.device)
+    table = compute_table(rows.encoding, rows.query, rows.key, rows.q.device)
     scores, biases, visible = [], [], []
     for place in places:
         query, here = replace(rows.query, start=place, length=1), place - rows.query.start
         q = rows.q[:, :, here : here + 1]
-        score, bias = scores_and_bias(q, rows.k, query, rows.key, rows.encoding, table, ALL_HEADS, rows.dense)
+        score, bias = compute_scores_and_bias(q, rows.k, query, rows.key, rows.encoding, table, ALL_HEADS, rows.dense)
         scores.append(score[0])
         if bias is not None:
             biases.append(bias)
-        visible.append(visible_keys(query, rows.key, q.device, rows.window, rows.key_mask)[0])
+        visible.append(visibility_mask(query, rows.key, q.device, rows.window, rows.key_mask)[0])
     return torch.cat(scores, 1), torch.cat(biases, 1) if biases else None, torch.cat(visible, 1)
 
 

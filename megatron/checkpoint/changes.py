@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron.config.schema import Config
 from megatron.config.settings import show
-from megatron.model.identity import settled
-from megatron.model.parameters import dispensable, encoding_weights, shared_names
+from megatron.model.identity import canonical_position_options
+from megatron.model.parameters import list_dispensable_weights, list_encoding_weights, map_to_shared_names
 
 ENCODING = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
 """The keys that say what encoding a model has."""
@@ -42,7 +42,9 @@ class Changes:
 
     def told(self, config: Config, stored: Config) -> str:
         """One line."""
-        new, old = ({**each.position.model_dump(), **settled(each.position)} for each in (config, stored))
+        new, old = (
+            {**each.position.model_dump(), **canonical_position_options(each.position)} for each in (config, stored)
+        )
         keys = (*ENCODING, "score_processor", "score_processor_options")
         changed = [f"{key} {_shown(old[key])} → {_shown(new[key])}" for key in keys if old[key] != new[key]]
         parts = [("fresh", self.fresh), ("dropped", self.dropped)]
@@ -73,7 +75,7 @@ def changes(
         shapes: of the file's weights.
         elsewhere: how names begin that only other pipeline stages hold.
     """
-    own, shared = encoding_weights(model), shared_names(model)
+    own, shared = list_encoding_weights(model), map_to_shared_names(model)
     sources = {name: name if name in shapes else shared.get(name, name) for name in own}
     held = {name for name in shapes if OLD_ENCODING.fullmatch(name) and not name.startswith(elsewhere)}
     if config.position.pos_emb != stored.position.pos_emb:
@@ -83,5 +85,5 @@ def changes(
         fresh = {name for name, source in sources.items() if source in held and shapes[source] != own[name]}
         dropped = {sources[name] for name in fresh} - {sources[name] for name in own if name not in fresh}
     if config.position.score_processor != stored.position.score_processor:
-        fresh |= dispensable(model)
+        fresh |= list_dispensable_weights(model)
     return Changes(frozenset(fresh), frozenset(dropped))

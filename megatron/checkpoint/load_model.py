@@ -72,7 +72,7 @@ def load_model(
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):
         size = progress.vocabulary["size"]
-        model = build_model(config.model, position, size, processes=alone(), backend=backend)
+        model = build_model(config.model, position, size, groups=alone(), backend=backend)
     read_weights(model, checkpoint / folder.WEIGHTS)
     model = model.to(device=device).eval()
     for parameter in model.parameters():

@@ -21,8 +21,8 @@ from megatron.config.settings import show
 from megatron.distributed.mesh import Sizes
 from megatron.distributed.processes import Processes
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.model.identity import settled
-from megatron.model.parameters import dispensable, shared_names
+from megatron.model.identity import canonical_position_options
+from megatron.model.parameters import list_dispensable_weights, map_to_shared_names
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
         UserError: naming the first key that differs and both values.
     """
     stored = config_of(checkpoint)
-    new = {**config.architecture(), **settled(config.position)}
-    old = {**stored.architecture(), **settled(stored.position)}
+    new = {**config.architecture(), **canonical_position_options(config.position)}
+    old = {**stored.architecture(), **canonical_position_options(stored.position)}
     free: set[str] = set()
     if finetune:
         free.update(config.of_role("context"), changes.asked(config, stored))
@@ -227,22 +227,24 @@ def load_weights(start: Start, config: Config, model: Any) -> tuple[str, ...]:
     assert start.checkpoint is not None
     stored, path = config_of(start.checkpoint), start.checkpoint / folder.WEIGHTS
     processor = config.position.score_processor
-    if processor != "none" and stored.position.score_processor == "none" and not dispensable(model):
+    if processor != "none" and stored.position.score_processor == "none" and not list_dispensable_weights(model):
         raise UserError(
             f"score_processor: {start.checkpoint} was trained without one; {processor} may be added with "
             "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
         )
-    found = changes.changes(model, config, stored, shapes_in(path), model.elsewhere)
+    found = changes.changes(model, config, stored, shapes_in(path), model.off_stage_prefixes)
     read_weights(
         model,
         path,
-        tensor=model.processes.mesh.tensor,
-        elsewhere=model.elsewhere,
+        tensor=model.groups.mesh.tensor,
+        elsewhere=model.off_stage_prefixes,
         fresh=found.fresh,
         dropped=found.dropped,
-        stand_ins=shared_names(model),
+        stand_ins=map_to_shared_names(model),
     )
-    before, now = ({**each.position.model_dump(), **settled(each.position)} for each in (stored, config))
+    before, now = (
+        {**each.position.model_dump(), **canonical_position_options(each.position)} for each in (stored, config)
+    )
     unchanged = all(before[key] == now[key] for key in changes.ENCODING) and not (found.fresh or found.dropped)
     return () if unchanged else (found.told(config, stored),)
 

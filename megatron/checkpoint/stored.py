@@ -19,7 +19,7 @@ from megatron.config.problems import describe
 from megatron.config.schema import Config, owners
 from megatron.config.yaml_files import read_yaml
 from megatron.errors import RunError, UserError
-from megatron.options.model import GATED, intermediate_size
+from megatron.options.model import GATED, intermediate_size_of
 
 Values = dict[str, Any]
 
@@ -33,7 +33,7 @@ def _width_of_gated_layers(values: Values) -> None:
     """Until format 3, intermediate_size was the width of a gated feed-forward layer, and 4 × hidden_size by default."""
     if (activation := values.get("activation")) in GATED:
         width = values.get("intermediate_size") or 4 * values["hidden_size"]
-        values["intermediate_size"] = intermediate_size(width, activation)
+        values["intermediate_size"] = intermediate_size_of(width, activation)
 
 
 MIGRATIONS: Mapping[int, Callable[[Values], None]] = {1: _one_bias_key, 3: _width_of_gated_layers}

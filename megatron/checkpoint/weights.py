@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.distributed.mesh import Axis
 from megatron.distributed.parameters import cut, division
 from megatron.errors import RunError
-from megatron.model.parameters import project
+from megatron.model.parameters import clamp_bounded_parameters
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -85,4 +85,4 @@ def read_weights(
             if weight.shape != target.shape:
                 raise RunError(f"{path}: {source} is {list(weight.shape)}, the model's {list(target.shape)}")
             target.copy_(weight)
-    project(model)
+    clamp_bounded_parameters(model)

@@ -11,7 +11,7 @@ from megatron.errors import UserError
 from megatron.options.data import conflicts as data_conflicts
 from megatron.options.data import split_shares
 from megatron.options.launch import conflicts as launch_conflicts
-from megatron.options.model import conflicts as model_conflicts
+from megatron.options.model import find_model_conflicts as model_conflicts
 from megatron.options.training import conflicts as training_conflicts
 from megatron.suggest import choose_from, did_you_mean
 

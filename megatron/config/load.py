@@ -27,7 +27,7 @@ from megatron.config.settings import COMMAND_LINE, Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
 from megatron.errors import UserError
 from megatron.options.data import DataOptions
-from megatron.options.model import GATED, LARGEST, ModelOptions, feed_forward_size
+from megatron.options.model import GATED, MAX_SIZE, ModelOptions, ffn_hidden_size
 from megatron.suggest import did_you_mean
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
@@ -217,7 +217,7 @@ def _note_gated_width(model: ModelOptions, settings: Settings) -> None:
         where = settings.where(("intermediate_size",)) or settings.where(("activation",))
         settings.notes.append(
             f"{where}: with activation {model.activation}, {size} is a feed-forward width of "
-            f"{feed_forward_size(model)}, as in GPT-NeoX (a third)"
+            f"{ffn_hidden_size(model)}, as in GPT-NeoX (a third)"
         )
 
 
@@ -298,7 +298,7 @@ def _settle_rows(settings: Settings) -> None:
     ranks, multiple = _chosen(settings, "model_parallel_size"), _chosen(settings, path[0])
     if type(ranks) is not int or type(multiple) is not int or ranks < 1 or multiple < 1 or multiple % ranks == 0:
         return
-    if lcm(multiple, ranks) > LARGEST:
+    if lcm(multiple, ranks) > MAX_SIZE:
         return  # one of them is refused for its size
     where = settings.where(path) or settings.where(("model_parallel_size",)) or COMMAND_LINE
     settings.values[path] = Setting(lcm(multiple, ranks), where)

@@ -14,7 +14,7 @@ from megatron.errors import UserError
 from megatron.suggest import did_you_mean
 
 POSITION = Path(__file__).resolve().parent.parent / "position"
-NOT_OPTIONS = ("self", "shape", "has_bias")
+NOT_OPTIONS = ("self", "dims", "has_bias")
 SCORE_HOOKS = {"table", "dense", "contextual"}
 """Of an encoding's hooks (`megatron/position/encoding.py`), those whose answers change the scores of attention."""
 
@@ -100,8 +100,8 @@ def _options(folder: str, name: str) -> tuple[str, ...] | None:
     classes = _classes(folder, name)
     for function in (node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)):
         arguments = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
-        # A file may define helper modules too; the method's constructor is the one that is told the shape.
-        if function.name == "__init__" and "shape" in arguments and not function.args.kwarg:
+        # A file may define helper modules too; the method's constructor is the one that takes the dims.
+        if function.name == "__init__" and "dims" in arguments and not function.args.kwarg:
             return tuple(argument for argument in arguments if argument not in NOT_OPTIONS)
     return () if _bases(classes) == {"Encoding"} else None
 

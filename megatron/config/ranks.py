@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Sizes
 from megatron.errors import UserError
-from megatron.options.model import indivisible
+from megatron.options.model import find_indivisible_sizes
 from megatron.options.training import BATCH, LARGEST_BATCH, MICRO, STEPS, TrainingOptions
 
 
@@ -57,7 +57,7 @@ def undivided(config: Config) -> Iterator[tuple[str, str]]:
     """What the mesh of a run cannot divide, whatever its number of processes: the key to blame, and a sentence."""
     launch = config.launch
     pipeline = max(1, launch.pipe_parallel_size)
-    yield from indivisible(
+    yield from find_indivisible_sizes(
         config.model, tensor=launch.model_parallel_size, context=launch.context_parallel_size, pipeline=pipeline
     )
     if pipeline > 1:

@@ -27,7 +27,7 @@ def answers(
     """What a model answers to sequences.
 
     Args:
-        model: called as `model(tokens [B, T], last=n)`, returns logits [B, n, V].
+        model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V].
         drawn: the sequences.
         choices: ids that may be answered.
         batch_tokens: input tokens per forward pass; at least one sequence is always taken.
@@ -49,7 +49,7 @@ def answers(
     @torch.inference_mode()
     def take(rows: slice) -> None:
         tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (drawn.tokens, drawn.labels))
-        logits = model(tokens, last=last)[:, :, choices.start : choices.stop].float()
+        logits = model(tokens, num_logits=last)[:, :, choices.start : choices.stop].float()
         wanted = labels[:, -last:] - choices.start
         chances = logits.log_softmax(dim=2).gather(2, wanted[:, :, None])[:, :, 0]
         losses[rows, -last:] = -chances.double().cpu().numpy()

@@ -232,7 +232,7 @@ class HarnessModel(TemplateLM):
         last = max(len(continuation) for continuations in wanted for continuation in continuations)
         tokens, paddings = padded(rows, self._device)
         mask = torch.arange(tokens.shape[1], device=self._device) >= paddings if paddings.any() else None
-        logits = self.model(tokens, last=last, attention_mask=mask)
+        logits = self.model(tokens, num_logits=last, attention_mask=mask)
         found: list[list[Answer]] = []
         for row, continuations in zip(logits, wanted, strict=True):
             answers = []

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.model.identity import settled_options
+from megatron.model.identity import canonical_options
 from megatron.options.model import PositionOptions
-from megatron.position.method import Method
-from megatron.position.registry import encoding_class, processor_class
+from megatron.position.method import PositionModule
+from megatron.position.registry import load_encoding_class, load_processor_class
 
 
 def method_name(position: PositionOptions, window: int | None = None) -> str:
@@ -29,7 +29,7 @@ def method_name(position: PositionOptions, window: int | None = None) -> str:
         position: what was trained.
         window: attention window of the evaluation; None is the run's own.
     """
-    options = _differing(position.pos_emb_options, encoding_class(position.pos_emb))
+    options = _differing(position.pos_emb_options, load_encoding_class(position.pos_emb))
     if position.pos_emb_per_layer:
         options.append("per_layer")
     if position.randomized_positions is not None:
@@ -41,7 +41,7 @@ def method_name(position: PositionOptions, window: int | None = None) -> str:
     name = _called(position.pos_emb, options)
     if position.score_processor == "none":
         return name
-    options = _differing(position.score_processor_options, processor_class(position.score_processor))
+    options = _differing(position.score_processor_options, load_processor_class(position.score_processor))
     return f"{_called(position.score_processor, options)}+{name}"
 
 
@@ -58,10 +58,10 @@ def distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int |
     return result
 
 
-def _differing(given: Mapping[str, Any], method: type[Method]) -> list[str]:
+def _differing(given: Mapping[str, Any], method: type[PositionModule]) -> list[str]:
     """Options that are not the default's, except those that only say where training starts."""
-    defaults = settled_options(method, {})
-    options = sorted(settled_options(method, given).items())
+    defaults = canonical_options(method, {})
+    options = sorted(canonical_options(method, given).items())
     return [f"{key}={value}" for key, value in options if key not in defaults or defaults[key] != value]
 
 

@@ -45,7 +45,7 @@ def window_losses(
     """Negative log-likelihood, in nats, of the last targets of each window.
 
     Args:
-        model: called as `model(tokens [B, T], labels=[B, T], last=scored)`, returns losses [B, scored].
+        model: called as `model(tokens [B, T], labels=[B, T], num_logits=scored)`, returns losses [B, scored].
         stream: token ids [N], of any integer type; may be memory-mapped.
         starts: first input token of each window, int64 [windows].
         length: T.
@@ -65,7 +65,7 @@ def window_losses(
     def take(rows: slice) -> None:
         # Input and labels are the same T + 1 tokens, shifted by one.
         window = torch.from_numpy(stream[starts[rows, None] + np.arange(length + 1)].astype(np.int64)).to(device)
-        batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), last=scored)
+        batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), num_logits=scored)
         losses[rows] = batch.double().cpu().numpy()
 
     in_batches(

@@ -23,7 +23,7 @@ from megatron.evaluation.sketch import sketch
 from megatron.evaluation.subject import Progress, Scoring
 from megatron.evaluation.subjects import subject_of
 from megatron.meter import Job, Meter
-from megatron.model.placement import compute_type, find_device
+from megatron.model.placement import resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports import tables
@@ -152,8 +152,8 @@ def candidates_of(
     from megatron.evaluation.names import distinct_names
 
     runs, options = asked.runs, asked.options
-    device = find_device(options.device)
-    dtypes = [compute_type(options.precision, run.config.training.precision, device) for run in runs]
+    device = resolve_device(options.device)
+    dtypes = [resolve_dtype(options.precision, run.config.training.precision, device) for run in runs]
     if names is None:
         names = distinct_names([run.config for run in runs], [run.name for run in runs], options.window)
     return [

@@ -43,7 +43,7 @@ def outline(config: Config, options: EvaluationOptions) -> GPT:
     position = config.position
     if options.window is not None:
         position = position.replace(attention_window=options.window)
-    return build_model(config.model, position, 1, processes=alone(), device="meta", backend=options.backend)
+    return build_model(config.model, position, 1, groups=alone(), device="meta", backend=options.backend)
 
 
 def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:

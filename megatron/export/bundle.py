@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.position import registry
-from megatron.position.method import Method
+from megatron.position.method import PositionModule
 
 HERE = Path(__file__).parent / "bundled"
 MODELING, CONFIGURATION = HERE / "modeling_farfield.py", HERE / "configuration_farfield.py"
@@ -33,20 +33,20 @@ _REGISTRY = '''"""The position methods of this model."""
 from typing import Any
 
 {imports}
-from .shape import Shape
+from .shape import AttentionDims
 
 ENCODINGS = {encodings}
 PROCESSORS = {processors}
 
 
-def build_encoding(name: str, shape: Shape, options: dict[str, Any]) -> Encoding:
+def build_encoding(name: str, dims: AttentionDims, options: dict[str, Any]) -> Encoding:
     """The position encoding of that name."""
-    return _find(ENCODINGS, name)(shape, **options)
+    return _find(ENCODINGS, name)(dims, **options)
 
 
-def build_processor(name: str, shape: Shape, options: dict[str, Any], *, has_bias: bool) -> Processor:
+def build_processor(name: str, dims: AttentionDims, options: dict[str, Any], *, has_bias: bool) -> Processor:
     """The score processor of that name, for an encoding with or without a bias."""
-    return _find(PROCESSORS, name)(shape, has_bias=has_bias, **options)
+    return _find(PROCESSORS, name)(dims, has_bias=has_bias, **options)
 
 
 def _find(known: dict[str, Any], name: str) -> Any:
@@ -62,9 +62,9 @@ def bundle(encoding: str, processor: str) -> dict[str, str]:
     Args:
         encoding, processor: the model's; `none` for no processor.
     """
-    chosen: list[type[Method]] = [registry.encoding_class(encoding)]
+    chosen: list[type[PositionModule]] = [registry.load_encoding_class(encoding)]
     if processor != "none":
-        chosen.append(registry.processor_class(processor))
+        chosen.append(registry.load_processor_class(processor))
     files = {CONFIGURATION.stem: CONFIGURATION.read_text(encoding="utf-8")}
     wanted = [MODELING, *(_file_of(method) for method in chosen)]
     while wanted:
@@ -107,11 +107,11 @@ def flattened(text: str) -> str:
     return _IMPORT.sub(r"from .\1 import", text)
 
 
-def _file_of(method: type[Method]) -> Path:
+def _file_of(method: type[PositionModule]) -> Path:
     return Path(registry.__file__).parent.joinpath(*method.__module__.split(".")[-2:]).with_suffix(".py")
 
 
-def _registry(chosen: list[type[Method]]) -> str:
+def _registry(chosen: list[type[PositionModule]]) -> str:
     named = {method.__module__.rpartition(".")[2]: method.__name__ for method in chosen}
     encoding, *processors = named.items()
     lines = [f"from .{module} import {name}" for module, name in named.items()]

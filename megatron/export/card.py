@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.checkpoint.trained import Run
 from megatron.data.tokenizers import Tokenizer
 from megatron.formats.family import Family
-from megatron.options.model import feed_forward_size
+from megatron.options.model import ffn_hidden_size
 from megatron.quantities import count
 from megatron.reports.layout import layouts
 from megatron.reports.records import RESULTS, Record, read
@@ -143,7 +143,7 @@ def _settings(run: Run, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     shape = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
     options = {**run.config.position.pos_emb_options, **run.config.position.score_processor_options}
     rows = [
-        ("shape", f"{shape}, feed-forward {feed_forward_size(model):,}, {model.activation}, {model.norm}"),
+        ("shape", f"{shape}, feed-forward {ffn_hidden_size(model):,}, {model.activation}, {model.norm}"),
         ("options of positions", ", ".join(f"{name} = {value}" for name, value in options.items()) or "defaults"),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens"),
     ]

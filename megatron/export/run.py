@@ -23,7 +23,7 @@ from megatron.files import parse_json
 from megatron.formats.families import exact_family
 from megatron.formats.family import FILE, Family
 from megatron.formats.farfield import CHECKSUMS, CODE, FARFIELD, TOKENIZER_KIND
-from megatron.options.model import padded_vocabulary
+from megatron.options.model import padded_vocab_size
 from megatron.suggest import choose_from
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,7 +109,7 @@ def _write_descriptions(
     run: Run, tokenizer: Tokenizer, family: Family, dtype: str, folder: Path, code: dict[str, Any]
 ) -> None:
     """config.json and generation_config.json. Rows that only pad the vocabulary are never drawn."""
-    rows = padded_vocabulary(run.config.model, tokenizer.vocab_size)
+    rows = padded_vocab_size(run.config.model, tokenizer.vocab_size)
     always = {
         "eos_token_id": tokenizer.eod,
         "pad_token_id": tokenizer.eod,

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.formats.keys import Keys
 from megatron.formats.transforms import Same, Transform
-from megatron.options.model import has_qkv_bias, kv_heads
+from megatron.options.model import has_qkv_bias, num_kv_heads
 
 FILE = "config.json"
 """What describes a model, beside its weights."""
@@ -134,7 +134,7 @@ def linears(config: Config, theirs: str, names: Sequence[str], mlp_bias: bool) -
 
 def grouped(config: Config) -> bool:
     """Are there fewer heads of keys and values than of queries?"""
-    return kv_heads(config.model) != config.model.num_attention_heads
+    return num_kv_heads(config.model) != config.model.num_attention_heads
 
 
 def same_biases(config: Config) -> str | None:

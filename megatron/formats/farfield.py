@@ -11,7 +11,7 @@ from megatron.config.schema import Config
 from megatron.formats.family import AS_IS, COMMON, EMBEDDING, OUTPUT, Family, Weight, layers, linears
 from megatron.formats.keys import Keys
 from megatron.formats.transforms import Transform
-from megatron.options.model import ModelOptions, feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
+from megatron.options.model import ModelOptions, ffn_hidden_size, has_qkv_bias, intermediate_size_of, num_kv_heads
 
 CODE = {
     "AutoConfig": "configuration_farfield.FarfieldConfig",
@@ -39,7 +39,7 @@ def _read(keys: Keys) -> dict[str, Any]:
         "hidden_size": keys.number("hidden_size"),
         "num_attention_heads": heads,
         **({} if groups == heads else {"num_kv_heads": groups}),
-        "intermediate_size": intermediate_size(keys.number("intermediate_size"), activation),
+        "intermediate_size": intermediate_size_of(keys.number("intermediate_size"), activation),
         "seq_length": length,
         "max_position_embeddings": keys.number("position_table", length),
         "norm": norm,
@@ -78,8 +78,8 @@ def _keys(config: Config) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": kv_heads(model),
-        "intermediate_size": feed_forward_size(model),
+        "num_key_value_heads": num_kv_heads(model),
+        "intermediate_size": ffn_hidden_size(model),
         "hidden_act": model.activation,
         "norm": model.norm,
         "norm_epsilon": model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,
@@ -137,12 +137,12 @@ def _methods(config: Config) -> tuple[list[str], list[str]]:
     """The names of the parameters of an encoding and of a processor."""
     import torch
 
-    from megatron.model.methods import encoding_of, position_shape, processor_of
+    from megatron.model.methods import build_attention_dims, build_encoding_from_options, build_processor_from_options
 
     with torch.device("meta"):
-        shape = position_shape(config.model)
-        encoding = encoding_of(config.position, shape)
-        processor = processor_of(config.position, shape, encoding)
+        shape = build_attention_dims(config.model)
+        encoding = build_encoding_from_options(config.position, shape)
+        processor = build_processor_from_options(config.position, shape, encoding)
     names = [name for name, _ in encoding.named_parameters()]
     return names, [] if processor is None else [name for name, _ in processor.named_parameters()]
 

@@ -7,7 +7,7 @@ from megatron.config.schema import Config
 from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, grouped, layers
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Same, Stacked, Transform, Transposed
-from megatron.options.model import feed_forward_size, has_qkv_bias
+from megatron.options.model import ffn_hidden_size, has_qkv_bias
 
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 
@@ -55,7 +55,7 @@ def _keys(config: Config) -> dict[str, Any]:
         "n_layer": model.num_layers,
         "n_embd": model.hidden_size,
         "n_head": model.num_attention_heads,
-        "n_inner": feed_forward_size(model),
+        "n_inner": ffn_hidden_size(model),
         "n_positions": model.max_position_embeddings or model.seq_length,
         "layer_norm_epsilon": model.layernorm_epsilon,
         "activation_function": THEIR_ACTIVATIONS[model.activation],

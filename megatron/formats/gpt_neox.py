@@ -8,7 +8,7 @@ from megatron.formats import rope
 from megatron.formats.family import AS_IS, EMBEDDING, OUTPUT, Family, Weight, grouped, layers, linears, same_biases
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Transform
-from megatron.options.model import feed_forward_size
+from megatron.options.model import ffn_hidden_size
 
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "silu": "silu"}
 
@@ -55,7 +55,7 @@ def _keys(config: Config) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": feed_forward_size(model),
+        "intermediate_size": ffn_hidden_size(model),
         "max_position_embeddings": model.seq_length,
         "layer_norm_eps": model.layernorm_epsilon,
         "hidden_act": THEIR_ACTIVATIONS[model.activation],

@@ -9,7 +9,7 @@ from megatron.formats import rope
 from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, layers, same_biases
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Interleaved, Joined, Same, Transform
-from megatron.options.model import feed_forward_size, has_qkv_bias, intermediate_size, kv_heads
+from megatron.options.model import ffn_hidden_size, has_qkv_bias, intermediate_size_of, num_kv_heads
 
 THEIR_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 """Of our gated activations, and theirs of the gate."""
@@ -29,7 +29,7 @@ def _shared(keys: Keys) -> dict[str, Any]:
         "hidden_size": width,
         "num_attention_heads": heads,
         **({} if groups == heads else {"num_kv_heads": groups}),
-        "intermediate_size": intermediate_size(keys.number("intermediate_size"), gated[gate]),
+        "intermediate_size": intermediate_size_of(keys.number("intermediate_size"), gated[gate]),
         "seq_length": keys.number("max_position_embeddings", 2048),
         "norm": "rmsnorm",
         "rms_norm_epsilon": keys.real("rms_norm_eps", 1e-6),
@@ -96,9 +96,9 @@ def _keys(config: Config) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": kv_heads(model),
+        "num_key_value_heads": num_kv_heads(model),
         "head_dim": model.hidden_size // model.num_attention_heads,
-        "intermediate_size": feed_forward_size(model),
+        "intermediate_size": ffn_hidden_size(model),
         "max_position_embeddings": model.seq_length,
         "rms_norm_eps": model.rms_norm_epsilon,
         "hidden_act": THEIR_ACTIVATIONS[model.activation],
@@ -114,7 +114,7 @@ def _llama_keys(config: Config) -> dict[str, Any]:
 
 def _weights(config: Config) -> Iterator[Weight]:
     model = config.model
-    qkv = Interleaved(model.num_attention_heads, kv_heads(model))
+    qkv = Interleaved(model.num_attention_heads, num_kv_heads(model))
 
     def layer(number: str) -> Iterator[tuple[str, Any, Transform]]:
         theirs = f"model.layers.{number}"

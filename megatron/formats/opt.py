@@ -7,7 +7,7 @@ from megatron.config.schema import Config
 from megatron.formats.family import EMBEDDING, OUTPUT, Family, Weight, grouped, layers, same_biases
 from megatron.formats.keys import Keys, activation
 from megatron.formats.transforms import Interleaved, Same, Skipping, Transform
-from megatron.options.model import feed_forward_size
+from megatron.options.model import ffn_hidden_size
 
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 UNREAD_ROWS = 2
@@ -61,7 +61,7 @@ def _keys(config: Config) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "word_embed_proj_dim": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "ffn_dim": feed_forward_size(model),
+        "ffn_dim": ffn_hidden_size(model),
         "max_position_embeddings": model.max_position_embeddings or model.seq_length,
         "do_layer_norm_before": True,
         "activation_function": THEIR_ACTIVATIONS[model.activation],

@@ -76,9 +76,9 @@ def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Cho
     room, device = width + steps - 1, next(model.parameters()).device
     tokens, paddings = padded(prompts, device)
     mask_needed = bool(paddings.any())
-    cache = model.new_cache(room)
+    cache = model.new_kv_cache(room)
     for _ in range(steps):
         seen = torch.arange(cache.length + tokens.shape[1], device=device) >= paddings if mask_needed else None
-        chosen = choose(model(tokens, last=1, attention_mask=seen, cache=cache)[:, -1])
+        chosen = choose(model(tokens, num_logits=1, attention_mask=seen, kv_cache=cache)[:, -1])
         yield chosen
         tokens = chosen[:, None]

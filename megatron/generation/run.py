@@ -16,7 +16,7 @@ from megatron.data.sources import decode, raw_documents, source_file
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import FarfieldError, UserError
 from megatron.meter import AnnounceWait
-from megatron.model.placement import check_backend, check_precision, compute_type, find_device
+from megatron.model.placement import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.generation import GenerationOptions
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def load(asked: Request) -> Writer:
     from megatron.model.build import build_model
 
     run, options = asked.run, asked.options
-    device = find_device(options.device)
-    dtype = compute_type(options.precision, run.config.training.precision, device)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.precision, run.config.training.precision, device)
     outline = build_model(
-        run.config.model, run.config.position, asked.tokenizer.vocab_size, processes=alone(), device="meta",
+        run.config.model, run.config.position, asked.tokenizer.vocab_size, groups=alone(), device="meta",
         backend=options.backend,
     )  # fmt: skip
     for prompt in asked.prompts or ("",):

@@ -36,7 +36,7 @@ from megatron.config.yaml_files import Document, read_yaml
 from megatron.errors import RunError, UserError, shortened
 from megatron.formats.transforms import Interleaved
 from megatron.importing.source import Source
-from megatron.options.model import GATED, feed_forward_size, intermediate_size, kv_heads
+from megatron.options.model import GATED, ffn_hidden_size, intermediate_size_of, num_kv_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,8 +105,8 @@ def neox_checkpoint(checkpoint: Path, configs: Sequence[Path] = ()) -> Source:
     notes = loaded.notes
     if (activation := config.model.activation) in GATED:
         width = _gated_width(checkpoint)
-        keys["intermediate_size"] = intermediate_size(width, activation)
-        if (said := feed_forward_size(config.model)) != width:
+        keys["intermediate_size"] = intermediate_size_of(width, activation)
+        if (said := ffn_hidden_size(config.model)) != width:
             notes = (*notes, f"{checkpoint}: its weights have a feed-forward width of {width}, not {said}")
     return Source(checkpoint, "GPT-NeoX", keys, partial(_opened, checkpoint), None, notes)
 
@@ -296,7 +296,7 @@ class NeoxWeights:
         if inner.startswith("pre_mlp_layernorm."):
             return [self._norm(f"{number}.post_attention_layernorm", kind)], _mean
         if inner.startswith("self_attention.linear_qkv."):
-            grouped = kv_heads(model) != model.num_attention_heads
+            grouped = num_kv_heads(model) != model.num_attention_heads
             return [f"{number}.attention.query_key_value.{kind}"], self._grouped if grouped else _behind
         if inner.startswith("self_attention.linear_proj."):
             return [f"{number}.attention.dense.{kind}"], _beside if kind == "weight" else summed
@@ -320,7 +320,7 @@ class NeoxWeights:
 
     def _grouped(self, parts: "list[list[Tensor]]") -> "Tensor":
         model = self.config.model
-        heads, groups = model.num_attention_heads // self.ranks, kv_heads(model) // self.ranks
+        heads, groups = model.num_attention_heads // self.ranks, num_kv_heads(model) // self.ranks
         d = model.hidden_size // model.num_attention_heads
         one = Interleaved(heads, groups)
         return _behind([[one.to_ours(part.split([heads * d, groups * d, groups * d])) for part in parts[0]]])

@@ -183,7 +183,7 @@ def _fill(new: Path, source: Source, config: Config, weights: Weights, tokenizer
     from megatron.distributed.processes import alone
     from megatron.model.build import build_model
 
-    gpt = build_model(config.model, config.position, tokenizer.vocab_size, processes=alone(), device="meta")
+    gpt = build_model(config.model, config.position, tokenizer.vocab_size, groups=alone(), device="meta")
     forms = {name: stream.Form(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()}
     weights.check(list(forms))
     text = _text(source, config)

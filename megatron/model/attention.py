@@ -11,19 +11,19 @@ from einops import rearrange
 from torch import Tensor
 
 from megatron.distributed.processes import Processes
-from megatron.model.backends.backend import Backend
-from megatron.model.cache import Cache
+from megatron.model.backends.backend import AttentionBackend
+from megatron.model.cache import KVCache
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
-from megatron.model.shared_attention import gather_heads, gather_places, heads_of
+from megatron.model.shared_attention import gather_heads, gather_sequence, tensor_parallel_heads
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.rows import Rows
-from megatron.position.shape import Span
-from megatron.position.stretches import Stretch, attended, ending, rotated, stretches
+from megatron.position.rows import AttentionInputs
+from megatron.position.shape import PositionRange
+from megatron.position.stretches import Segment, attend_segments, build_segments, last_tokens, rotate_segments
 
 
 @dataclass
-class LayerPosition:
+class LayerPositionConfig:
     """The encoding, processor, window and backend of one layer."""
 
     encoding: Encoding
@@ -31,19 +31,19 @@ class LayerPosition:
     """The encoding belongs to the whole model, which registers its parameters once."""
     processor: Processor | None
     window: int | None
-    backend: Backend
+    backend: AttentionBackend
 
 
 @dataclass(frozen=True)
-class Reading:
+class AttentionContext:
     """What a forward pass reads: which places of their sequences its tokens stand at, and what came before them.
 
     It travels through megatron-core's layers in the place of their attention mask.
     """
 
-    stretches: tuple[Stretch, ...]
-    cache: Cache | None = None
-    last: int | None = None
+    segments: tuple[Segment, ...]
+    cache: KVCache | None = None
+    num_logits: int | None = None
     """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
 
 
@@ -53,11 +53,13 @@ class PositionedAttention(MegatronModule):
     Args:
         config: megatron-core's.
         position: of this layer.
-        layer: its number, from 0.
-        processes: those that share it.
+        layer_index: its number, from 0.
+        groups: those that share it.
     """
 
-    def __init__(self, config: TransformerConfig, position: LayerPosition, layer: int, processes: Processes) -> None:
+    def __init__(
+        self, config: TransformerConfig, position: LayerPositionConfig, layer_index: int, groups: Processes
+    ) -> None:
         super().__init__(config=config)
         # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.
         self._shared: tuple[Encoding, ...] = (position.encoding,) if position.shared else ()
@@ -65,9 +67,9 @@ class PositionedAttention(MegatronModule):
         self.processor = position.processor
         self.window = position.window
         self.backend = position.backend
-        self.layer = layer
-        self.processes = processes
-        self.heads = heads_of(processes.mesh.tensor, config.num_attention_heads)
+        self.layer_index = layer_index
+        self.groups = groups
+        self.heads = tensor_parallel_heads(groups.mesh.tensor, config.num_attention_heads)
         assert config.num_query_groups is not None  # megatron-core fills it in
         self.queries_per_key = config.num_attention_heads // config.num_query_groups
 
@@ -77,39 +79,39 @@ class PositionedAttention(MegatronModule):
         return self._shared[0] if self._own is None else self._own
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Reading | None = None, **_: object
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext | None = None, **_: object
     ) -> Tensor:
         """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or reading.last, B, h·d].
 
         megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
-        reading = attention_mask if attention_mask is not None else Reading(stretches(query.shape[0]))
+        context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
         q, k, v = (rearrange(x, "t b h d -> b h t d") for x in (query, key, value))
-        q, k = (rotated(x, self.encoding, reading.stretches) for x in (q, k))
-        if reading.cache is not None:
-            k, v = reading.cache.extend(self.layer, k, v)
-        parts = reading.stretches
-        if reading.last is not None:
-            q, parts = q[:, :, -reading.last :], ending(parts, q.shape[2], reading.last)
+        q, k = (rotate_segments(x, self.encoding, context.segments) for x in (q, k))
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer_index, k, v)
+        segments = context.segments
+        if context.num_logits is not None:
+            q, segments = q[:, :, -context.num_logits :], last_tokens(segments, q.shape[2], context.num_logits)
         if self.processor is not None:
-            q, k = (gather_heads(x, self.processes) for x in (q, k))
-        k, v = (gather_places(x, self.processes) for x in (k, v))
+            q, k = (gather_heads(x, self.groups) for x in (q, k))
+        k, v = (gather_sequence(x, self.groups) for x in (k, v))
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        return rearrange(attended(q, k, v, parts, self._attend), "b h t d -> t b (h d)")
+        return rearrange(attend_segments(q, k, v, segments, self._attend), "b h t d -> t b (h d)")
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, stretch: Stretch) -> Tensor:
-        query = stretch.span
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
+        query = segment.positions
         return self.backend(
-            Rows(
+            AttentionInputs(
                 q=q,
                 k=k,
                 v=v,
                 query=query,
-                key=Span(0, query.stop, query.drawn),
+                key=PositionRange(0, query.stop, query.sampled),
                 encoding=self.encoding,
                 processor=self.processor,
-                key_mask=stretch.key_mask,
+                key_mask=segment.key_mask,
                 window=self.window,
                 heads=self.heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,

@@ -21,82 +21,89 @@ from megatron.distributed.parameters import is_copy, mark_copy, whole_size
 from megatron.distributed.places import held
 from megatron.distributed.processes import Processes
 from megatron.errors import UserError
-from megatron.model.attention import PositionedAttention, Reading
-from megatron.model.cache import Cache
-from megatron.model.loss import token_losses
+from megatron.model.attention import AttentionContext, PositionedAttention
+from megatron.model.cache import KVCache
+from megatron.model.loss import chunked_cross_entropy
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.shared_attention import gather_vocabulary
-from megatron.options.model import MOST_LOGITS
+from megatron.options.model import MAX_LOGITS
 from megatron.position.encoding import Encoding
-from megatron.position.randomized import draw_positions
-from megatron.position.shape import DrawnPositions, Span
-from megatron.position.stretches import Draw, Stretch, embedded, nothing_drawn, one_after_another, stretches
+from megatron.position.randomized import sample_positions
+from megatron.position.shape import PositionRange, SampledPositions
+from megatron.position.stretches import (
+    SampleFunction,
+    Segment,
+    add_position_embeddings,
+    build_segments,
+    concatenate_ranges,
+    no_sampling,
+)
 
 
 class GPT(GPTModel):
     """A causal language model. Build it with `megatron.model.build.build_model`.
 
     Args:
-        processes: those that share the model.
+        groups: those that share the model.
         position: the encoding shared by all layers, or None if every layer has its own.
         randomized: positions that a sequence's own are drawn from; None for the places themselves.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
-        why_row_blocks: why attention is computed in row blocks, for the console; None if it is not.
+        row_blocks_reason: why attention is computed in row blocks, for the console; None if it is not.
         Others are megatron-core's.
     """
 
     def __init__(
         self,
         *args: Any,
-        processes: Processes,
+        groups: Processes,
         position: Encoding | None,
         randomized: int | None = None,
         checkpoint_layers: int = 0,
-        why_row_blocks: str | None = None,
+        row_blocks_reason: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.processes = processes
+        self.groups = groups
         self.position = position
         self.randomized = randomized
         self.checkpoint_layers = checkpoint_layers
-        self.most_logits = MOST_LOGITS
-        self.why_row_blocks = why_row_blocks
-        self.elsewhere: tuple[str, ...] = ()
+        self.max_logits = MAX_LOGITS
+        self.row_blocks_reason = row_blocks_reason
+        self.off_stage_prefixes: tuple[str, ...] = ()
         """How the names of parameters begin that only other pipeline stages hold."""
-        stage = processes.mesh.pipeline
-        self.first, self.last = stage.index == 0, stage.index == stage.size - 1
+        stage = groups.mesh.pipeline
+        self.is_first_stage, self.is_last_stage = stage.index == 0, stage.index == stage.size - 1
         """Is this the pipeline stage that reads tokens, and the one that scores them?"""
         if stage.size > 1:
-            self._keep_own(stage)
+            self._drop_off_stage_modules(stage)
 
-    def _keep_own(self, stage: Axis) -> None:
+    def _drop_off_stage_modules(self, stage: Axis) -> None:
         """Drop what other stages use, and mark what an earlier one holds too."""
-        own = layers_of(self.config.num_layers, stage)
-        foreign = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in own]
+        local = layers_of(self.config.num_layers, stage)
+        prefixes = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in local]
         tied = self.share_embeddings_and_output_weights
-        if not self.first and not (self.last and tied):
+        if not self.is_first_stage and not (self.is_last_stage and tied):
             del self.embedding
-            foreign.append("embedding.")
-        if not self.last:
+            prefixes.append("embedding.")
+        if not self.is_last_stage:
             del self.decoder.final_layernorm, self.output_layer
-            foreign += ["decoder.final_layernorm.", "output_layer."]
-        if self.position is not None and not self.first and type(self.position).only_embeds():
+            prefixes += ["decoder.final_layernorm.", "output_layer."]
+        if self.position is not None and not self.is_first_stage and type(self.position).only_adds_embeddings():
             self.position = None
-            foreign.append("position.")
-        self.elsewhere = tuple(foreign)
-        if not self.first:
-            for _, parameter in self.of_several_stages():
+            prefixes.append("position.")
+        self.off_stage_prefixes = tuple(prefixes)
+        if not self.is_first_stage:
+            for _, parameter in self.replicated_parameters():
                 mark_copy(parameter)
 
-    def of_several_stages(self) -> Iterator[tuple[Literal["ends", "pipeline"], nn.Parameter]]:
+    def replicated_parameters(self) -> Iterator[tuple[Literal["ends", "pipeline"], nn.Parameter]]:
         """The parameters of this stage that others hold too, and which ones do: the first and the last, or all. Their
         gradients are to be summed after every backward pass."""
-        if self.processes.mesh.pipeline.size == 1:
+        if self.groups.mesh.pipeline.size == 1:
             return
-        if self.share_embeddings_and_output_weights and (self.first or self.last):
+        if self.share_embeddings_and_output_weights and (self.is_first_stage or self.is_last_stage):
             yield "ends", self.embedding.word_embeddings.weight
-        if self.position is not None and not type(self.position).only_embeds():
+        if self.position is not None and not type(self.position).only_adds_embeddings():
             for parameter in self.position.parameters():
                 yield "pipeline", parameter
 
@@ -105,7 +112,7 @@ class GPT(GPTModel):
         """The longest sequence that the model has positions for, or None for any length."""
         return self.randomized or (None if self.position is None else self.position.max_length)
 
-    def new_cache(self, length: int) -> Cache:
+    def new_kv_cache(self, length: int) -> KVCache:
         """An empty cache with room for `length` tokens.
 
         Raises:
@@ -117,40 +124,42 @@ class GPT(GPTModel):
             raise UserError(
                 f"the model has {self.max_length} positions, but a sequence of length {length} was asked for"
             )
-        return Cache(self.config.num_layers, length, self._draw(length, None))
+        return KVCache(self.config.num_layers, length, self._sample_positions(length, None))
 
-    def _draw(self, length: int, seed: int | None) -> DrawnPositions | None:
+    def _sample_positions(self, length: int, seed: int | None) -> SampledPositions | None:
         if self.randomized is None:
             return None
         try:
-            return draw_positions(length, self.randomized, length if seed is None else seed)
+            return sample_positions(length, self.randomized, length if seed is None else seed)
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def _stretches(
-        self, length: int, mask: Tensor | None, cache: Cache | None, seed: int | None
-    ) -> tuple[Stretch, ...]:
+    def _build_segments(
+        self, length: int, mask: Tensor | None, kv_cache: KVCache | None, seed: int | None
+    ) -> tuple[Segment, ...]:
         """Where `length` tokens of this rank stand in their sequences."""
-        if cache is not None:
-            cache.check(length)
-            return stretches(
-                length, mask, cache.length, nothing_drawn if cache.drawn is None else lambda _: cache.drawn
+        if kv_cache is not None:
+            kv_cache.check_capacity(length)
+            return build_segments(
+                length, mask, kv_cache.length, no_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
             )
-        context = self.processes.mesh.context
+        context = self.groups.mesh.context
         if context.size == 1:
-            draw: Draw = nothing_drawn if self.randomized is None else lambda tokens: self._draw(tokens, seed)
-            return stretches(length, mask, draw=draw)
-        whole = length * context.size
-        drawn = self._draw(whole, seed)
-        return one_after_another([Span(start, size, drawn) for start, size in held(whole, context)])
+            sample: SampleFunction = (
+                no_sampling if self.randomized is None else lambda tokens: self._sample_positions(tokens, seed)
+            )
+            return build_segments(length, mask, sample=sample)
+        total = length * context.size
+        sampled = self._sample_positions(total, seed)
+        return concatenate_ranges([PositionRange(start, size, sampled) for start, size in held(total, context)])
 
-    def _embedded(self, tokens: Tensor, parts: tuple[Stretch, ...]) -> Tensor:
+    def _embed(self, tokens: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None)
         if self.position is None:
             return hidden
         try:
-            return embedded(hidden.transpose(0, 1), self.position, parts).transpose(0, 1)
+            return add_position_embeddings(hidden.transpose(0, 1), self.position, segments).transpose(0, 1)
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -158,10 +167,10 @@ class GPT(GPTModel):
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
-        last: int | None = None,
+        num_logits: int | None = None,
         attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        draw: int | None = None,
+        kv_cache: KVCache | None = None,
+        position_seed: int | None = None,
     ) -> Tensor:
         """Logits, or the loss of each token.
 
@@ -172,11 +181,12 @@ class GPT(GPTModel):
         Args:
             tokens: int64 [B, T].
             labels: int64 [B, T], the token that follows each position.
-            last: only the last n positions are scored.
+            num_logits: only the last n positions are scored.
             attention_mask: bool [B, T], False for padding; with a cache [B, all tokens so far]. A sequence padded on
                 the left gives what it gives alone. What a padding token gives means nothing.
-            cache: the tokens that came before, see `new_cache`; these are added to it.
-            draw: seed of randomized positions; None takes those that belong to a sequence of this length for good.
+            kv_cache: the tokens that came before, see `new_kv_cache`; these are added to it.
+            position_seed: seed of randomized positions; None takes those that belong to a sequence of this length for
+                good.
 
         Returns:
             Without labels logits [B, T or last, V]; with labels the cross entropy in nats, float32 [B, T or last].
@@ -184,40 +194,42 @@ class GPT(GPTModel):
         Raises:
             UserError: the sequence is longer than the position encoding knows.
         """
-        if self.processes.mesh.context.size > 1 and not (last is None and cache is None and attention_mask is None):
+        if self.groups.mesh.context.size > 1 and not (
+            num_logits is None and kv_cache is None and attention_mask is None
+        ):
             raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
-        if last is not None and last < 1:
-            raise UserError(f"last is {last}; it must be at least 1")
-        hidden = self.states(tokens, last, attention_mask, cache, draw)
-        if not self.last:
+        if num_logits is not None and num_logits < 1:
+            raise UserError(f"last is {num_logits}; it must be at least 1")
+        hidden = self.hidden_states(tokens, num_logits, attention_mask, kv_cache, position_seed)
+        if not self.is_last_stage:
             return hidden
-        return self._scored(hidden, labels if labels is None or last is None else labels[:, -last:])
+        return self._score(hidden, labels if labels is None or num_logits is None else labels[:, -num_logits:])
 
-    def states(
+    def hidden_states(
         self,
         tokens: Tensor,
-        last: int | None = None,
+        num_logits: int | None = None,
         attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        draw: int | None = None,
+        kv_cache: KVCache | None = None,
+        position_seed: int | None = None,
     ) -> Tensor:
         """Hidden states after the layers [T or last, B, D]; arguments as in `forward`."""
-        length = tokens.shape[1 if self.first else 0]
-        parts = self._stretches(length, attention_mask, cache, draw)
-        hidden = self._embedded(tokens, parts) if self.first else tokens  # [T, B, D]
-        hidden = self._layers(hidden, Reading(parts, cache, last))
-        if cache is not None:
-            cache.length += length
+        length = tokens.shape[1 if self.is_first_stage else 0]
+        segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
+        hidden = self._embed(tokens, segments) if self.is_first_stage else tokens  # [T, B, D]
+        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits))
+        if kv_cache is not None:
+            kv_cache.length += length
         return hidden
 
-    def _scored(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
+    def _score(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         """What `forward` returns, from the hidden states after the last layer."""
         if self.decoder.final_layernorm is not None:
             hidden = self.decoder.final_layernorm(hidden)
         if labels is None:
-            return rearrange(gather_vocabulary(self._logits(hidden), self.processes), "t b v -> b t v")
-        vocabulary = self.vocab_size // self.processes.mesh.tensor.size
-        return token_losses(self._losses, hidden, labels, vocabulary, self.most_logits)
+            return rearrange(gather_vocabulary(self._logits(hidden), self.groups), "t b v -> b t v")
+        vocabulary = self.vocab_size // self.groups.mesh.tensor.size
+        return chunked_cross_entropy(self._losses, hidden, labels, vocabulary, self.max_logits)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Of this rank's part of the vocabulary, [T, B, V]."""
@@ -228,26 +240,26 @@ class GPT(GPTModel):
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of each token, float32 [B, T], from hidden states [T, B, D]."""
         logits = self._logits(hidden).float()
-        if self.processes.mesh.tensor.size > 1:
+        if self.groups.mesh.tensor.size > 1:
             return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
         flat = rearrange(logits, "t b v -> (t b) v")
         losses = F.cross_entropy(flat, rearrange(labels, "b t -> (t b)"), reduction="none")
         return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 
-    def _layers(self, hidden: Tensor, reading: Reading) -> Tensor:
+    def _run_layers(self, hidden: Tensor, context: AttentionContext) -> Tensor:
         # Only the output layer reads the top layer, and what it scores is all it reads; the others are read whole.
-        whole = replace(reading, last=None)
-        layers = [(layer, whole) for layer in self.own_layers]
-        if self.last:
-            layers[-1] = (layers[-1][0], reading)
+        full_context = replace(context, num_logits=None)
+        layers = [(layer, full_context) for layer in self.local_layers]
+        if self.is_last_stage:
+            layers[-1] = (layers[-1][0], context)
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
-            for layer, what in layers:
-                hidden = layer(hidden, what)
+            for layer, layer_context in layers:
+                hidden = layer(hidden, layer_context)
             return hidden
 
         def run(hidden: Tensor, start: int) -> Tensor:
-            for layer, what in layers[start : start + self.checkpoint_layers]:
-                hidden = layer(hidden, what)
+            for layer, layer_context in layers[start : start + self.checkpoint_layers]:
+                hidden = layer(hidden, layer_context)
             return hidden
 
         for start in range(0, len(layers), self.checkpoint_layers):
@@ -255,21 +267,21 @@ class GPT(GPTModel):
         return hidden
 
     @property
-    def own_layers(self) -> list[Any]:
+    def local_layers(self) -> list[Any]:
         """The layers of this pipeline stage."""
-        return [self.decoder.layers[i] for i in layers_of(self.config.num_layers, self.processes.mesh.pipeline)]
+        return [self.decoder.layers[i] for i in layers_of(self.config.num_layers, self.groups.mesh.pipeline)]
 
     def num_parameters(self) -> int:
         """Trainable parameters, position parameters and the padding of the vocabulary included; all ranks call it."""
-        own = sum(whole_size(p, self.processes.mesh) for p in self.parameters() if not is_copy(p))
-        return self._over_stages(own)
+        own = sum(whole_size(p, self.groups.mesh) for p in self.parameters() if not is_copy(p))
+        return self._sum_over_stages(own)
 
-    def _over_stages(self, own: Number) -> Number:
+    def _sum_over_stages(self, local: Number) -> Number:
         """The sum over pipeline stages of what each has."""
-        mesh = self.processes.mesh
+        mesh = self.groups.mesh
         if mesh.pipeline.size == 1:
-            return own
-        return self.processes.sum(own if mesh.tensor.index == mesh.batch.index == 0 else type(own)(0))[0]
+            return local
+        return self.groups.sum(local if mesh.tensor.index == mesh.batch.index == 0 else type(local)(0))[0]
 
     def flops_per_token(self, length: int) -> float:
         """Forward and backward FLOPs per token at a sequence length, counting the scores that are seen only.
@@ -278,8 +290,8 @@ class GPT(GPTModel):
         score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the encoding's contextual terms and the score processor
         say of themselves. All ranks must call it.
         """
-        forward = 2.0 * sum(whole_size(p, self.processes.mesh) for p in self._matrices())
-        for layer in self.own_layers:
+        forward = 2.0 * sum(whole_size(p, self.groups.mesh) for p in self._matrices())
+        for layer in self.local_layers:
             attention: PositionedAttention = layer.self_attention.core_attention
             seen = min(attention.window or length, length)
             scores = seen - seen * (seen - 1) / 2 / length  # the mean of min(i + 1, window)
@@ -287,16 +299,16 @@ class GPT(GPTModel):
             if attention.processor is not None:
                 per_score += attention.processor.flops_per_score()
             forward += per_score * scores + attention.encoding.contextual_flops(scores)
-        return 3.0 * self._over_stages(forward)
+        return 3.0 * self._sum_over_stages(forward)
 
     def _matrices(self) -> list[torch.nn.Parameter]:
         """Weights that multiply every token: linear layers and the output layer, not the embedding look-up."""
         matrices = []
-        for layer in self.own_layers:
+        for layer in self.local_layers:
             attention, mlp = layer.self_attention, layer.mlp
             matrices += [attention.linear_qkv.weight, attention.linear_proj.weight]
             matrices += [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
-        if self.last:
+        if self.is_last_stage:
             tied = self.share_embeddings_and_output_weights
             output: Any = self.embedding.word_embeddings if tied else self.output_layer
             matrices.append(output.weight)

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.model.attention import Reading
+from megatron.model.attention import AttentionContext
 from megatron.model.megatron_core import SelfAttention, TransformerConfig, TransformerLayer
 
 
-class Attention(SelfAttention):
+class BiasedSelfAttention(SelfAttention):
     """megatron-core's queries, keys, values and output projection, with biases or without, whatever the MLP has.
 
     `bias`, of all four, and `qkv_bias`, of the first three, come from the layer spec's params.
@@ -28,7 +28,7 @@ class Attention(SelfAttention):
         super().__init__(config, *args, **kwargs)
 
 
-class Layer(TransformerLayer):
+class GPTLayer(TransformerLayer):
     """One layer of the GPT; hidden states are [T, B, D].
 
     Built by megatron-core from the layer spec; `parallel` and `tied_norm` come from the spec's params.
@@ -46,12 +46,12 @@ class Layer(TransformerLayer):
             output_and_bias, residual, self.hidden_dropout
         )
 
-    def forward(self, hidden: Tensor, reading: Reading | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Hidden states [T, B, D] → [T or reading.last, B, D]."""
         normed = self.input_layernorm(hidden)
-        attended = self.self_attention(normed, attention_mask=reading)
-        if reading is not None and reading.last is not None:
-            hidden, normed = hidden[-reading.last :], normed[-reading.last :]
+        attended = self.self_attention(normed, attention_mask=context)
+        if context is not None and context.num_logits is not None:
+            hidden, normed = hidden[-context.num_logits :], normed[-context.num_logits :]
         after_attention = self._add(attended, hidden)
         if self.parallel:
             normed = normed if self.tied_norm else self.pre_mlp_layernorm(hidden)

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.options.model import scored_at_once
+from megatron.options.model import count_scored_at_once
 
 
-def token_losses(
-    losses_of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, most: int
+def chunked_cross_entropy(
+    losses_of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, max_logits: int
 ) -> Tensor:
     """Losses of some tokens at a time, whose logits are computed again in the backward pass; of all at once where their
-    logits are no more than `most`.
+    logits are no more than `max_logits`.
 
     Args:
         losses_of: from hidden states [t, B, D] and labels [B, t] to float32 [B, t].
         hidden: [T, B, D].
         labels: [B, T].
         vocabulary: logits of a token.
-        most: logits to hold at once; those of one position of the batch are held whatever it says.
+        max_logits: logits to hold at once; those of one position of the batch are held whatever it says.
 
     Returns:
         float32 [B, T].
     """
-    step = scored_at_once(hidden.shape[0], hidden.shape[1], vocabulary, most)
+    step = count_scored_at_once(hidden.shape[0], hidden.shape[1], vocabulary, max_logits)
     if step == hidden.shape[0]:
         return losses_of(hidden, labels)
     pieces = zip(hidden.split(step), labels.split(step, dim=1), strict=True)

@@ -7,12 +7,12 @@ from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
-from megatron.position.shape import Shape
+from megatron.position.shape import AttentionDims
 
 
-def position_shape(model: ModelOptions) -> Shape:
+def build_attention_dims(model: ModelOptions) -> AttentionDims:
     """What encodings and processors are told about the model."""
-    return Shape(
+    return AttentionDims(
         num_heads=model.num_attention_heads,
         head_dim=model.hidden_size // model.num_attention_heads,
         hidden_size=model.hidden_size,
@@ -21,15 +21,15 @@ def position_shape(model: ModelOptions) -> Shape:
     )
 
 
-def encoding_of(options: PositionOptions, shape: Shape) -> Encoding:
+def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -> Encoding:
     """A fresh encoding. Raises UserError that names the key."""
     try:
-        return build_encoding(options.pos_emb, shape, options.pos_emb_options)
+        return build_encoding(options.pos_emb, dims, options.pos_emb_options)
     except ValueError as error:
-        raise UserError(f"pos_emb: {error}", _blamed("pos_emb", options.pos_emb_options, error)) from error
+        raise UserError(f"pos_emb: {error}", _find_option_key("pos_emb", options.pos_emb_options, error)) from error
 
 
-def processor_of(options: PositionOptions, shape: Shape, encoding: Encoding) -> Processor | None:
+def build_processor_from_options(options: PositionOptions, dims: AttentionDims, encoding: Encoding) -> Processor | None:
     """A fresh processor for an encoding, or None where there is none. Raises UserError that names the key."""
     if options.score_processor == "none":
         if options.score_processor_options:
@@ -40,14 +40,14 @@ def processor_of(options: PositionOptions, shape: Shape, encoding: Encoding) -> 
         return None
     try:
         return build_processor(
-            options.score_processor, shape, options.score_processor_options, has_bias=encoding.has_bias()
+            options.score_processor, dims, options.score_processor_options, has_bias=encoding.has_bias()
         )
     except ValueError as error:
-        blamed = _blamed("score_processor", options.score_processor_options, error)
+        blamed = _find_option_key("score_processor", options.score_processor_options, error)
         raise UserError(f"score_processor: {error}", blamed) from error
 
 
-def _blamed(chooser: str, options: dict[str, Any], error: ValueError) -> str:
+def _find_option_key(chooser: str, options: dict[str, Any], error: ValueError) -> str:
     """The key that a method complains of: one of its options, else the choice of the method."""
     named = (name for name in options if f"option {name} " in str(error))
     return next((f"{chooser}_options.{name}" for name in named), chooser)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from megatron.position.encoding import Encoding
-from megatron.position.parameters import Bounded
+from megatron.position.parameters import BoundedParameter
 from megatron.position.processor import Processor
 
 
@@ -16,7 +16,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     everything a position encoding owns. Each pair of bounds gets a group of its own, with keys `low` and `high`:
     ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by group.
     """
-    bounds = {id(module.value): (module.low, module.high) for module in model.modules() if isinstance(module, Bounded)}
+    bounds = {
+        id(module.value): (module.low, module.high)
+        for module in model.modules()
+        if isinstance(module, BoundedParameter)
+    }
     positional = {id(p) for module in model.modules() if isinstance(module, Encoding) for p in module.parameters()}
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -40,14 +44,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def project(model: nn.Module) -> None:
+def clamp_bounded_parameters(model: nn.Module) -> None:
     """Move every bounded parameter to the nearest value inside its bounds."""
     for module in model.modules():
-        if isinstance(module, Bounded):
-            module.project()
+        if isinstance(module, BoundedParameter):
+            module.clamp_to_bounds()
 
 
-def dispensable(model: nn.Module) -> set[str]:
+def list_dispensable_weights(model: nn.Module) -> set[str]:
     """Weights without which the model computes the same: those of processors that have no effect yet."""
     return {
         f"{name}.{weight}"
@@ -57,7 +61,7 @@ def dispensable(model: nn.Module) -> set[str]:
     }
 
 
-def encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def list_encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the weights of a model's encodings, by name."""
     return {
         f"{name}.{weight}": tuple(parameter.shape)
@@ -67,7 +71,7 @@ def encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def shared_names(model: nn.Module) -> dict[str, str]:
+def map_to_shared_names(model: nn.Module) -> dict[str, str]:
     """For each parameter of a layer's own encoding the name it has where all layers share one."""
     return {
         f"{name}.{weight}": f"position.{weight}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backend"].annotation)
 
 
-def check_device(name: str) -> tuple[str, int]:
+def parse_device(name: str) -> tuple[str, int]:
     """The kind and number of a device called auto, cpu, cuda or cuda:1. Raises UserError if it is none of these."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()) or (kind == "auto" and index):
@@ -23,11 +23,11 @@ def check_device(name: str) -> tuple[str, int]:
     return kind, int(index or 0)
 
 
-def find_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device called auto, cpu, cuda or cuda:1. Raises UserError if it is not there."""
     import torch
 
-    kind, index = check_device(name)
+    kind, index = parse_device(name)
     if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and index >= torch.cuda.device_count():
@@ -37,16 +37,16 @@ def find_device(name: str) -> torch.device:
 
 def check_precision(precision: str, device: str) -> None:
     """Raises UserError if there is no such device, or it cannot compute in that precision; auto may be anything."""
-    if check_device(device)[0] == "cpu" and precision == "fp16":
+    if parse_device(device)[0] == "cpu" and precision == "fp16":
         raise UserError("precision = 'fp16': needs a GPU; on CPU choose fp32 or bf16")
 
 
-def compute_type(precision: str, trained: str | None, device: torch.device) -> torch.dtype:
+def resolve_dtype(precision: str, trained_precision: str | None, device: torch.device) -> torch.dtype:
     """The type that a trained model computes in.
 
     Args:
         precision: fp32, bf16, fp16, or auto: fp32 on a CPU, what the run was trained in on a GPU.
-        trained: the precision of the training, if it is known.
+        trained_precision: the precision of the training, if it is known.
         device: where it computes.
 
     Raises:
@@ -55,7 +55,7 @@ def compute_type(precision: str, trained: str | None, device: torch.device) -> t
     from megatron.model.precision import DTYPES
 
     if precision == "auto":
-        precision = (trained or "fp32") if device.type == "cuda" else "fp32"
+        precision = (trained_precision or "fp32") if device.type == "cuda" else "fp32"
     check_precision(precision, device.type)
     return DTYPES[precision]
 

@@ -22,7 +22,7 @@ from megatron.distributed.processes import Processes
 from megatron.position.shape import ALL_HEADS
 
 
-def heads_of(tensor: Axis, num_heads: int) -> slice:
+def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
     """The heads that a rank of the tensor dimension computes; its size divides num_heads."""
     if tensor.size == 1:
         return ALL_HEADS
@@ -31,18 +31,18 @@ def heads_of(tensor: Axis, num_heads: int) -> slice:
     return slice(first, first + count)
 
 
-def gather_heads(x: Tensor, processes: Processes) -> Tensor:
+def gather_heads(x: Tensor, groups: Processes) -> Tensor:
     """Queries or keys of all heads, [B, h, t, d] → [B, H, t, d]; each rank goes on with its own share of the work, so
     the gradient is the sum over ranks."""
-    return gather(x, 1, processes, "tensor", summed=True)
+    return gather(x, 1, groups, "tensor", summed=True)
 
 
-def gather_places(x: Tensor, processes: Processes) -> Tensor:
+def gather_sequence(x: Tensor, groups: Processes) -> Tensor:
     """Keys or values of all places in their order, [B, H or h, t, d] → [B, H or h, T, d]; the gradient is the sum over
     ranks."""
-    return gather(x, 2, processes, "context", summed=True)
+    return gather(x, 2, groups, "context", summed=True)
 
 
-def gather_vocabulary(logits: Tensor, processes: Processes) -> Tensor:
+def gather_vocabulary(logits: Tensor, groups: Processes) -> Tensor:
     """Logits over the whole vocabulary from each rank's part, along the last dimension; all ranks go on alike."""
-    return gather(logits, logits.dim() - 1, processes, "tensor", summed=False)
+    return gather(logits, logits.dim() - 1, groups, "tensor", summed=False)

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.model.layer import Layer
+from megatron.model.layer import GPTLayer
 
 
-class Foreign(nn.Module):
+class OffStageLayer(nn.Module):
     """A layer of another stage. It is built and dropped at once: the layers after it then draw the random numbers that
     they would draw in the whole model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        Layer(*args, **kwargs)
+        GPTLayer(*args, **kwargs)
 
     def forward(self, hidden: Tensor) -> Tensor:
         raise RuntimeError("this layer belongs to another stage")

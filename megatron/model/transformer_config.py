@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from megatron.distributed.mesh import Sizes
 from megatron.model.initialization import init_method
 from megatron.model.megatron_core import TransformerConfig
-from megatron.options.model import GATED, ModelOptions, feed_forward_size, kv_heads
+from megatron.options.model import GATED, ModelOptions, ffn_hidden_size, num_kv_heads
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -30,8 +30,8 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: Sizes) ->
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        num_query_groups=kv_heads(model),
-        ffn_hidden_size=feed_forward_size(model),
+        num_query_groups=num_kv_heads(model),
+        ffn_hidden_size=ffn_hidden_size(model),
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         layernorm_epsilon=model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,
         activation_func=ACTIVATIONS[model.activation],

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from megatron.options.section import Section, key
 
-LARGEST = 10**6
+MAX_SIZE = 10**6
 """Of every size of the model: no tensor of it has more elements than 64 bits can count."""
 
-LONGEST = 10**9
+MAX_LENGTH = 10**9
 """Tokens of a sequence."""
 
-MOST_POSITIONS = 10**7
+MAX_POSITIONS = 10**7
 """Positions to draw from: a table of a method may hold a row for each."""
 
 DROPOUTS = ("hidden_dropout", "attention_dropout")
@@ -26,32 +26,32 @@ InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavi
 class ModelOptions(Section):
     """Shape and numerics of the GPT (GPT-NeoX's names)."""
 
-    num_layers: int = key(..., "transformer layers", ge=1, le=LARGEST, role="architecture")
-    hidden_size: int = key(..., "width of the residual stream", ge=1, le=LARGEST, role="architecture")
+    num_layers: int = key(..., "transformer layers", ge=1, le=MAX_SIZE, role="architecture")
+    hidden_size: int = key(..., "width of the residual stream", ge=1, le=MAX_SIZE, role="architecture")
     num_attention_heads: int = key(
-        ..., "attention heads; must divide hidden_size", ge=1, le=LARGEST, role="architecture"
+        ..., "attention heads; must divide hidden_size", ge=1, le=MAX_SIZE, role="architecture"
     )
     num_kv_heads: int | None = key(
         None,
         "heads of keys and values, each shared by num_attention_heads / num_kv_heads heads of queries (grouped-query "
         "attention); num_attention_heads if absent",
         ge=1,
-        le=LARGEST,
+        le=MAX_SIZE,
         role="architecture",
     )
-    seq_length: int = key(..., "training length, in tokens", ge=2, le=LONGEST, role="context")
+    seq_length: int = key(..., "training length, in tokens", ge=2, le=MAX_LENGTH, role="context")
     max_position_embeddings: int | None = key(
-        None, "rows of a learned position table; seq_length if absent", ge=1, le=LONGEST, role="architecture"
+        None, "rows of a learned position table; seq_length if absent", ge=1, le=MAX_LENGTH, role="architecture"
     )
     intermediate_size: int | None = key(
         None,
         "width of the feed-forward layer, or three times it if gated (geglu, swiglu); 4 × hidden_size if absent",
         ge=1,
-        le=LARGEST,
+        le=MAX_SIZE,
         role="architecture",
     )
     mlp_multiple_of: int = key(
-        1, "the width of the feed-forward layer is rounded up to a multiple of this", ge=1, le=LARGEST,
+        1, "the width of the feed-forward layer is rounded up to a multiple of this", ge=1, le=MAX_SIZE,
         role="architecture",
     )  # fmt: skip
     norm: Literal["layernorm", "rmsnorm"] = key(
@@ -87,10 +87,10 @@ class ModelOptions(Section):
     hidden_dropout: float = key(0.0, "dropout on the residual branches", ge=0, lt=1, role="numerics")
     attention_dropout: float = key(0.0, "dropout on attention probabilities", ge=0, lt=1, role="numerics")
     make_vocab_size_divisible_by: int = key(
-        128, "the vocabulary is padded up to a multiple of this", ge=1, le=LARGEST, role="architecture"
+        128, "the vocabulary is padded up to a multiple of this", ge=1, le=MAX_SIZE, role="architecture"
     )
     checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass", role="machine")
-    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=LARGEST, role="machine")
+    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=MAX_SIZE, role="machine")
     attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native"] = key(
         "auto", "how attention is computed; auto takes the fastest that can do this position encoding", role="machine"
     )
@@ -99,7 +99,7 @@ class ModelOptions(Section):
         "query rows per block of the chunked backend, and of auto (which trains with at least 128 where there is no "
         "score processor)",
         ge=1,
-        le=LONGEST,
+        le=MAX_LENGTH,
         role="machine",
     )
 
@@ -122,7 +122,7 @@ class PositionOptions(Section):
         None,
         "every token sees the last this many only, its own included; all if absent",
         ge=1,
-        le=LONGEST,
+        le=MAX_LENGTH,
         role="context",
     )
     randomized_positions: int | None = key(
@@ -130,7 +130,7 @@ class PositionOptions(Section):
         "each sequence's positions are drawn from this many, in ascending order (Ruoss et al. 2023); at least the "
         "longest length to be read",
         ge=1,
-        le=MOST_POSITIONS,
+        le=MAX_POSITIONS,
         role="context",
     )
     score_processor: str = key(
@@ -141,14 +141,14 @@ class PositionOptions(Section):
     )
 
 
-def kv_heads(model: ModelOptions) -> int:
+def num_kv_heads(model: ModelOptions) -> int:
     """Heads of keys and values."""
     return model.num_kv_heads or model.num_attention_heads
 
 
-def keys_width(model: ModelOptions) -> int:
+def kv_hidden_size(model: ModelOptions) -> int:
     """Numbers in the keys of one token, and in its values: hidden_size unless queries are grouped."""
-    return model.hidden_size // model.num_attention_heads * kv_heads(model)
+    return model.hidden_size // model.num_attention_heads * num_kv_heads(model)
 
 
 def has_qkv_bias(model: ModelOptions) -> bool:
@@ -156,7 +156,7 @@ def has_qkv_bias(model: ModelOptions) -> bool:
     return model.use_bias_in_attn_linear if model.use_bias_in_qkv is None else model.use_bias_in_qkv
 
 
-GATED_SHARE = 3
+GATED_RATIO = 3
 """`intermediate_size` of a gated layer over its width, as GPT-NeoX counts it.
 
 A gated layer has three matrices where a plain one has two. Two thirds of `intermediate_size` are therefore the rows of
@@ -165,34 +165,34 @@ layers of one `intermediate_size` have as many parameters.
 """
 
 
-def feed_forward_size(model: ModelOptions) -> int:
+def ffn_hidden_size(model: ModelOptions) -> int:
     """Width of the feed-forward layer: what its second matrix reads."""
     size = model.intermediate_size or 4 * model.hidden_size
-    width = size // GATED_SHARE if model.activation in GATED else size
+    width = size // GATED_RATIO if model.activation in GATED else size
     return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
 
 
-def intermediate_size(width: int, activation: str) -> int:
+def intermediate_size_of(width: int, activation: str) -> int:
     """The `intermediate_size` of a feed-forward layer of a width."""
-    return width * GATED_SHARE if activation in GATED else width
+    return width * GATED_RATIO if activation in GATED else width
 
 
-MOST_LOGITS = 1 << 30
+MAX_LOGITS = 1 << 30
 """That the loss holds at once: 12 GB in float32, with their gradients. At a vocabulary of 50,304: 21,000 tokens."""
 
 
-def scored_at_once(length: int, batch: int, vocabulary: int, most: int = MOST_LOGITS) -> int:
-    """Tokens of each of `batch` sequences whose logits the loss holds together."""
-    return length if length * batch * vocabulary <= most else max(most // (batch * vocabulary), 1)
+def count_scored_at_once(length: int, batch_size: int, vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
+    """Tokens of each of `batch_size` sequences whose logits the loss holds together."""
+    return length if length * batch_size * vocab_size <= max_logits else max(max_logits // (batch_size * vocab_size), 1)
 
 
-def padded_vocabulary(model: ModelOptions, vocabulary: int) -> int:
+def padded_vocab_size(model: ModelOptions, vocab_size: int) -> int:
     """Rows of the embedding: the tokens that there are, rounded up."""
     multiple = model.make_vocab_size_divisible_by
-    return -(-vocabulary // multiple) * multiple
+    return -(-vocab_size // multiple) * multiple
 
 
-def conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[str, str]]:
+def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[str, str]]:
     """Values that contradict each other: the key to blame, and one sentence with the values."""
     heads, width, length = model.num_attention_heads, model.hidden_size, model.seq_length
     if width % heads:
@@ -201,18 +201,18 @@ def conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[
         yield (
             "num_kv_heads",
             f"num_attention_heads {heads} is not divisible by num_kv_heads {model.num_kv_heads}; "
-            f"{_nearest(heads, model.num_kv_heads)} would do",
+            f"{_nearest_divisor(heads, model.num_kv_heads)} would do",
         )
     if model.use_bias_in_attn_linear and not has_qkv_bias(model):
         yield (
             "use_bias_in_qkv",
             "use_bias_in_qkv: false needs use_bias_in_attn_linear: false; a bias after attention alone is not offered",
         )
-    if feed_forward_size(model) == 0:
+    if ffn_hidden_size(model) == 0:
         yield (
             "intermediate_size",
             f"intermediate_size {model.intermediate_size} leaves no width with activation {model.activation}, which "
-            f"takes a third of it; it must be at least {GATED_SHARE}",
+            f"takes a third of it; it must be at least {GATED_RATIO}",
         )
     if model.gpt_j_tied and not model.gpt_j_residual:
         yield "gpt_j_tied", "gpt_j_tied: true needs gpt_j_residual: true"
@@ -226,30 +226,37 @@ def conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[
         yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {length}"
 
 
-def indivisible(model: ModelOptions, *, tensor: int, context: int, pipeline: int) -> Iterator[tuple[str, str]]:
+def find_indivisible_sizes(
+    model: ModelOptions, *, tensor: int, context: int, pipeline: int
+) -> Iterator[tuple[str, str]]:
     """What so many ranks cannot divide of a model: the key to blame, and one sentence with the values.
 
     tensor, context, pipeline: ranks along these dimensions of the mesh.
     """
-    divided = (
+    sizes = (
         ("num_attention_heads", model.num_attention_heads),
-        ("num_kv_heads", kv_heads(model)),
+        ("num_kv_heads", num_kv_heads(model)),
         (
             "a third of intermediate_size," if model.activation in GATED else "intermediate_size",
-            feed_forward_size(model),
+            ffn_hidden_size(model),
         ),
         ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by),
     )
-    if wrong := [(name, value) for name, value in divided if value % tensor]:
-        name, value = wrong[0]
-        common = gcd(*(size for _, size in divided))
+    if indivisible := [(name, value) for name, value in sizes if value % tensor]:
+        name, value = indivisible[0]
+        common = gcd(*(size for _, size in sizes))
         yield (
             "model_parallel_size",
-            f"{name} {value} is not divisible by model_parallel_size {tensor}; {_nearest(common, tensor)} would do",
+            f"{name} {value} is not divisible by model_parallel_size {tensor}; {_nearest_divisor(common, tensor)} "
+            f"would do",
         )
     length = model.seq_length
     if context > 1 and length % (2 * context):
-        fits = f"{_nearest(length // 2, context)} would do" if length % 2 == 0 else "an odd length cannot be divided"
+        fits = (
+            f"{_nearest_divisor(length // 2, context)} would do"
+            if length % 2 == 0
+            else "an odd length cannot be divided"
+        )
         yield (
             "context_parallel_size",
             f"seq_length {length} is not divisible by 2 × context_parallel_size {context}; {fits}",
@@ -259,15 +266,15 @@ def indivisible(model: ModelOptions, *, tensor: int, context: int, pipeline: int
             "pipe_parallel_size",
             f"pipe_parallel_size {pipeline} is more than num_layers {model.num_layers}; {model.num_layers} would do",
         )
-    for name, size, drops, why in (
+    for name, size, dropouts, reason in (
         ("model_parallel_size", tensor, ("attention_dropout",), "every rank would drop the same entries of its heads"),
         ("context_parallel_size", context, DROPOUTS, "every rank would drop the same entries of its places"),
         ("pipe_parallel_size", pipeline, DROPOUTS, "what is dropped would follow from the layout"),
     ):
-        for drop in (each for each in drops if size > 1 and getattr(model, each)):
-            yield drop, f"{drop} {getattr(model, drop)}: with {name} {size} {why}; set it to 0"
+        for dropout in (each for each in dropouts if size > 1 and getattr(model, each)):
+            yield dropout, f"{dropout} {getattr(model, dropout)}: with {name} {size} {reason}; set it to 0"
 
 
-def _nearest(whole: int, size: int) -> int:
-    """The divisor of `whole` that is nearest to `size`, of two the smaller."""
-    return min((d for d in range(1, min(whole, 2 * size) + 1) if whole % d == 0), key=lambda d: abs(d - size))
+def _nearest_divisor(number: int, size: int) -> int:
+    """The divisor of `number` that is nearest to `size`, of two the smaller."""
+    return min((d for d in range(1, min(number, 2 * size) + 1) if number % d == 0), key=lambda d: abs(d - size))

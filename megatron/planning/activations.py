@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.distributed.places import held
-from megatron.model.backends.kept import KEPT_ROWS, KEPT_UP_TO
-from megatron.options.model import GATED, feed_forward_size, keys_width, kv_heads
+from megatron.model.backends.kept import MAX_KEYS_KEPT, MIN_ROWS_KEPT
+from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
 from megatron.planning.positions import encoding, processor
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -81,7 +81,7 @@ class _Layer:
         self.options, self.window = config.position.pos_emb_options, config.position.attention_window
         self.batch = config.training.train_micro_batch_size_per_gpu
         self.b = BYTES[config.training.compute_type]
-        self.width, self.inner = model.hidden_size, feed_forward_size(model)
+        self.width, self.inner = model.hidden_size, ffn_hidden_size(model)
         self.part = self.width // sizes.tensor
         self.heads, self.own_heads = model.num_attention_heads, model.num_attention_heads // sizes.tensor
         self.length = model.seq_length
@@ -97,8 +97,8 @@ class _Layer:
         for start, length in self.spans:
             stop = start + length
             kept, size = self.backend == "eager", length if self.backend in ("eager", "sdpa") else rows
-            if self.backend == "auto" and stop <= KEPT_UP_TO:
-                kept, size = True, max(rows, KEPT_ROWS) if self.processor is None else rows
+            if self.backend == "auto" and stop <= MAX_KEYS_KEPT:
+                kept, size = True, max(rows, MIN_ROWS_KEPT) if self.processor is None else rows
             for first in range(start, stop, size):
                 end = min(first + size, stop)
                 left = 0
@@ -138,12 +138,14 @@ class _Layer:
         plain_query = self.recomputed or self.backend == "sdpa"  # else a scaled copy is kept
         # Not where ranks share a sequence: the rows of its two chunks are joined, which copies them.
         query_is_view = plain_query and not (self.encoding.rotates or shared_heads or context)
-        grouped = kv_heads(self.model) < self.heads
+        grouped = num_kv_heads(self.model) < self.heads
         size = 0
         if not (context or grouped):
             size += 3 * n * part * b  # they lie in one tensor, which is kept whole for the values
-        if grouped and query_is_view and kv_heads(self.model) == self.sizes.tensor:
-            size += n * (part + 2 * keys_width(self.model) // self.sizes.tensor) * b  # of one group: in that tensor too
+        if grouped and query_is_view and num_kv_heads(self.model) == self.sizes.tensor:
+            size += (
+                n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
+            )  # of one group: in that tensor too
         elif grouped or not query_is_view:
             size += n * wide * b
         if context or grouped:

@@ -8,7 +8,7 @@ What is computed again in the backward pass is no part of it, because it brings 
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.options.model import GATED, feed_forward_size, keys_width, padded_vocabulary
+from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, padded_vocab_size
 from megatron.planning.positions import encoding, processor
 
 TRAINING = 3
@@ -38,15 +38,15 @@ class Flops:
 def flops(config: Config, vocabulary: int) -> Flops:
     """The FLOPs of a configuration's forward pass at its training length."""
     model, position = config.model, config.position
-    width, inner, length = model.hidden_size, feed_forward_size(model), model.seq_length
+    width, inner, length = model.hidden_size, ffn_hidden_size(model), model.seq_length
     wide = inner * (2 if model.activation in GATED else 1)
     seen = min(position.attention_window or length, length)
     scores = seen - seen * (seen - 1) / 2 / length  # keys that a token sees: the mean of min(i + 1, window)
     own = processor(position)
     return Flops(
-        matrices=2.0 * width * (2 * width + 2 * keys_width(model) + wide + inner),
+        matrices=2.0 * width * (2 * width + 2 * kv_hidden_size(model) + wide + inner),
         scores=width * (4.0 * scores + 2.0 * encoding(position).products(position.pos_emb_options, scores)),
         processor=0.0 if own is None else own.flops(model.num_attention_heads) * scores,
-        output=2.0 * padded_vocabulary(model, vocabulary) * width,
+        output=2.0 * padded_vocab_size(model, vocabulary) * width,
         layers=model.num_layers,
     )

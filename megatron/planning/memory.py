@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from megatron.config.schema import Config
 from megatron.distributed.layers import layers_of
 from megatron.distributed.mesh import Axis, Sizes
-from megatron.options.model import padded_vocabulary, scored_at_once
+from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES
 from megatron.planning.parameters import held
@@ -124,10 +124,10 @@ def _of_stage(config: Config, sizes: Sizes, vocabulary: int, backend: str | None
         # in place: the copy in float32, and beside it the logits or their gradient in a half type.
         per_logit = 12 if sizes.tensor == 1 else 4 + (b if b < 4 else 0)
         part, batch = (
-            padded_vocabulary(config.model, vocabulary) // sizes.tensor,
+            padded_vocab_size(config.model, vocabulary) // sizes.tensor,
             config.training.train_micro_batch_size_per_gpu,
         )
-        logits = scored_at_once(n // batch, batch, part) * batch * part * per_logit
+        logits = count_scored_at_once(n // batch, batch, part) * batch * part * per_logit
     # A stage receives each micro-batch, and each gradient, into a buffer of its own.
     received = steps * hidden * ((not first) + (not last))
     return Memory(

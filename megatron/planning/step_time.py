@@ -35,7 +35,7 @@ from megatron.config.schema import Config
 from megatron.distributed.gpus import Gpu
 from megatron.distributed.layers import layers_of
 from megatron.distributed.mesh import Axis, Sizes
-from megatron.options.model import MOST_LOGITS, keys_width, padded_vocabulary
+from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES
 from megatron.planning.flops import TRAINING, flops
@@ -116,10 +116,10 @@ class _Stage:
         self.layers = len(layers_of(config.model.num_layers, Axis(stage, sizes.pipeline)))
         self.n = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
         self.b = BYTES[config.training.compute_type]
-        self.keys = self.n * keys_width(config.model) * self.b
+        self.keys = self.n * kv_hidden_size(config.model) * self.b
         self.again = 1 if config.model.checkpoint_activations else 0
-        logits = self.n * padded_vocabulary(config.model, vocabulary) // sizes.tensor
-        self.scored_again = 1 if logits > MOST_LOGITS else 0
+        logits = self.n * padded_vocab_size(config.model, vocabulary) // sizes.tensor
+        self.scored_again = 1 if logits > MAX_LOGITS else 0
         self.processor = processor(config.position)
         self.parameters = held(config, sizes, vocabulary, stage)
 

@@ -19,14 +19,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .method import Method
-from .shape import ALL_HEADS, Span
-from .tails import Tail, level, undeclared
+from .method import PositionModule
+from .shape import ALL_HEADS, PositionRange
+from .tails import SeriesTail, constant_tail, unknown_tail
 
 HOOKS = ("embed", "rotate", "table", "dense", "contextual")
 
 
-class Terms(NamedTuple):
+class ScoreTerms(NamedTuple):
     """What an encoding adds to and multiplies into the scores; None where it does neither.
 
     From `table`: float32 [H, N]. From `dense`: float32 [H, R, C].
@@ -36,7 +36,7 @@ class Terms(NamedTuple):
     weight: Tensor | None = None
 
 
-class Encoding(Method):
+class Encoding(PositionModule):
     """Base of all position encodings. A subclass overrides the hooks it needs and describes itself.
 
     An encoding whose parameters are shared by all layers is built once and handed to each layer.
@@ -53,20 +53,20 @@ class Encoding(Method):
     # Traits are read off the hooks that a subclass overrides, so they cannot disagree with its code.
 
     @classmethod
-    def overrides(cls, hook: str) -> bool:
+    def overrides_hook(cls, hook: str) -> bool:
         """Does this encoding answer the hook?"""
         return getattr(cls, hook) is not getattr(Encoding, hook)
 
     @classmethod
-    def only_embeds(cls) -> bool:
+    def only_adds_embeddings(cls) -> bool:
         """Is all that it does to add something to the token embeddings?"""
-        return cls.overrides("embed") and not any(cls.overrides(hook) for hook in HOOKS if hook != "embed")
+        return cls.overrides_hook("embed") and not any(cls.overrides_hook(hook) for hook in HOOKS if hook != "embed")
 
     @classmethod
     def traits(cls) -> tuple[str, ...]:
         """The hooks it answers, and whether it is relative and Toeplitz."""
-        hooks = [hook for hook in HOOKS if cls.overrides(hook)]
-        toeplitz = cls.overrides("table")
+        hooks = [hook for hook in HOOKS if cls.overrides_hook(hook)]
+        toeplitz = cls.overrides_hook("table")
         return (*hooks, *(("toeplitz",) if toeplitz else ()), *(("relative",) if cls.relative else ()))
 
     def has_bias(self) -> bool:
@@ -77,48 +77,52 @@ class Encoding(Method):
         """Does it multiply the scores by something?"""
         return self._at_zero().weight is not None
 
-    def _at_zero(self) -> Terms:
+    def _at_zero(self) -> ScoreTerms:
         """Bias and weight at n = 0, wherever the parameters are."""
         zero = torch.zeros(1, device=next(self.parameters(), torch.empty(0)).device)
         return (
-            self.table(zero) if type(self).overrides("table") else self.dense(Span(0, 1), Span(0, 1), zero, ALL_HEADS)
+            self.table(zero)
+            if type(self).overrides_hook("table")
+            else self.dense(PositionRange(0, 1), PositionRange(0, 1), zero, ALL_HEADS)
         )
 
-    def tails(self) -> list[Tail]:
+    def bias_tails(self) -> list[SeriesTail]:
         """How the series Σ_t exp(bias at the distance t) ends, for each head. An encoding with a bias declares it."""
-        tail = undeclared() if self.has_bias() else level(1.0, "it adds no bias")
-        return [tail] * self.shape.num_heads
+        tail = unknown_tail() if self.has_bias() else constant_tail(1.0, "it adds no bias")
+        return [tail] * self.dims.num_heads
 
     # The hooks.
 
-    def embed(self, span: Span, like: Tensor) -> Tensor | None:
+    def embed(self, positions: PositionRange, like: Tensor) -> Tensor | None:
         """Vectors to add to the token embeddings: [T, D] in the type and on the device of `like`."""
         return None
 
-    def rotate(self, x: Tensor, span: Span) -> Tensor:
+    def rotate(self, x: Tensor, positions: PositionRange) -> Tensor:
         """Queries or keys [B, H, T, d] turned by their positions; same shape and type."""
         return x
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         """Bias and weight [H, N] at the distances n = i − j ≥ 0, given as float32 [N]."""
-        return Terms()
+        return ScoreTerms()
 
     # A tensor-parallel rank holds some of the heads: `heads` says which ones the answer is wanted for, h of them.
 
-    def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
+    def dense(self, query: PositionRange, key: PositionRange, like: Tensor, heads: slice) -> ScoreTerms:
         """Bias and weight [h, R, C] for rows and columns; entries with j > i are never used but must be finite."""
-        return Terms()
+        return ScoreTerms()
 
-    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor | None:
+    def contextual(
+        self, q: Tensor, k: Tensor, scores: Tensor, query: PositionRange, key: PositionRange, heads: slice
+    ) -> Tensor | None:
         """Terms [B, h, R, C] added to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C]."""
         return None
 
-    def contextual_flops(self, scores: float) -> float:
+    def contextual_flops(self, num_keys: float) -> float:
         """Forward FLOPs of the contextual terms' matrix products per token, over all heads.
 
         Bias and weight are computed once for all sequences of a batch and not counted.
 
         Args:
-            scores: keys that a token sees, on average.
+            num_keys: keys that a token sees, on average.
         """
         return 0.0

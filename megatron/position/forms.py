@@ -1,7 +1,7 @@
 """Forms of encodings and processors that kernels fuse. A new one is a class here and a route in the backend.
 
 What a method computes is in its code, and that is what backends in plain PyTorch run. A kernel cannot run it, so a
-method that has one of these forms hands its parameters over as a value (`Method.form`).
+method that has one of these forms hands its parameters over as a value (`PositionModule.kernel_parameters`).
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Network(NamedTuple):
+class FireParameters(NamedTuple):
     """A bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length, f a network 1 → W → H with
     ReLU. All tensors are float32."""
 
@@ -28,7 +28,7 @@ class Network(NamedTuple):
     half_length: float
 
 
-class Convolutions(NamedTuple):
+class ConvolutionParameters(NamedTuple):
     """A processor that is S + B + Conv2(LeakyReLU(Conv1([S, B]))) along the keys."""
 
     weight1: Tensor
@@ -43,4 +43,4 @@ class Convolutions(NamedTuple):
     """Is B added at the end?"""
 
 
-Form = Network | Convolutions
+KernelParameters = FireParameters | ConvolutionParameters

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .shape import at_least_float32
+from .shape import promote_to_float32
 
 
 class _Clamp(torch.autograd.Function):
@@ -38,7 +38,7 @@ class _Clamp(torch.autograd.Function):
         return grad, None, None
 
 
-class Bounded(nn.Module):
+class BoundedParameter(nn.Module):
     """A learned tensor kept within [low, high]; calling it gives the float32 value to compute with.
 
     Args:
@@ -60,15 +60,15 @@ class Bounded(nn.Module):
         """Start values, moved inside the bounds."""
         with torch.no_grad():
             self.init(self.value)
-        self.project()
+        self.clamp_to_bounds()
 
     @torch.no_grad()
-    def project(self) -> None:
+    def clamp_to_bounds(self) -> None:
         """Move the tensor to the nearest value inside the bounds."""
         self.value.clamp_(self.low, self.high)
 
     def forward(self) -> Tensor:
-        value = at_least_float32(self.value)
+        value = promote_to_float32(self.value)
         if math.isinf(self.low) and math.isinf(self.high):
             return value.clone()  # a tensor of its own: ZeRO-3 frees the parameter's storage after this call
         return _Clamp.apply(value, self.low, self.high)
@@ -77,29 +77,31 @@ class Bounded(nn.Module):
         return f"{tuple(self.value.shape)}, low={self.low}, high={self.high}"
 
 
-def uniform(low: float, high: float) -> Callable[[Tensor], object]:
+def init_uniform(low: float, high: float) -> Callable[[Tensor], object]:
     """Start values from U(low, high)."""
     return lambda tensor: nn.init.uniform_(tensor, low, high)
 
 
-def normal(std: float) -> Callable[[Tensor], object]:
+def init_normal(std: float) -> Callable[[Tensor], object]:
     """Start values from N(0, std²). Raises ValueError for a negative deviation."""
     if std < 0:
         raise ValueError(f"option std is {std}; it must not be negative")
     return lambda tensor: nn.init.normal_(tensor, 0.0, std)
 
 
-def constant(value: float) -> Callable[[Tensor], object]:
+def init_constant(value: float) -> Callable[[Tensor], object]:
     """The same start value everywhere."""
     return lambda tensor: nn.init.constant_(tensor, value)
 
 
-def per_head(option: str, num_heads: int, below: float, *, low: float = 1e-2, high: float = math.inf) -> Bounded:
+def build_per_head_parameter(
+    option: str, num_heads: int, upper: float, *, low: float = 1e-2, high: float = math.inf
+) -> BoundedParameter:
     """A scalar per head that starts from U(0, below), moved inside its bounds: the parameters of KERPLE's kernels.
 
     Raises:
-        ValueError: `below` is outside the bounds; names the option that gave it.
+        ValueError: `upper` is outside the bounds; names the option that gave it.
     """
-    if not low < below <= high:
-        raise ValueError(f"option {option} is {below}; it must be in ({low:g}, {high:g}]")
-    return Bounded((num_heads,), uniform(0, below), low, high)
+    if not low < upper <= high:
+        raise ValueError(f"option {option} is {upper}; it must be in ({low:g}, {high:g}]")
+    return BoundedParameter((num_heads,), init_uniform(0, upper), low, high)

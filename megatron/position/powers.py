@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def power(n: Tensor, exponent: Tensor) -> Tensor:
+def pow_with_finite_gradient(n: Tensor, exponent: Tensor) -> Tensor:
     """n^exponent for distances n ≥ 0 and exponents > 0, broadcast against each other.
 
     The derivative n^r·ln(n) is 0·(−∞) = NaN at n = 0 when left to autograd; its limit is 0, which is what this gives.

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .method import Method
-from .shape import ALL_HEADS, Shape, Span
+from .method import PositionModule
+from .shape import ALL_HEADS, AttentionDims, PositionRange
 from .toeplitz import toeplitz
 
 
-class Share(NamedTuple):
+class BiasContribution(NamedTuple):
     """A Toeplitz bias's own share of a processor's first layer of W channels, for key columns from place 0."""
 
     table: Tensor
@@ -17,29 +17,29 @@ class Share(NamedTuple):
     edge: Tensor
     """float32 [W, N, reach]: the first columns of rows 0 … N − 1, which see the left edge and are no function of n."""
 
-    def rows(self, query: Span, columns: int) -> Tensor:
+    def for_rows(self, query: PositionRange, num_columns: int) -> Tensor:
         """[W, R, columns + reach], W innermost, for query rows and keys 0 … columns − 1, and as many as `reach` after
         them."""
         reach = self.edge.shape[-1]
         # Entry n of the table stands at n + reach, so the rows are read as if they were that much further on.
-        shifted = Span(query.start + reach, query.length)
+        shifted = PositionRange(query.start + reach, query.length)
         edge = self.edge[:, query.start : query.stop]
-        return toeplitz(self.table, shifted, Span(0, columns + reach), edge=edge, channels_last=True)
+        return toeplitz(self.table, shifted, PositionRange(0, num_columns + reach), edge=edge, channels_last=True)
 
 
-class Processor(Method):
+class Processor(PositionModule):
     """Base of all score processors (DAPE and its kin).
 
     Rows are independent of each other: a processor may mix heads and key columns of one row, never rows. So any block
     of rows gives the same numbers as the whole, and a row never depends on how many rows or columns follow it.
     """
 
-    reach: int = 0
+    left_context: int = 0
     """Key columns left of a row's first visible one on which the row's logits depend. Where a window hides the columns
     before, a backend may leave them out, except for the nearest `reach`."""
 
-    def __init__(self, shape: Shape, *, has_bias: bool) -> None:
-        super().__init__(shape)
+    def __init__(self, dims: AttentionDims, *, has_bias: bool) -> None:
+        super().__init__(dims)
         self.has_bias = has_bias
 
     @classmethod
@@ -50,7 +50,7 @@ class Processor(Method):
         """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""
         return True
 
-    def share(self, table: Tensor) -> Share | None:
+    def bias_contribution(self, table: Tensor) -> BiasContribution | None:
         """What the processor makes of the bias alone before the scores join it: computed once for all rows.
 
         Args:
@@ -67,7 +67,7 @@ class Processor(Method):
         bias: Tensor | None,
         visible: Tensor,
         heads: slice = ALL_HEADS,
-        share: Tensor | None = None,
+        bias_contribution: Tensor | None = None,
     ) -> Tensor:
         """Logits before the softmax.
 
@@ -77,7 +77,8 @@ class Processor(Method):
             visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
                 another document. Such entries count as zero, like columns outside the triangle.
             heads: the heads whose logits are wanted, h of them; all are read.
-            share: `Share.rows(…)` of these rows, [W, R, C + reach], instead of working it out from the bias.
+            bias_contribution: `BiasContribution.for_rows(…)` of these rows, [W, R, C + left_context], instead of
+                working it out from the bias.
 
         Returns:
             float32 [B, h, R, C]; values at entries that are not visible mean nothing.

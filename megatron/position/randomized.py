@@ -9,10 +9,10 @@ all ranks that share a batch make the same one.
 
 import torch
 
-from .shape import DrawnPositions
+from .shape import SampledPositions
 
 
-def draw_positions(length: int, limit: int, seed: int) -> DrawnPositions:
+def sample_positions(length: int, limit: int, seed: int) -> SampledPositions:
     """Positions for `length` tokens.
 
     Args:
@@ -26,4 +26,4 @@ def draw_positions(length: int, limit: int, seed: int) -> DrawnPositions:
     if length > limit:
         raise ValueError(f"randomized_positions offers {limit} positions, but a sequence of length {length} was given")
     values = torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:length].sort().values
-    return DrawnPositions(values, limit)
+    return SampledPositions(values, limit)

@@ -11,97 +11,99 @@ from types import NoneType
 from typing import Any, TypeVar, get_args
 
 from .encoding import Encoding
-from .method import Method
+from .method import PositionModule
 from .processor import Processor
-from .shape import Shape
+from .shape import AttentionDims
 
-LARGEST = {int: 10**6, float: 1e9}
+MAX_OPTION = {int: 10**6, float: 1e9}
 """Of the options' sizes, and of their bases and start values: infinity and NaN fail, and what no memory holds."""
 
-Found = TypeVar("Found", bound=Method)
+ModuleT = TypeVar("ModuleT", bound=PositionModule)
 
 
-def _names(folder: str) -> list[str]:
+def _list_names(folder: str) -> list[str]:
     return sorted(path.stem for path in (Path(__file__).parent / folder).glob("*.py") if path.stem != "__init__")
 
 
-def encodings() -> list[str]:
+def list_encodings() -> list[str]:
     """Names of all position encodings, in alphabetical order."""
-    return _names("encodings")
+    return _list_names("encodings")
 
 
-def processors() -> list[str]:
+def list_processors() -> list[str]:
     """Names of all score processors, in alphabetical order; `none` is no processor and not listed."""
-    return _names("processors")
+    return _list_names("processors")
 
 
 @cache
-def _find(folder: str, name: str, base: type[Found]) -> type[Found]:
-    names = _names(folder)
+def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
+    names = _list_names(folder)
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        matches = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {matches[0]}? " if matches else ""
         raise ValueError(f"unknown {base.__name__.lower()} {name!r}; {hint}choose from {', '.join(names)}")
     module = importlib.import_module(f"{__package__}.{folder}.{name}")
-    found = [
+    classes = [
         thing
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, base) and thing.__module__ == module.__name__
     ]
-    if len(found) != 1:
-        raise ValueError(f"{module.__name__} must define one {base.__name__}, it defines {len(found)}")
-    return found[0]
+    if len(classes) != 1:
+        raise ValueError(f"{module.__name__} must define one {base.__name__}, it defines {len(classes)}")
+    return classes[0]
 
 
-def encoding_class(name: str) -> type[Encoding]:
+def load_encoding_class(name: str) -> type[Encoding]:
     """The class of a named encoding. Raises ValueError with the nearest name for an unknown one."""
-    return _find("encodings", name, Encoding)
+    return _load_class("encodings", name, Encoding)
 
 
-def processor_class(name: str) -> type[Processor]:
+def load_processor_class(name: str) -> type[Processor]:
     """The class of a named processor. Raises ValueError with the nearest name for an unknown one."""
-    return _find("processors", name, Processor)
+    return _load_class("processors", name, Processor)
 
 
-def _check_options(method: type[Method], name: str, options: dict[str, Any]) -> None:
-    known = method.options()
+def _check_options(method: type[PositionModule], name: str, options: dict[str, Any]) -> None:
+    parameters = method.options()
     for option, value in options.items():
-        if option not in known:
-            choices = ", ".join(known) if known else "it has none"
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
+        if option not in parameters:
+            choices = ", ".join(parameters) if parameters else "it has none"
+            matches = difflib.get_close_matches(option, parameters, 1)
+            hint = f"did you mean {matches[0]}? " if matches else ""
             raise ValueError(f"unknown option {option!r} of {name}; {hint}options: {choices}")
-        kinds = get_args(known[option].annotation) or (known[option].annotation,)
-        if value is None and NoneType in kinds:
+        types = get_args(parameters[option].annotation) or (parameters[option].annotation,)
+        if value is None and NoneType in types:
             continue
-        wanted = next(kind for kind in kinds if kind is not NoneType)
-        right = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
-        if not right or (isinstance(value, bool) and wanted is not bool):
-            raise ValueError(f"option {option} of {name} is {value!r}; it must be of type {wanted.__name__}")
-        if wanted in LARGEST and not abs(value) <= LARGEST[wanted]:
-            raise ValueError(f"option {option} of {name} is {value}; it must be at most {LARGEST[wanted]:,}")
+        expected = next(kind for kind in types if kind is not NoneType)
+        valid = isinstance(value, expected) or (expected is float and isinstance(value, int))
+        if not valid or (isinstance(value, bool) and expected is not bool):
+            raise ValueError(f"option {option} of {name} is {value!r}; it must be of type {expected.__name__}")
+        if expected in MAX_OPTION and not abs(value) <= MAX_OPTION[expected]:
+            raise ValueError(f"option {option} of {name} is {value}; it must be at most {MAX_OPTION[expected]:,}")
 
 
-def build_encoding(name: str, shape: Shape, options: dict[str, Any] | None = None) -> Encoding:
+def build_encoding(name: str, shape: AttentionDims, options: dict[str, Any] | None = None) -> Encoding:
     """Build a position encoding. Raises ValueError for an unknown name or option, or a value it refuses."""
-    method = encoding_class(name)
+    method = load_encoding_class(name)
     _check_options(method, name, options or {})
     return method(shape, **(options or {}))
 
 
-def build_processor(name: str, shape: Shape, options: dict[str, Any] | None = None, *, has_bias: bool) -> Processor:
+def build_processor(
+    name: str, shape: AttentionDims, options: dict[str, Any] | None = None, *, has_bias: bool
+) -> Processor:
     """Build a score processor for an encoding with or without a bias. Raises ValueError as `build_encoding` does."""
-    method = processor_class(name)
+    method = load_processor_class(name)
     _check_options(method, name, options or {})
     return method(shape, has_bias=has_bias, **(options or {}))
 
 
-def describe() -> list[dict[str, Any]]:
+def describe_methods() -> list[dict[str, Any]]:
     """One record per method: kind, name, formula, parameters, options with defaults, traits, source, advice."""
     records = []
-    kinds: list[tuple[str, dict[str, type[Method]]]] = [
-        ("encoding", {name: encoding_class(name) for name in encodings()}),
-        ("processor", {name: processor_class(name) for name in processors()}),
+    kinds: list[tuple[str, dict[str, type[PositionModule]]]] = [
+        ("encoding", {name: load_encoding_class(name) for name in list_encodings()}),
+        ("processor", {name: load_processor_class(name) for name in list_processors()}),
     ]
     for kind, methods in kinds:
         for name, method in methods.items():
@@ -110,7 +112,7 @@ def describe() -> list[dict[str, Any]]:
                     "kind": kind,
                     "name": name,
                     "formula": method.formula,
-                    "parameters": method.parameters_text,
+                    "parameters": method.parameters_summary,
                     "options": {option: p.default for option, p in method.options().items()},
                     "traits": list(method.traits()),
                     "source": method.source,

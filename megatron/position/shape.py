@@ -10,7 +10,7 @@ ALL_HEADS = slice(None)
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionDims:
     """Sizes of the attention that a method is built for."""
 
     num_heads: int
@@ -23,7 +23,7 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnPositions:
+class SampledPositions:
     """Positions that stand in for the places 0, 1, … of a sequence (see `randomized.py`)."""
 
     values: Tensor
@@ -32,7 +32,7 @@ class DrawnPositions:
 
 
 @dataclass(frozen=True)
-class Span:
+class PositionRange:
     """The places start, start + 1, …, start + length − 1 of a sequence.
 
     Query rows and key columns are given as spans, never as the indices of a tensor, so a full forward pass, a block
@@ -44,7 +44,7 @@ class Span:
 
     start: int
     length: int
-    drawn: DrawnPositions | None = None
+    sampled: SampledPositions | None = None
 
     @property
     def stop(self) -> int:
@@ -52,32 +52,34 @@ class Span:
         return self.start + self.length
 
     @property
-    def bound(self) -> int:
+    def position_limit(self) -> int:
         """All positions of the span are smaller."""
-        return self.stop if self.drawn is None else self.drawn.limit
+        return self.stop if self.sampled is None else self.sampled.limit
 
-    def places(self, device: torch.device | str | None = None) -> Tensor:
+    def indices(self, device: torch.device | str | None = None) -> Tensor:
         """The places as int64 [length]."""
         return torch.arange(self.start, self.stop, device=device)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """The positions as int64 [length]."""
-        if self.drawn is None:
-            return self.places(device)
-        return self.drawn.values[self.start : self.stop].to(device)
+        if self.sampled is None:
+            return self.indices(device)
+        return self.sampled.values[self.start : self.stop].to(device)
 
 
-def distance_count(query: Span, key: Span) -> int:
+def count_distances(query: PositionRange, key: PositionRange) -> int:
     """The number of distances n = i − j ≥ 0 that a table must hold for these rows and columns."""
-    return max(query.bound - (key.start if key.drawn is None else 0), 1)
+    return max(query.position_limit - (key.start if key.sampled is None else 0), 1)
 
 
-def causal(query: Span, key: Span, device: torch.device | str | None = None, window: int | None = None) -> Tensor:
+def causal_mask(
+    query: PositionRange, key: PositionRange, device: torch.device | str | None = None, window: int | None = None
+) -> Tensor:
     """Bool [R, C]: may the query row see the key column? With a window, only the last `window` places, its own too."""
-    back = query.places(device)[:, None] - key.places(device)[None, :]
-    return back >= 0 if window is None else (back >= 0) & (back < window)
+    distance = query.indices(device)[:, None] - key.indices(device)[None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
+def promote_to_float32(x: Tensor) -> Tensor:
     """x in float32, or unchanged where it is wider already (float64 in tests)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

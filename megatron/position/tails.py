@@ -2,7 +2,7 @@
 
 A model is sure to extrapolate where that series converges (Qin et al. 2023, Exploring Transformer Extrapolation,
 theorem 3.4). However many terms are added up, they say nothing of the infinitely many after them, so an encoding
-declares the form of its bias far away (`Encoding.tails`), with the numbers that its parameters give it.
+declares the form of its bias far away (`Encoding.bias_tails`), with the numbers that its parameters give it.
 
 A form that converges knows the integral of b, and so bounds what is left of the series after any number of terms: b
 falls and is convex from `start` on, so each term b_t lies below the integral over [t − 1/2, t + 1/2], and the sum from
@@ -17,7 +17,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Tail:
+class SeriesTail:
     """The end of one head's series."""
 
     converges: bool | None
@@ -29,7 +29,7 @@ class Tail:
     start: float = 0.0
     """From here on b falls and is convex."""
 
-    def log_rest(self, first: int) -> tuple[float, float]:
+    def log_remainder_bounds(self, first: int) -> tuple[float, float]:
         """A lower and an upper bound of ln Σ_{t ≥ first} b_t; infinite where nothing better is known."""
         if self.converges is False:
             return math.inf, math.inf
@@ -41,32 +41,34 @@ class Tail:
         return here + math.log1p(-0.5 * math.expm1(next_ - here)), self.log_integral(first - 0.5)
 
 
-def ended(window: int) -> Tail:
+def windowed_tail(window: int) -> SeriesTail:
     """b is 0 from some distance on, which a sum of more terms than that has seen."""
-    why = f"b is 0 outside the window of {window:,} keys"
-    return Tail(True, why, lambda x: -math.inf, window - 0.5)
+    reason = f"b is 0 outside the window of {window:,} keys"
+    return SeriesTail(True, reason, lambda x: -math.inf, window - 0.5)
 
 
-def undeclared() -> Tail:
+def unknown_tail() -> SeriesTail:
     """Of a bias whose encoding declares nothing."""
-    return Tail(None, "its encoding does not declare how the bias ends (Encoding.tails)")
+    return SeriesTail(None, "its encoding does not declare how the bias ends (Encoding.tails)")
 
 
-def level(value: float, why: str) -> Tail:
+def constant_tail(value: float, reason: str) -> SeriesTail:
     """b stays at or above `value` for ever, or comes back to it: Σ b diverges."""
-    return Tail(False, f"{why}, so b does not tend to 0 (it stays at {value:.3g})")
+    return SeriesTail(False, f"{reason}, so b does not tend to 0 (it stays at {value:.3g})")
 
 
-def power(exponent: float, rate: float = 1.0, inner: float = 1.0, *, called: str | None = None) -> Tail:
+def power_tail(exponent: float, rate: float = 1.0, inner: float = 1.0, *, decay_name: str | None = None) -> SeriesTail:
     """b = (1 + rate·t^inner)^(−exponent), which converges if exponent·inner > 1.
 
     Args:
-        called: the name of exponent·inner, for the reason, where it is a parameter.
+        decay_name: the name of exponent·inner, for the reason, where it is a parameter.
     """
     decay = exponent * inner
     if decay <= 1:
-        why = "as 1/n" if called is None else f"as n^(−{called}), and {called} = {decay:.4g} is not above 1"
-        return Tail(False, f"b falls {why}")
+        reason = (
+            "as 1/n" if decay_name is None else f"as n^(−{decay_name}), and {decay_name} = {decay:.4g} is not above 1"
+        )
+        return SeriesTail(False, f"b falls {reason}")
 
     def log_integral(x: float) -> float:
         if inner == 1:
@@ -80,11 +82,13 @@ def power(exponent: float, rate: float = 1.0, inner: float = 1.0, *, called: str
         return -exponent * log_u + math.log(x) + math.log(total)
 
     start = 0.0 if inner == 1 else _root(10 * max(1.0, exponent) / rate, inner)
-    why = f"n^(−{decay:.4g})" if called is None else f"n^(−{called}), and {called} = {decay:.4g} is above 1"
-    return Tail(True, f"b falls as {why}", log_integral, start)
+    reason = (
+        f"n^(−{decay:.4g})" if decay_name is None else f"n^(−{decay_name}), and {decay_name} = {decay:.4g} is above 1"
+    )
+    return SeriesTail(True, f"b falls as {reason}", log_integral, start)
 
 
-def exponential(rate: float, exponent: float = 1.0) -> Tail:
+def exponential_tail(rate: float, exponent: float = 1.0) -> SeriesTail:
     """b = exp(−rate·t^exponent) with rate > 0 and 0 < exponent ≤ 2: it converges, for exponents below 1 too."""
 
     def log_integral(x: float) -> float:
@@ -92,11 +96,11 @@ def exponential(rate: float, exponent: float = 1.0) -> Tail:
         return _log_upper_gamma(a, rate * x**exponent) + math.log(a) - a * math.log(rate)
 
     start = _root((exponent - 1) / (exponent * rate), exponent) if exponent > 1 else 0.0
-    shown = "n" if exponent == 1 else f"n^{exponent:.4g}"
-    return Tail(True, f"b = exp(−{rate:.4g}·{shown}) falls faster than any power of n", log_integral, start)
+    power = "n" if exponent == 1 else f"n^{exponent:.4g}"
+    return SeriesTail(True, f"b = exp(−{rate:.4g}·{power}) falls faster than any power of n", log_integral, start)
 
 
-def squared_logarithm() -> Tail:
+def squared_log_tail() -> SeriesTail:
     """b = exp(−ln²(1 + t))."""
 
     def log_integral(x: float) -> float:
@@ -104,7 +108,7 @@ def squared_logarithm() -> Tail:
         scaled = torch.special.erfcx(torch.tensor(z, dtype=torch.float64))
         return 0.25 + 0.5 * math.log(math.pi) - math.log(2) + math.log(scaled) - z * z
 
-    return Tail(True, "b = exp(−ln²(n + 1)) falls faster than any power of n", log_integral, math.exp(0.5) - 1)
+    return SeriesTail(True, "b = exp(−ln²(n + 1)) falls faster than any power of n", log_integral, math.exp(0.5) - 1)
 
 
 def _root(value: float, exponent: float) -> float:
@@ -116,8 +120,8 @@ def _root(value: float, exponent: float) -> float:
 def _log_upper_gamma(a: float, s: float) -> float:
     """ln Γ(a, s), the upper incomplete gamma function, for a > 0 and s ≥ 0."""
     if s < a + 1:
-        share = torch.special.gammaincc(*torch.tensor([a, s], dtype=torch.float64))
-        return math.lgamma(a) + math.log(share)
+        ratio = torch.special.gammaincc(*torch.tensor([a, s], dtype=torch.float64))
+        return math.lgamma(a) + math.log(ratio)
     # Legendre's continued fraction, evaluated from the front (Lentz).
     tiny = 1e-300
     b = s + 1 - a

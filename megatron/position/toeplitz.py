@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shape import Span
+from .shape import PositionRange
 
 
 class _Toeplitz(torch.autograd.Function):
@@ -17,7 +17,9 @@ class _Toeplitz(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, edge: Tensor | None, query: Span, key: Span, channels_last: bool) -> Tensor:
+    def forward(
+        ctx: Any, table: Tensor, edge: Tensor | None, query: PositionRange, key: PositionRange, channels_last: bool
+    ) -> Tensor:
         ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
         ctx.edge = 0 if edge is None else edge.shape[-1]
         # Row r reads a line of distances from place rows − 1 − r on: a gather of the line alone, then copies of its
@@ -58,7 +60,7 @@ class _Toeplitz(torch.autograd.Function):
 
 
 def toeplitz(
-    table: Tensor, query: Span, key: Span, *, edge: Tensor | None = None, channels_last: bool = False
+    table: Tensor, query: PositionRange, key: PositionRange, *, edge: Tensor | None = None, channels_last: bool = False
 ) -> Tensor:
     """Spread a table over n = i − j into a matrix [H, R, C]; entries with j > i hold the table's value at n = 0.
 
@@ -70,7 +72,7 @@ def toeplitz(
     Raises:
         ValueError: an edge or channels last at drawn positions.
     """
-    if query.drawn is None:
+    if query.sampled is None:
         return _Toeplitz.apply(table, edge, query, key, channels_last)
     if edge is not None or channels_last:
         raise ValueError("drawn positions have neither an edge nor channels last")

@@ -58,11 +58,11 @@ def work(sweep: Sweep, finished: dict[Member, int], say: Callable[[str], None]) 
 
 def _scoring(member: Member) -> Sketch:
     from megatron.evaluation.sketch import foresee
-    from megatron.model.build import check_position
+    from megatron.model.build import check_position_options
 
     config = member.config
     try:
-        check_position(config.model, config.position)
+        check_position_options(config.model, config.position)
     except UserError as error:
         raise UserError(f"sweep.variants.{member.variant}: {error}") from None
     return foresee(member.name, config, member.evaluation)

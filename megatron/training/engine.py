@@ -139,7 +139,7 @@ class Engine:
         """The loss of each token, 0 where it does not count, float32 [B, T]."""
         device = self.processes.device
         tokens, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
-        return self.deepspeed(tokens, labels=labels, draw=draw) * mask
+        return self.deepspeed(tokens, labels=labels, position_seed=draw) * mask
 
     def step(self, lr: float) -> None:
         """Clip, and step with learning rate `lr`, once the gradient of a whole step is accumulated."""

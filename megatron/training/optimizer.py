@@ -29,11 +29,11 @@ class BoundedAdamW(torch.optim.AdamW):
         """One AdamW step without pushes against a bound, then the projection onto each group's bounds."""
         self.leave_out_pushes()
         loss = super().step(closure)
-        self.project()
+        self.clamp_masters()
         return loss
 
     @torch.no_grad()
-    def project(self) -> None:
+    def clamp_masters(self) -> None:
         """Move every bounded parameter to the nearest value inside its bounds."""
         for parameter, low, high in self._bounded():
             parameter.clamp_(low, high)

@@ -11,7 +11,7 @@ from megatron.config.schema import Config
 from megatron.distributed.layers import layers_of
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.distributed.surroundings import job_line
-from megatron.options.model import feed_forward_size
+from megatron.options.model import ffn_hidden_size
 from megatron.quantities import about, count
 from megatron.training.hardware import matmul_speed
 from megatron.training.pipeline import bubble
@@ -30,7 +30,7 @@ def seconds_ahead(run: Run, step: int) -> float:
         training.compute_type,
         rows=training.train_micro_batch_size_per_gpu * model.seq_length,
         inner=model.hidden_size,
-        columns=feed_forward_size(model),
+        columns=ffn_hidden_size(model),
     )
     lengths = run.datasets.lengths
     of_sequence = sum(length * run.flops_per_token[length] for length in lengths) / len(lengths)
@@ -55,7 +55,7 @@ def first_line(run: Run, step: int, seconds: float) -> str:
     layout = f" ({', '.join(parts)})" if parts else ""
     tokens = count(round(training.train_iters * batch * sum(lengths) / len(lengths)))
     done = f"from step {step:,}, " if step else ""
-    why = run.engine.model.why_row_blocks if device.type != "cpu" else None  # on a CPU nothing else is expected
+    why = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
         f"{count(run.parameters)} parameters on {place} in {training.compute_type}; {training.train_iters:,} steps of "
         f"{batch:,} × {length} tokens{layout} are {tokens} tokens; {done}{about(seconds)}"

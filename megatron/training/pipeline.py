@@ -44,8 +44,8 @@ class Pipeline:
             mesh.pipeline.index,
             mesh.pipeline.size,
             processes.device,
-            input_args=tokens if gpt.first else hidden,
-            output_args=losses if gpt.last else hidden,
+            input_args=tokens if gpt.is_first_stage else hidden,
+            output_args=losses if gpt.is_last_stage else hidden,
             group=processes.group("pipeline"),
         )
         self.schedule = Schedule1F1B(stage, training.gradient_accumulation_steps, loss_fn=self._loss, scale_grads=False)
@@ -63,7 +63,7 @@ class Pipeline:
         losses: list[Tensor] = []
         args, kwargs = self._inputs(micro_batches, draw)
         self.schedule.step(*args, losses=losses, return_outputs=False, **kwargs)
-        for stages, parameter in self.gpt.of_several_stages():
+        for stages, parameter in self.gpt.replicated_parameters():
             add_up(_gradient(parameter), self.processes, stages)
         return self._total(losses) / factor
 
@@ -81,9 +81,9 @@ class Pipeline:
         def whole(name: str) -> Tensor:
             return torch.cat([batch[name] for batch in micro_batches]).to(self.processes.device, non_blocking=True)
 
-        args = (whole("tokens"),) if self.gpt.first else ()
-        kwargs: dict[str, Any] = {"draw": draw}
-        if self.gpt.last:
+        args = (whole("tokens"),) if self.gpt.is_first_stage else ()
+        kwargs: dict[str, Any] = {"position_seed": draw}
+        if self.gpt.is_last_stage:
             kwargs |= {"labels": whole("labels"), "target": whole("loss_mask")}
         return args, kwargs
 

@@ -30,7 +30,7 @@ from megatron.distributed.place import Place
 from megatron.distributed.processes import Processes
 from megatron.distributed.surroundings import told
 from megatron.meter import AnnounceWait
-from megatron.model.build import build_model, check_position
+from megatron.model.build import build_model, check_position_options
 from megatron.training import session as sessions
 from megatron.training.bad_loss import GoBack
 from megatron.training.console import ConsoleReporter
@@ -126,7 +126,7 @@ def assemble(config: Config, session: Session, start: Start, console: ConsoleRep
     resume.check_engine(start, config, processes.mesh.sizes)
     known = vocabulary(config.data)
     resume.check_vocabulary(start, known.size, known.name, config.data.task)
-    check_position(config.model, config.position)  # before the data leave anything behind
+    check_position_options(config.model, config.position)  # before the data leave anything behind
     datasets, train_samples = _datasets(config, start, processes)
 
     reporter = console if processes.first else ConsoleReporter(None, training.train_iters)
@@ -136,7 +136,7 @@ def assemble(config: Config, session: Session, start: Start, console: ConsoleRep
         reporter.say("no validation: the configuration names no validation data")
 
     seed = seeds.seed_of(training.seed, "initialization", processes.mesh)
-    model = build_model(config.model, config.position, known.size, processes=processes, seed=seed)
+    model = build_model(config.model, config.position, known.size, groups=processes, seed=seed)
     if start.weights_only:
         for note in resume.load_weights(start, config, model):
             reporter.say(note)

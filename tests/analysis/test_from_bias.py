@@ -14,13 +14,13 @@ from megatron.analysis.effective_length import FAR, cumulative, effective_length
 from megatron.analysis.receptive_field import PLOTTED, Field, finite, theoretical
 from megatron.position import registry, tails
 from megatron.position.encoding import Encoding
-from megatron.position.shape import Shape
+from megatron.position.shape import AttentionDims
 
 SHARES = (0.5, 0.1, 0.01, 0.001)
 
 
 def encoding_of(name: str, heads: int = 1, options: dict[str, Any] | None = None, **parameters: float) -> Encoding:
-    encoding = registry.build_encoding(name, Shape(heads, 8, 8 * heads, 16, 16), options)
+    encoding = registry.build_encoding(name, AttentionDims(heads, 8, 8 * heads, 16, 16), options)
     with torch.no_grad():
         for each, value in parameters.items():
             getattr(encoding, each).value.fill_(value)
@@ -84,7 +84,9 @@ def test_both_definitions_against_loops(seed: int) -> None:
     bias = torch.randn(97, dtype=torch.float64) - torch.arange(97) * 0.05
     b = [math.exp(x) for x in bias.tolist()]
     shares = [0.9, 0.5, 0.2, 0.05, 0.003]
-    assert theoretical(bias, tails.ended(97), shares) == [Field(j, j) for j in (brute(b, share) for share in shares)]
+    assert theoretical(bias, tails.windowed_tail(97), shares) == [
+        Field(j, j) for j in (brute(b, share) for share in shares)
+    ]
     assert finite(bias.exp()) == brute_finite(b)
     assert pytest.approx([1 - i / 49 for i in range(50)]) == PLOTTED
 
@@ -92,7 +94,7 @@ def test_both_definitions_against_loops(seed: int) -> None:
 def test_more_than_is_not_at_least() -> None:
     """b_t = 2^−t leaves exactly a half after one term: equation 22 wants more, the algorithm is content."""
     bias = -torch.arange(60, dtype=torch.float64) * math.log(2)
-    assert theoretical(bias, tails.exponential(math.log(2)), [0.5]) == [Field(2, 2)]
+    assert theoretical(bias, tails.exponential_tail(math.log(2)), [0.5]) == [Field(2, 2)]
     assert finite(bias.exp(), [0.5]) == [1]
 
 
@@ -126,7 +128,9 @@ def test_biases_are_the_encodings_own() -> None:
     torch.testing.assert_close(found.float(), encoding.table(torch.arange(40.0)).bias.detach())
 
 
-@pytest.mark.parametrize("name", [n for n in registry.encodings() if registry.encoding_class(n).overrides("table")])
+@pytest.mark.parametrize(
+    "name", [n for n in registry.list_encodings() if registry.load_encoding_class(n).overrides_hook("table")]
+)
 def test_tables_compute_in_float64_when_asked(name: str) -> None:
     """Not in float32, and widened then."""
     encoding = encoding_of(name, heads=3)

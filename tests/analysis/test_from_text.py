@@ -15,7 +15,7 @@ from megatron.analysis.maps import layer_maps
 from megatron.analysis.observe import attentions, observed, read
 from megatron.analysis.receptive_field import finite
 from megatron.analysis.taps import processor_taps
-from megatron.model.backends.eager import Eager
+from megatron.model.backends.eager import EagerBackend
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
 from megatron.position.shape import ALL_HEADS
@@ -73,7 +73,7 @@ def pieces(model: GPT, layer: int, q: Tensor, k: Tensor, window: int | None = No
 def convolved(processor: Processor, channels: list[list[float]], columns: int) -> list[list[float]]:
     """Conv2(LeakyReLU(Conv1(channels))) along the keys, zeros outside, entry by entry."""
     weights = [p.detach().double() for p in processor.parameters()]
-    (w1, b1, w2, b2), p = weights, processor.reach
+    (w1, b1, w2, b2), p = weights, processor.left_context
 
     def at(line: list[float], j: int) -> float:
         return line[j] if 0 <= j < len(line) else 0.0
@@ -208,9 +208,9 @@ def test_fields_of_a_known_distribution() -> None:
 class Mixing(Processor):
     """2·S of the head, half of the next head's score one key to the left, and three times the bias."""
 
-    reach = 1
+    left_context = 1
 
-    def forward(self, scores, bias, visible, heads=ALL_HEADS, share=None):
+    def forward(self, scores, bias, visible, heads=ALL_HEADS, bias_contribution=None):
         seen = scores.masked_fill(~visible, 0)
         left = torch.nn.functional.pad(seen, (1, 0))[..., :-1].roll(-1, 1)
         return 2 * seen + 0.5 * left + 3 * bias
@@ -219,8 +219,8 @@ class Mixing(Processor):
 def test_taps_of_a_linear_processor_are_its_weights() -> None:
     model = small_gpt(80, "kerple_log", "dape")
     for attention in attentions(model):
-        shape = attention.processor.shape
-        attention.processor, attention.backend = Mixing(shape, has_bias=True), Eager()
+        shape = attention.processor.dims
+        attention.processor, attention.backend = Mixing(shape, has_bias=True), EagerBackend()
     found = processor_taps(model, windows(2, 80))
     assert [(each.layer, each.reads) for each in found] == [(0, "score"), (0, "bias"), (1, "score"), (1, "bias")]
     of_score, of_bias = found[:2]

@@ -34,7 +34,7 @@ def finetuned(corpus: Path, run: Path, trained: Path, **keys: object) -> list[fl
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
-@pytest.mark.parametrize("processor", registry.processors())
+@pytest.mark.parametrize("processor", registry.list_processors())
 def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, trained: Path, tmp_path: Path) -> None:
     """Shared position parameters may become each layer's own on the way, which changes nothing either."""
     zero = {"score_processor": processor, "score_processor_options": {"zero_init": True}}

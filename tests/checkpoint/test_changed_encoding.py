@@ -45,7 +45,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(folder.resolve(run) / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", [name for name in registry.encodings() if name != "rotary"])
+@pytest.mark.parametrize("name", [name for name in registry.list_encodings() if name != "rotary"])
 def test_rotary_becomes_any_encoding(name: str, corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     said = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb=name)
     own = [key for key in weights(tmp_path / "run") if key.startswith("position.")]

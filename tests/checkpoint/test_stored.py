@@ -13,7 +13,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.stored import config_of
 from megatron.config.schema import keys
 from megatron.errors import RunError
-from megatron.options.model import feed_forward_size
+from megatron.options.model import ffn_hidden_size
 
 FORMATS = Path(__file__).parent / "formats"
 ONE = FORMATS / "1" / "step_0000002"
@@ -35,10 +35,10 @@ def test_gated_layers_keep_their_width() -> None:
     """Until format 3 intermediate_size was that width itself, and 4 × hidden_size where it was absent."""
     three = load_model(FORMATS / "3" / "step_0000002")  # written by commit bc16b4e: geglu, intermediate_size 12
     assert three.config.model.intermediate_size == 36
-    assert feed_forward_size(three.config.model) == 12
+    assert ffn_hidden_size(three.config.model) == 12
     assert three.model.state_dict()["decoder.layers.0.mlp.linear_fc2.weight"].shape == (16, 12)
     two = config_of(FORMATS / "2" / "step_0000002").model  # swiglu, none
-    assert (two.intermediate_size, feed_forward_size(two)) == (3 * 64, 64)
+    assert (two.intermediate_size, ffn_hidden_size(two)) == (3 * 64, 64)
 
 
 def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(

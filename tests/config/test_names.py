@@ -9,20 +9,20 @@ from megatron.position import registry
 
 
 def test_names_are_the_registrys():
-    assert names.encodings() == registry.encodings()
-    assert names.processors() == ["none", *registry.processors()]
+    assert names.encodings() == registry.list_encodings()
+    assert names.processors() == ["none", *registry.list_processors()]
 
 
 def test_options_are_the_registrys():
     for name in names.encodings():
-        assert set(names.encoding_options(name)) == set(registry.encoding_class(name).options()), name
+        assert set(names.encoding_options(name)) == set(registry.load_encoding_class(name).options()), name
     for name in names.processors():
-        known = set() if name == "none" else set(registry.processor_class(name).options())
+        known = set() if name == "none" else set(registry.load_processor_class(name).options())
         assert set(names.processor_options(name)) == known, name
 
 
 def test_other_names_are_of_our_methods_and_of_one_each():
-    ours = {*registry.encodings(), *registry.processors()}
+    ours = {*registry.list_encodings(), *registry.list_processors()}
     assert set(names.CALLED) <= ours
     every = [names._plain(name) for method in names.CALLED for name in names.CALLED[method]]
     assert len(set(every)) == len(every)

@@ -12,9 +12,9 @@ from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
 from megatron.distributed.devices import Machine
 from megatron.errors import UserError
-from megatron.options.model import feed_forward_size
+from megatron.options.model import ffn_hidden_size
 from megatron.position import registry
-from megatron.position.shape import Shape
+from megatron.position.shape import AttentionDims
 from megatron.training.preflight import preflight
 
 _spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))
@@ -255,9 +255,9 @@ def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: s
     assert position.pos_emb_per_layer == bool(per_layer)
     assert any(f"pos_emb {alias} is {encoding}" in note for note in loaded.notes)
     assert position.pos_emb_options == options
-    built = registry.build_encoding(encoding, Shape(4, 8, 32, 16, 16), options)
+    built = registry.build_encoding(encoding, AttentionDims(4, 8, 32, 16, 16), options)
     if processor is not None:
-        registry.build_processor(processor, built.shape, has_bias=built.has_bias())
+        registry.build_processor(processor, built.dims, has_bias=built.has_bias())
 
 
 def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() -> None:
@@ -299,14 +299,14 @@ def test_scaling_by_layer_changes_nothing_where_nothing_is_added(read, method: s
 )
 def test_a_gated_layer_has_the_width_that_gpt_neox_gives_it(read, keys: dict[str, int], width: int) -> None:
     loaded = read({**SMALL, **keys, "activation": "swiglu"})
-    assert feed_forward_size(loaded.config.model) == width
+    assert ffn_hidden_size(loaded.config.model) == width
     assert any(f"is a feed-forward width of {width}, as in GPT-NeoX" in note for note in loaded.notes)
     theirs = loaded.config.model.intermediate_size or 4 * 24
     rows, multiple = int(theirs * 2 / 3), keys.get("mlp_multiple_of", 1)
     inner = multiple * ((rows // 2 + multiple - 1) // multiple)  # as ParallelMLP has it
     assert inner == width
     plain = read({**SMALL, "activation": "gelu"}).config.model
-    assert feed_forward_size(plain) == 96
+    assert ffn_hidden_size(plain) == 96
 
 
 def test_a_gated_layer_without_a_width_is_refused(read) -> None:

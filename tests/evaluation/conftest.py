@@ -33,11 +33,11 @@ class RunningMean(nn.Module):
         self.batches: list[tuple[int, int]] = []
         self.max_length: int | None = None
 
-    def forward(self, tokens: Tensor, labels: Tensor, last: int) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, num_logits: int) -> Tensor:
         self.batches.append(tuple(tokens.shape))
         vectors = self.embedding(tokens).cumsum(1) / torch.arange(1, tokens.shape[1] + 1)[None, :, None]
-        logits = self.output(vectors[:, -last:])
-        return nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, -last:], reduction="none")
+        logits = self.output(vectors[:, -num_logits:])
+        return nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, -num_logits:], reduction="none")
 
     def flops_per_token(self, length: int) -> float:
         return 3.0 * length

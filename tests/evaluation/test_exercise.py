@@ -59,14 +59,14 @@ class Oracle(nn.Module):
             for row, (tokens, labels) in enumerate(zip(drawn.tokens, drawn.labels, strict=True))
         }
 
-    def forward(self, tokens: Tensor, last: int) -> Tensor:
+    def forward(self, tokens: Tensor, num_logits: int) -> Tensor:
         rows = [self.known[tuple(each.tolist())] for each in tokens]
         logits = torch.zeros(*tokens.shape, self.size + 3)
         logits[:, :, self.size :] = 99.0  # padding of the vocabulary, which is no answer
         for sequence, (row, labels) in enumerate(rows):
             label = torch.from_numpy(labels)
             logits[sequence].scatter_(1, label[:, None], -5.0 if row < self.wrong else 5.0)
-        return logits[:, -last:]
+        return logits[:, -num_logits:]
 
     def flops_per_token(self, length: int) -> float:
         return 1.0 * length

@@ -109,7 +109,7 @@ def make_run(folder: Path, *overrides: str) -> Path:
     position = ["pos_emb=kerple_log", "score_processor=cdape", "init_method_std=0.3"]
     data = ["train_data_paths=[gone/train_text_document]"]
     config = load([], [*shape, *position, *data, f"save={folder}", *overrides]).config
-    model = build_model(config.model, config.position, 257, processes=alone(), seed=3)
+    model = build_model(config.model, config.position, 257, groups=alone(), seed=3)
     checkpoint = folder / "checkpoints" / "step_0000005"
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")

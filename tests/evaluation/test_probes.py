@@ -38,11 +38,11 @@ class Copier(nn.Module):
         self.none = nn.Parameter(torch.zeros(1))
         self.max_length: int | None = None
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, last: int) -> torch.Tensor:
-        losses = torch.full((len(tokens), last), math.log(self.vocabulary))
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, num_logits: int) -> torch.Tensor:
+        losses = torch.full((len(tokens), num_logits), math.log(self.vocabulary))
         for row, line in enumerate(tokens.tolist()):
-            for number in range(last):
-                at = len(line) - last + number
+            for number in range(num_logits):
+                at = len(line) - num_logits + number
                 before = [i for i in range(max(0, at - self.reach), at) if line[i] == line[at]]
                 if before and line[before[-1] + 1] == int(labels[row, at]):
                     losses[row, number] = 0.01

@@ -28,7 +28,7 @@ from megatron.errors import RunError, UserError
 from megatron.evaluation.lengths import read_lengths, wanted_lengths
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import evaluate_runs
-from megatron.model.placement import find_device
+from megatron.model.placement import resolve_device
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports import plots, records
 from megatron.reports.records import Record
@@ -448,11 +448,11 @@ def test_lengths_that_are_none(text: str) -> None:
 
 
 def test_devices() -> None:
-    assert find_device("cpu") == torch.device("cpu")
-    assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     for name in ("tpu", "cuda:x", "cuda:99"):
         with pytest.raises(UserError, match="device = "):
-            find_device(name)
+            resolve_device(name)
 
 
 def test_a_directory_that_is_no_text_is_damage(place: Path) -> None:

@@ -14,7 +14,7 @@ from megatron.data.run_tokenizer import run_tokenizer
 from megatron.errors import RunError, UserError
 from megatron.export.run import export
 from megatron.importing.run import import_model
-from megatron.position.registry import encodings, processors
+from megatron.position.registry import list_encodings, list_processors
 from tools.export_cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run
 from tools.rounding import assert_alike, sums_of_gpt
 
@@ -25,7 +25,7 @@ LLAMA = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "num_kv
 ROUND = [
     *(
         Case(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
-        for encoding, processor in zip(encodings(), cycle(["none", *processors()]), strict=False)
+        for encoding, processor in zip(list_encodings(), cycle(["none", *list_processors()]), strict=False)
     ),
     *list(places())[-6:],
     *shapes(),
@@ -115,5 +115,5 @@ def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
 
 def test_every_encoding_and_processor_is_among_them() -> None:
     sections = [case.config().position for case in ROUND]
-    assert {each.pos_emb for each in sections} == set(encodings())
-    assert {each.score_processor for each in sections} >= {"none", *processors()}
+    assert {each.pos_emb for each in sections} == set(list_encodings())
+    assert {each.score_processor for each in sections} >= {"none", *list_processors()}

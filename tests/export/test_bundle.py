@@ -9,10 +9,10 @@ import pytest
 
 import megatron.position
 from megatron.export.bundle import HERE, MODELING, bundle, flattened
-from megatron.position.registry import encodings, processors
+from megatron.position.registry import list_encodings, list_processors
 
 POSITION = Path(next(iter(megatron.position.__path__)))
-PAIRS = list(product(encodings(), ["none", *processors()]))
+PAIRS = list(product(list_encodings(), ["none", *list_processors()]))
 TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
 """By which transformers finds the files of a model (`dynamic_module_utils.py`)."""
 

@@ -36,8 +36,8 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = loaded.model(tokens)
-        cache = loaded.model.new_cache(LENGTH)
-        steps = torch.cat([loaded.model(part, cache=cache) for part in tokens.split([30, 1, 17], 1)], 1)
+        cache = loaded.model.new_kv_cache(LENGTH)
+        steps = torch.cat([loaded.model(part, kv_cache=cache) for part in tokens.split([30, 1, 17], 1)], 1)
     reference = logits_of(theirs, tokens)
     assert reference.abs().max() > 1
     assert_alike(ours, reference, TERMS, SUMS + ANGLES)

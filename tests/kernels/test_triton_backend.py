@@ -14,29 +14,29 @@ from kernels.cdape_attention.op import WIDEST
 from kernels.rows import MAX_HEAD_DIM
 from megatron.errors import UserError
 from megatron.model.backends import bias_matrix, triton
-from megatron.model.backends.backend import Backend
-from megatron.model.backends.choose import RowBlocks, choose_backend
-from megatron.model.backends.eager import Eager
-from megatron.model.backends.triton import Route, Triton, plan
+from megatron.model.backends.backend import AttentionBackend
+from megatron.model.backends.choose import RowBlockBackend, select_backend
+from megatron.model.backends.eager import EagerBackend
+from megatron.model.backends.triton import KernelChoice, TritonBackend, select_kernel
 from megatron.options.model import ModelOptions, PositionOptions
-from megatron.position.encoding import Encoding, Terms
+from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.randomized import draw_positions
+from megatron.position.randomized import sample_positions
 from megatron.position.registry import (
     build_encoding,
     build_processor,
-    encoding_class,
-    encodings,
-    processor_class,
-    processors,
+    list_encodings,
+    list_processors,
+    load_encoding_class,
+    load_processor_class,
 )
-from megatron.position.rows import Rows
-from megatron.position.scores import table_for
-from megatron.position.shape import Shape, Span
+from megatron.position.rows import AttentionInputs
+from megatron.position.scores import compute_table
+from megatron.position.shape import AttentionDims, PositionRange
 from tools.rounding import assert_rounding_alone
 
-SHAPE = Shape(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
-ABLE = [pair for pair in MAPPED if Triton(Eager()).refuses(*build(*pair, SHAPE)) is None]
+SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
+ABLE = [pair for pair in MAPPED if TritonBackend(EagerBackend()).unsupported_reason(*build(*pair, SHAPE)) is None]
 # float32 sums of a few hundred terms of order one, exponentials included
 TOLERANCE = 3e-5
 
@@ -44,10 +44,10 @@ TOLERANCE = 3e-5
 class Unused:
     """Fails if the kernels hand their work to somebody else, a processor on FIRE's bias excepted."""
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
+    def __call__(self, rows: AttentionInputs) -> torch.Tensor:
         assert rows.processor is not None
         assert rows.dense is not None
-        return RowBlocks(8)(rows)
+        return RowBlockBackend(8)(rows)
 
 
 Built = tuple[Encoding, Processor | None]
@@ -67,11 +67,13 @@ def random_on(device: str, length: int, batch: int = 2, dtype: torch.dtype = tor
     return tuple(x.to(device) for x in random_qkv(length, SHAPE, batch=batch, dtype=dtype))
 
 
-def results(backend: Backend, built: Built, qkv, query: Span, key: Span, window: int | None) -> dict[str, torch.Tensor]:
+def results(
+    backend: AttentionBackend, built: Built, qkv, query: PositionRange, key: PositionRange, window: int | None
+) -> dict[str, torch.Tensor]:
     """Output and all gradients."""
     encoding, processor = built
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
-    out = backend(Rows(*inputs, query, key, encoding, processor, window=window))
+    out = backend(AttentionInputs(*inputs, query, key, encoding, processor, window=window))
     modules = {"encoding": encoding} if processor is None else {"encoding": encoding, "processor": processor}
     named = {f"{part}.{name}": x for part, module in modules.items() for name, x in module.named_parameters()}
     leaves = [*inputs, *named.values()]
@@ -84,8 +86,8 @@ def test_what_the_kernels_can_do_is_every_toeplitz_bias_and_fire() -> None:
     expected = [
         (encoding, processor)
         for encoding, processor in MAPPED
-        if (not encoding_class(encoding).overrides("dense") or encoding == "fire")
-        and not encoding_class(encoding).overrides("contextual")
+        if (not load_encoding_class(encoding).overrides_hook("dense") or encoding == "fire")
+        and not load_encoding_class(encoding).overrides_hook("contextual")
         and (processor == "none" or not build(encoding, "none", SHAPE)[0].has_weight())
     ]
     assert expected == ABLE
@@ -94,7 +96,7 @@ def test_what_the_kernels_can_do_is_every_toeplitz_bias_and_fire() -> None:
 
 # Every encoding alone and under one processor: what a processor's kernels are given of an encoding is its table. Those
 # two that are given to the kernels in another way meet every processor, at other places and in windows.
-TURNS = dict(zip(encodings(), cycle(processors()), strict=False))
+TURNS = dict(zip(list_encodings(), cycle(list_processors()), strict=False))
 CASES = [(e, p, 4, None) for e, p in ABLE if p in ("none", TURNS[e]) or e in ("none", "fire")] + [
     (encoding, processor, start, window)
     for encoding in ("kerple_log", "fire")
@@ -113,44 +115,44 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
     encoding: str, processor: str, start: int, window: int | None, device: str
 ) -> None:
     built, q, k, v = on(device, encoding, processor), *random_on(device, 13, batch=1)
-    query, key = Span(start, 13 - start), Span(0, 13)
-    found = results(Triton(Unused()), built, (q[:, :, start:], k, v), query, key, window)
+    query, key = PositionRange(start, 13 - start), PositionRange(0, 13)
+    found = results(TritonBackend(Unused()), built, (q[:, :, start:], k, v), query, key, window)
     exact = [None if module is None else module.cpu().double() for module in built]
     qkv = [x.cpu().double() for x in (q[:, :, start:], k, v)]
-    assert_rounding_alone(found, lambda: results(Eager(), exact, qkv, query, key, window), torch.float32)
+    assert_rounding_alone(found, lambda: results(EagerBackend(), exact, qkv, query, key, window), torch.float32)
 
 
 def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
     e, _ = on(device, "kerple_log", "none")
     p = build_processor("cdape", SHAPE, {"residual_bias": False}, has_bias=True).to(device)
-    rows = Rows(*random_on(device, 9, batch=1), Span(0, 9), Span(0, 9), e, p)
-    torch.testing.assert_close(Triton(Unused())(rows), Eager()(rows), rtol=TOLERANCE, atol=TOLERANCE)
+    rows = AttentionInputs(*random_on(device, 9, batch=1), PositionRange(0, 9), PositionRange(0, 9), e, p)
+    torch.testing.assert_close(TritonBackend(Unused())(rows), EagerBackend()(rows), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("encoding", "processor", "change", "route"),
     [
-        ("none", "none", {}, Route.FUSED_BIAS),
-        ("kerple_log", "none", {}, Route.FUSED_BIAS),
-        ("kerple_bias_weight", "none", {}, Route.FUSED_BIAS),
-        ("kerple_log", "none", {"dropout": 0.1}, Route.MATRIX),
-        ("kerple_bias_weight", "none", {"dropout": 0.1}, Route.PYTORCH),
-        ("none", "none", {"dropout": 0.1}, Route.PYTORCH),
-        ("fire", "none", {}, Route.MATRIX),
-        ("fire", "none", {"dropout": 0.1}, Route.MATRIX),
-        ("fire", "cdape", {}, Route.PROCESSED_MATRIX),
-        ("kerple_log", "cdape", {}, Route.FUSED_PROCESSOR),
-        ("none", "dape", {}, Route.FUSED_PROCESSOR),
-        ("kerple_log", "cdape", {"dropout": 0.1}, Route.PYTORCH),
+        ("none", "none", {}, KernelChoice.FUSED_BIAS),
+        ("kerple_log", "none", {}, KernelChoice.FUSED_BIAS),
+        ("kerple_bias_weight", "none", {}, KernelChoice.FUSED_BIAS),
+        ("kerple_log", "none", {"dropout": 0.1}, KernelChoice.MATRIX),
+        ("kerple_bias_weight", "none", {"dropout": 0.1}, KernelChoice.PYTORCH),
+        ("none", "none", {"dropout": 0.1}, KernelChoice.PYTORCH),
+        ("fire", "none", {}, KernelChoice.MATRIX),
+        ("fire", "none", {"dropout": 0.1}, KernelChoice.MATRIX),
+        ("fire", "cdape", {}, KernelChoice.PROCESSED_MATRIX),
+        ("kerple_log", "cdape", {}, KernelChoice.FUSED_PROCESSOR),
+        ("none", "dape", {}, KernelChoice.FUSED_PROCESSOR),
+        ("kerple_log", "cdape", {"dropout": 0.1}, KernelChoice.PYTORCH),
     ],
 )
-def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route: Route, device: str) -> None:
+def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route: KernelChoice, device: str) -> None:
     e, p = on(device, encoding, processor)
-    span = Span(0, 9)
-    rows = Rows(*random_on(device, 9), span, span, e, p, **change)
-    found, why = plan(rows, table_for(e, span, span, device) or Terms())
+    span = PositionRange(0, 9)
+    rows = AttentionInputs(*random_on(device, 9), span, span, e, p, **change)
+    found, why = select_kernel(rows, compute_table(e, span, span, device) or ScoreTerms())
     assert found is route
-    assert bool(why) == (route is Route.PYTORCH)
+    assert bool(why) == (route is KernelChoice.PYTORCH)
 
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])
@@ -159,17 +161,17 @@ def test_what_shows_at_run_time_is_computed_elsewhere_and_said_once(
 ) -> None:
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9)
-    span = Span(0, 9)
-    backend = Triton(RowBlocks(4))
-    triton._say.cache_clear()
+    span = PositionRange(0, 9)
+    backend = TritonBackend(RowBlockBackend(4))
+    triton._warn_fallback.cache_clear()
     mask = (torch.arange(9)[None] >= torch.tensor([[0], [3]])).to(device)
-    drawn = Span(0, 9, draw_positions(9, 20, seed=3))
-    cases = [Rows(q, k, v, span, span, e, p, key_mask=mask), Rows(q, k, v, drawn, drawn, e, p)]
+    drawn = PositionRange(0, 9, sample_positions(9, 20, seed=3))
+    cases = [AttentionInputs(q, k, v, span, span, e, p, key_mask=mask), AttentionInputs(q, k, v, drawn, drawn, e, p)]
     if p is not None:
-        cases.append(Rows(q, k, v[:, :2], span, span, e, p, heads=slice(0, 2)))
+        cases.append(AttentionInputs(q, k, v[:, :2], span, span, e, p, heads=slice(0, 2)))
     for rows in cases:
         for _ in range(2):
-            assert torch.equal(backend(rows), RowBlocks(4)(rows))
+            assert torch.equal(backend(rows), RowBlockBackend(4)(rows))
     said = [record.message for record in caplog.records]
     expected = ["padding", "randomized positions", *(["a score processor over divided heads"] if p is not None else [])]
     assert said == [f"attention_backend triton: {why} is left to PyTorch's row blocks" for why in expected]
@@ -181,8 +183,8 @@ def test_bfloat16_in_the_interpreter_is_left_to_pytorch(processor: str, device: 
     """The interpreter computes it wrongly."""
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9, dtype=torch.bfloat16)
-    rows = Rows(q, k, v, Span(0, 9), Span(0, 9), e, p)
-    assert torch.equal(Triton(Eager())(rows), Eager()(rows))
+    rows = AttentionInputs(q, k, v, PositionRange(0, 9), PositionRange(0, 9), e, p)
+    assert torch.equal(TritonBackend(EagerBackend())(rows), EagerBackend()(rows))
     with pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
         biased_attention(q, k, v)
 
@@ -195,25 +197,25 @@ def test_bfloat16_in_the_interpreter_is_left_to_pytorch(processor: str, device: 
         (
             "alibi",
             "none",
-            Shape(1, MAX_HEAD_DIM + 2, MAX_HEAD_DIM + 2, 16, 16),
+            AttentionDims(1, MAX_HEAD_DIM + 2, MAX_HEAD_DIM + 2, 16, 16),
             "head dimension is at most 128, not 130",
         ),
     ],
 )
-def test_the_rest_is_refused_by_name(encoding: str, processor: str, shape: Shape, complaint: str) -> None:
+def test_the_rest_is_refused_by_name(encoding: str, processor: str, shape: AttentionDims, complaint: str) -> None:
     with pytest.raises(UserError, match=f"attention_backend 'triton': .*{complaint}.*choose from auto"):
-        choose_backend("triton", 4, *build(encoding, processor, shape))
+        select_backend("triton", 4, *build(encoding, processor, shape))
 
 
 def test_sizes_beyond_the_kernels_are_refused_by_name() -> None:
-    encoding = encoding_class("fire")(SHAPE, width=MAX_WIDTH + 1)
+    encoding = load_encoding_class("fire")(SHAPE, width=MAX_WIDTH + 1)
     with pytest.raises(UserError, match="'triton': its networks have at most 64 heads and width 64, not 3 and 65"):
-        choose_backend("triton", 4, encoding, None)
-    for name in processors():
+        select_backend("triton", 4, encoding, None)
+    for name in list_processors():
         encoding, _ = build("kerple_log", "none", SHAPE)
-        wide = processor_class(name)(SHAPE, has_bias=True, width=WIDEST + 1)
+        wide = load_processor_class(name)(SHAPE, has_bias=True, width=WIDEST + 1)
         with pytest.raises(UserError, match="'triton': its processors have a width of at most 64, not 65"):
-            choose_backend("triton", 4, encoding, wide)
+            select_backend("triton", 4, encoding, wide)
 
 
 def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
@@ -221,7 +223,7 @@ def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
         def dense(self, query, key, like, heads):
             raise AssertionError("not asked for")
 
-    assert "not a function of the distance" in (Triton(Unused()).refuses(Other(SHAPE), None) or "")
+    assert "not a function of the distance" in (TritonBackend(Unused()).unsupported_reason(Other(SHAPE), None) or "")
 
 
 @pytest.mark.parametrize("encoding", ["kerple_log", "fire"])
@@ -229,28 +231,28 @@ def test_dropout_drops_the_same_weights_forward_and_backward(encoding: str, devi
     """The output is linear in v: gradient and output agree on what was dropped only if v·(dv of g·out) = g·out."""
     e, p = on(device, encoding, "none")
     q, k, v = random_on(device, 11)
-    span = Span(0, 11)
+    span = PositionRange(0, 11)
     v.requires_grad_()
-    kept = Triton(Unused())(Rows(q, k, v, span, span, e, p, dropout=0.5))
+    kept = TritonBackend(Unused())(AttentionInputs(q, k, v, span, span, e, p, dropout=0.5))
     upstream = torch.randn_like(kept)
     torch.testing.assert_close((torch.autograd.grad(kept, v, upstream)[0] * v).sum(), (kept * upstream).sum())
-    whole = Triton(Unused())(Rows(q, k, v, span, span, e, p))
+    whole = TritonBackend(Unused())(AttentionInputs(q, k, v, span, span, e, p))
     assert not torch.allclose(kept, whole)
 
 
 def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
     e, p = on(device, "kerple_log", "none")
-    rows = Rows(*random_on(device, 11, batch=1), Span(0, 11), Span(0, 11), e, p)
+    rows = AttentionInputs(*random_on(device, 11, batch=1), PositionRange(0, 11), PositionRange(0, 11), e, p)
     q, k, v = (x.expand(100, -1, -1, -1) for x in (rows.q, rows.k, rows.v))
-    draws = Triton(Unused())(replace(rows, q=q, k=k, v=v, dropout=0.5)).detach()
+    draws = TritonBackend(Unused())(replace(rows, q=q, k=k, v=v, dropout=0.5)).detach()
     # To six times the standard error of the mean of 100 draws.
-    assert ((draws.mean(0) - Triton(Unused())(rows)[0]).abs() <= 6 * draws.std(0) / 10 + 1e-5).all()
+    assert ((draws.mean(0) - TritonBackend(Unused())(rows)[0]).abs() <= 6 * draws.std(0) / 10 + 1e-5).all()
 
 
 def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "runs_here", lambda: False)
+    monkeypatch.setattr(triton, "triton_is_available", lambda: False)
     with pytest.raises(UserError, match="attention_backend 'triton': it needs a CUDA device"):
-        choose_backend("triton", 4, *build("alibi", "none", SHAPE))
+        select_backend("triton", 4, *build("alibi", "none", SHAPE))
 
 
 @pytest.mark.parametrize(
@@ -283,6 +285,6 @@ def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, re
         assert (mine - gradient).abs().max() <= TOLERANCE * max(gradient.abs().max().item(), largest / 100)
     gpt.eval()
     with torch.no_grad():
-        cache, whole = gpt.new_cache(12), gpt(x)
-        parts = torch.cat([gpt(part, cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
+        cache, whole = gpt.new_kv_cache(12), gpt(x)
+        parts = torch.cat([gpt(part, kv_cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
     torch.testing.assert_close(parts, whole, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)

@@ -8,12 +8,12 @@ from position_methods import build, random_qkv
 
 from megatron.errors import UserError
 from megatron.model.backends import choose
-from megatron.model.backends.choose import RowBlocks, choose_backend
-from megatron.model.backends.chunked import Chunked
-from megatron.model.backends.eager import Eager
-from megatron.model.backends.sdpa import Sdpa
-from megatron.position.rows import Rows
-from megatron.position.shape import Span
+from megatron.model.backends.choose import RowBlockBackend, select_backend
+from megatron.model.backends.chunked import ChunkedBackend
+from megatron.model.backends.eager import EagerBackend
+from megatron.model.backends.sdpa import SdpaBackend
+from megatron.position.rows import AttentionInputs
+from megatron.position.shape import PositionRange
 from tools.rounding import assert_alike
 
 
@@ -23,7 +23,7 @@ class Counted:
     def __init__(self, backend) -> None:
         self.backend, self.calls = backend, 0
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
+    def __call__(self, rows: AttentionInputs) -> torch.Tensor:
         self.calls += 1
         return self.backend(rows)
 
@@ -38,25 +38,27 @@ class Counted:
 def test_row_blocks_keep_the_maps_of_short_training_sequences_alone(
     grad, length, processor, expected, monkeypatch
 ) -> None:
-    monkeypatch.setattr(choose, "KEPT_UP_TO", 12)
+    monkeypatch.setattr(choose, "MAX_KEYS_KEPT", 12)
     encoding, processor = build("kerple_log", processor)
-    backend = RowBlocks(4)
+    backend = RowBlockBackend(4)
     counted = {name: Counted(getattr(backend, name)) for name in ("plain", "processed", "recomputed")}
     for name, counter in counted.items():
         setattr(backend, name, counter)
     q, k, v = random_qkv(length)
     with torch.set_grad_enabled(grad):
-        out = backend(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
+        out = backend(AttentionInputs(q, k, v, PositionRange(0, length), PositionRange(0, length), encoding, processor))
     assert {name: counter.calls for name, counter in counted.items()} == {**dict.fromkeys(counted, 0), expected: 1}
-    reference = Eager()(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
+    reference = EagerBackend()(
+        AttentionInputs(q, k, v, PositionRange(0, length), PositionRange(0, length), encoding, processor)
+    )
     assert_alike(out, reference, terms=32 * 3, sums=4)  # scores, two convolutions, values
 
 
 def test_auto_takes_sdpa_where_nothing_is_added_and_says_what_it_took(caplog) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(choose_backend("auto", 4, *build("rotary", "none")), Sdpa)
-    assert not isinstance(choose_backend("auto", 4, *build("alibi", "none")), Sdpa)
-    assert not isinstance(choose_backend("auto", 4, *build("rotary", "dape")), Sdpa)
+    assert isinstance(select_backend("auto", 4, *build("rotary", "none")), SdpaBackend)
+    assert not isinstance(select_backend("auto", 4, *build("alibi", "none")), SdpaBackend)
+    assert not isinstance(select_backend("auto", 4, *build("rotary", "dape")), SdpaBackend)
     lines = [record.message for record in caplog.records]
     assert lines[0] == "attention backend: sdpa"
     assert "cannot add a position bias" in lines[1]
@@ -66,7 +68,7 @@ def test_auto_takes_sdpa_where_nothing_is_added_and_says_what_it_took(caplog) ->
 @pytest.mark.parametrize("pair", [("t5", "none"), ("none", "cdape")])
 def test_sdpa_refuses_by_name(pair: tuple[str, str]) -> None:
     with pytest.raises(UserError, match="attention_backend 'sdpa'"):
-        choose_backend("sdpa", 4, *build(*pair))
+        select_backend("sdpa", 4, *build(*pair))
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -75,9 +77,9 @@ def test_sdpa_equals_eager_on_rows_after_a_cache_and_with_padding(mask: bool) ->
     q, k, v = random_qkv(11)
     seen = torch.arange(11)[None] >= torch.tensor([[0], [3]]) if mask else None
     for rows in ((0, 11), (7, 4), (10, 1)):
-        query = Span(*rows)
-        part = Rows(q[:, :, query.start :], k, v, query, Span(0, 11), encoding, None, key_mask=seen)
-        ours, reference = Sdpa()(part), Eager()(part)
+        query = PositionRange(*rows)
+        part = AttentionInputs(q[:, :, query.start :], k, v, query, PositionRange(0, 11), encoding, None, key_mask=seen)
+        ours, reference = SdpaBackend()(part), EagerBackend()(part)
         visible = ours.isfinite() if mask else torch.ones_like(ours, dtype=torch.bool)
         assert_alike(ours[visible], reference[visible], terms=11, sums=3)  # scores, softmax, values
 
@@ -95,8 +97,8 @@ def test_chunked_keeps_memory_linear_in_the_length() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            backend(Rows(q, k, v, Span(0, length), Span(0, length), encoding, processor))
+            backend(AttentionInputs(q, k, v, PositionRange(0, length), PositionRange(0, length), encoding, processor))
         return sum(storages.values())
 
-    assert kept(Chunked(16), 256) <= 5 * kept(Chunked(16), 64)
-    assert kept(Eager(), 256) >= 12 * kept(Eager(), 64)  # so this way of counting sees a T²
+    assert kept(ChunkedBackend(16), 256) <= 5 * kept(ChunkedBackend(16), 64)
+    assert kept(EagerBackend(), 256) >= 12 * kept(EagerBackend(), 64)  # so this way of counting sees a T²

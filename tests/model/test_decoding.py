@@ -15,12 +15,12 @@ from tools.rounding import apart, assert_alike
 
 LENGTH = 26
 DIFFERENT = 100 * apart(TERMS, SUMS)
-TAKES_POSITIONS = [pair for pair in ALL if registry.encoding_class(pair[0]).takes_positions]
+TAKES_POSITIONS = [pair for pair in ALL if registry.load_encoding_class(pair[0]).takes_positions]
 
 # Whether a step of a token or of several, after one or the other, at the beginning or at the end.
 MIXED = [1, 6, 1, 1, 9, 2, 1, 5]
 # The cache keeps keys and values, a row is attention as always: how a step's size matters does not depend on the pair.
-ONE_BY_ONE = list(zip(registry.encodings(), cycle(["none", *registry.processors()]), strict=False))
+ONE_BY_ONE = list(zip(registry.list_encodings(), cycle(["none", *registry.list_processors()]), strict=False))
 
 
 def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -30,11 +30,11 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 @torch.inference_mode()
 def decoded(gpt: GPT, x: torch.Tensor, steps: list[int]) -> torch.Tensor:
     """Logits of all tokens, read in steps of the given sizes and then one by one."""
-    cache, outputs = gpt.new_cache(x.shape[1]), []
+    cache, outputs = gpt.new_kv_cache(x.shape[1]), []
     while cache.length < x.shape[1]:
         size = steps[len(outputs)] if len(outputs) < len(steps) else 1
         part = x[:, cache.length : cache.length + size]
-        outputs.append(gpt(part, cache=cache))
+        outputs.append(gpt(part, kv_cache=cache))
     return torch.cat(outputs, dim=1)
 
 
@@ -72,34 +72,34 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None
         assert torch.equal(gpt(x), whole), "evaluation draws the same positions every time"
         free = small_gpt(LENGTH, encoding, processor)(x)
     assert (whole - free).abs().max() > DIFFERENT
-    assert torch.equal(gpt(x, draw=1), gpt(x, draw=1)), "a draw follows from its seed"
-    assert not torch.equal(gpt(x, draw=1), gpt(x, draw=2))
+    assert torch.equal(gpt(x, position_seed=1), gpt(x, position_seed=1)), "a draw follows from its seed"
+    assert not torch.equal(gpt(x, position_seed=1), gpt(x, position_seed=2))
 
 
 def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.model.cache.AT_LEAST", 4)
+    monkeypatch.setattr("megatron.model.cache.MIN_CAPACITY", 4)
     gpt, x = small_gpt(LENGTH, "rotary", "cdape"), tokens()
     with torch.inference_mode():
-        cache = gpt.new_cache(10**9)
-        parts = [gpt(x[:, start : start + 2], cache=cache) for start in range(0, LENGTH, 2)]
+        cache = gpt.new_kv_cache(10**9)
+        parts = [gpt(x[:, start : start + 2], kv_cache=cache) for start in range(0, LENGTH, 2)]
         assert_alike(torch.cat(parts, dim=1), gpt(x), TERMS, SUMS)
 
 
 def test_a_cache_says_what_it_cannot_do() -> None:
     gpt = small_gpt(LENGTH, "alibi", "none")
-    cache = gpt.new_cache(5)
+    cache = gpt.new_kv_cache(5)
     with torch.no_grad():
-        gpt(tokens(1, 4), cache=cache)
+        gpt(tokens(1, 4), kv_cache=cache)
         with pytest.raises(UserError, match="room for 5 tokens; 4 are in it and 2 more"):
-            gpt(tokens(1, 2), cache=cache)
+            gpt(tokens(1, 2), kv_cache=cache)
     with pytest.raises(RuntimeError, match="inference"):
-        gpt(tokens(1, 1), cache=gpt.new_cache(5))
+        gpt(tokens(1, 1), kv_cache=gpt.new_kv_cache(5))
     with pytest.raises(UserError, match="at least 1 token, not 0"):
-        gpt.new_cache(0)
+        gpt.new_kv_cache(0)
     with pytest.raises(UserError, match="last is 0"):
-        gpt(tokens(1, 4), last=0)
+        gpt(tokens(1, 4), num_logits=0)
     model = ModelOptions(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=LENGTH)
     with pytest.raises(UserError, match="'foo': choose from auto, sdpa, triton, native, eager, chunked"):
         build_model(model, PositionOptions(pos_emb="none"), VOCABULARY, backend="foo")
     with pytest.raises(UserError, match="has 46 positions, but a sequence of length 47"):
-        small_gpt(LENGTH, "learned", "none").new_cache(47)
+        small_gpt(LENGTH, "learned", "none").new_kv_cache(47)

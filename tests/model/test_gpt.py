@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from megatron.errors import UserError
 from megatron.model.parameters import parameter_groups
-from megatron.options.model import ModelOptions, PositionOptions, padded_vocabulary
+from megatron.options.model import ModelOptions, PositionOptions, padded_vocab_size
 from tools.plain_gpt import PlainGPT
 from tools.rounding import assert_alike, sums_of_gpt
 
@@ -59,7 +59,7 @@ def test_equals_a_plain_pytorch_gpt(method: str) -> None:
     with torch.no_grad():
         for parameter in gpt.parameters():  # biases too, so that a swapped one would show
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    plain = PlainGPT(2, 24, 3, 20, padded_vocabulary(options(), VOCABULARY), method)
+    plain = PlainGPT(2, 24, 3, 20, padded_vocab_size(options(), VOCABULARY), method)
     _copy_into_plain(gpt, plain)
     x = tokens()
     assert_alike(gpt(x), plain(x), TERMS, SUMS)
@@ -91,8 +91,8 @@ def test_last_scores_only_the_end_and_equals_the_whole() -> None:
     gpt = build_model(options(), position("alibi"), VOCABULARY, seed=3)
     x, labels = tokens(), tokens()
     for last in (1, 5, 20, 30):
-        assert_alike(gpt(x, last=last), gpt(x)[:, -last:], TERMS, SUMS)
-        assert_alike(gpt(x, labels, last=last), gpt(x, labels)[:, -last:], TERMS, SUMS)
+        assert_alike(gpt(x, num_logits=last), gpt(x)[:, -last:], TERMS, SUMS)
+        assert_alike(gpt(x, labels, num_logits=last), gpt(x, labels)[:, -last:], TERMS, SUMS)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -112,12 +112,12 @@ def test_the_top_layer_gives_what_is_scored(method: str, processor: str, keys: d
     if padded:
         mask = torch.ones_like(x, dtype=torch.bool)
         mask[0, :3], mask[1, :17] = False, False
-    some, all_ = (gpt(x, last=last, attention_mask=mask)[:, -6:] for last in (6, None))
+    some, all_ = (gpt(x, num_logits=last, attention_mask=mask)[:, -6:] for last in (6, None))
     seen = slice(None) if mask is None else mask[:, -6:]
     assert_alike(some[seen], all_[seen], TERMS, SUMS)
     shapes: list[torch.Size] = []
-    hooks = [layer.mlp.register_forward_hook(lambda _, x, __: shapes.append(x[0].shape)) for layer in gpt.own_layers]
-    gpt(x, last=6, attention_mask=mask)
+    hooks = [layer.mlp.register_forward_hook(lambda _, x, __: shapes.append(x[0].shape)) for layer in gpt.local_layers]
+    gpt(x, num_logits=6, attention_mask=mask)
     assert [shape[0] for shape in shapes] == [20] * (len(hooks) - 1) + [6]
 
 
@@ -125,9 +125,9 @@ def test_the_top_layer_gives_what_is_scored(method: str, processor: str, keys: d
 def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
     gpt = build_model(options(), position("kerple_log", "cdape"), VOCABULARY, seed=3)
     x = tokens()
-    cache = gpt.new_cache(20)
-    assert_alike(gpt(x[:, :12], last=1, cache=cache), gpt(x[:, :12])[:, -1:], TERMS, SUMS)
-    assert_alike(gpt(x[:, 12:], last=2, cache=cache), gpt(x)[:, -2:], TERMS, SUMS)
+    cache = gpt.new_kv_cache(20)
+    assert_alike(gpt(x[:, :12], num_logits=1, kv_cache=cache), gpt(x[:, :12])[:, -1:], TERMS, SUMS)
+    assert_alike(gpt(x[:, 12:], num_logits=2, kv_cache=cache), gpt(x)[:, -2:], TERMS, SUMS)
 
 
 @pytest.mark.parametrize("layers", [1, 2])

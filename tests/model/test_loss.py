@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.distributed.processes import alone
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions, scored_at_once
+from megatron.options.model import ModelOptions, PositionOptions, count_scored_at_once
 from tools.rounding import assert_alike, sums_of_gpt
 
 VOCABULARY, LENGTH, WIDTH = 300, 40, 16
@@ -25,7 +25,7 @@ def gpt(**keys: object) -> GPT:
         make_vocab_size_divisible_by=4,
         **keys,
     )
-    return build_model(options, PositionOptions(pos_emb="rotary"), VOCABULARY, processes=alone(), seed=5)
+    return build_model(options, PositionOptions(pos_emb="rotary"), VOCABULARY, groups=alone(), seed=5)
 
 
 @pytest.mark.parametrize("untied", [False, True])
@@ -34,7 +34,7 @@ def test_losses_and_gradients_are_those_of_all_tokens_at_once(together: int, unt
     model = gpt(no_weight_tying=untied)
     found = []
     for most in (2 * VOCABULARY * LENGTH, 2 * VOCABULARY * together + 1):
-        model.most_logits = most
+        model.max_logits = most
         losses = model(TOKENS, LABELS)
         # Tokens weigh differently, as under a mask.
         grads = torch.autograd.grad((losses * torch.linspace(0, 2, LENGTH)).sum(), list(model.parameters()))
@@ -53,13 +53,13 @@ def test_no_logits_are_kept_for_the_backward_pass() -> None:
         return max(sizes)
 
     assert largest() == 2 * LENGTH * VOCABULARY
-    model.most_logits = 2 * VOCABULARY * 4
+    model.max_logits = 2 * VOCABULARY * 4
     assert largest() < 2 * LENGTH * VOCABULARY / 2
 
 
 @given(st.integers(1, 5000), st.integers(1, 9), st.integers(1, 600), st.integers(1, 10**6))
 def test_so_many_are_scored_at_once_as_fit(length: int, batch: int, vocabulary: int, most: int) -> None:
-    found = scored_at_once(length, batch, vocabulary, most)
+    found = count_scored_at_once(length, batch, vocabulary, most)
     assert 1 <= found <= length
     assert found == 1 or found * batch * vocabulary <= most
     assert found == length or (found + 1) * batch * vocabulary > most

@@ -10,13 +10,13 @@ from position_methods import build, random_qkv
 from kernels.cdape_attention import host
 from megatron.errors import UserError
 from megatron.model.backends import native
-from megatron.model.backends.choose import RowBlocks, choose_backend
-from megatron.model.backends.eager import Eager
-from megatron.model.backends.native import Native
-from megatron.position.randomized import draw_positions
+from megatron.model.backends.choose import RowBlockBackend, select_backend
+from megatron.model.backends.eager import EagerBackend
+from megatron.model.backends.native import NativeBackend
+from megatron.position.randomized import sample_positions
 from megatron.position.registry import build_processor
-from megatron.position.rows import Rows
-from megatron.position.shape import Span
+from megatron.position.rows import AttentionInputs
+from megatron.position.shape import PositionRange
 from tools.rounding import assert_alike
 
 compiled = pytest.mark.skipif(host.unavailable() is not None, reason=str(host.unavailable()))
@@ -25,17 +25,26 @@ compiled = pytest.mark.skipif(host.unavailable() is not None, reason=str(host.un
 class Refused:
     """Row blocks that nobody should need."""
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
+    def __call__(self, rows: AttentionInputs) -> torch.Tensor:
         raise AssertionError("left to row blocks")
 
 
-def rows_of(pair: tuple[str, str], length: int = 21, start: int = 0, **keys) -> Rows:
+def rows_of(pair: tuple[str, str], length: int = 21, start: int = 0, **keys) -> AttentionInputs:
     encoding, processor = build(*pair)
     q, k, v = (x.requires_grad_() for x in random_qkv(length))
-    return Rows(q[:, :, start:], k, v, Span(start, length - start), Span(0, length), encoding, processor, **keys)
+    return AttentionInputs(
+        q[:, :, start:],
+        k,
+        v,
+        PositionRange(start, length - start),
+        PositionRange(0, length),
+        encoding,
+        processor,
+        **keys,
+    )
 
 
-def differentiated(backend, rows: Rows) -> list[torch.Tensor]:
+def differentiated(backend, rows: AttentionInputs) -> list[torch.Tensor]:
     out = backend(rows)
     parameters = [x for module in (rows.encoding, rows.processor) for x in module.parameters()]
     into = torch.linspace(-1, 1, out.numel()).view(out.shape)
@@ -49,7 +58,9 @@ def differentiated(backend, rows: Rows) -> list[torch.Tensor]:
 def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
     rows = rows_of(pair, **keys)
     for ours, reference in zip(
-        differentiated(Native(Refused(), named=True), rows), differentiated(Eager(), rows), strict=True
+        differentiated(NativeBackend(Refused(), is_requested=True), rows),
+        differentiated(EagerBackend(), rows),
+        strict=True,
     ):
         # Sums over a map of all heads, rows and columns, through two convolutions, there and back.
         assert_alike(ours, reference, terms=2 * 4 * 21 * 21, sums=8)
@@ -67,37 +78,37 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
 def test_what_it_refuses_is_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found")
     with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
-        choose_backend("native", 4, *build(*pair))
+        select_backend("native", 4, *build(*pair))
 
 
 def test_kernels_that_are_too_long_are_refused_and_auto_leaves_them_to_row_blocks() -> None:
     encoding, _ = build("kerple_log", "cdape")
-    wide = build_processor("cdape", encoding.shape, {"kernel_size": 17}, has_bias=True)
+    wide = build_processor("cdape", encoding.dims, {"kernel_size": 17}, has_bias=True)
     with pytest.raises(UserError, match="its kernels have a size of at most 15, not 17; choose from auto, eager"):
-        choose_backend("native", 4, encoding, wide)
-    assert isinstance(choose_backend("auto", 4, encoding, wide), RowBlocks)
+        select_backend("native", 4, encoding, wide)
+    assert isinstance(select_backend("auto", 4, encoding, wide), RowBlockBackend)
 
 
 @compiled
 def test_what_it_leaves_to_row_blocks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    native._say.cache_clear()
+    native._warn_fallback.cache_clear()
     rows = rows_of(("kerple_log", "cdape"))
-    drawn = draw_positions(21, 40, seed=0)
+    drawn = sample_positions(21, 40, seed=0)
     halves = {name: getattr(rows, name).bfloat16() for name in "qkv"}
     left_out = {
         "padding": replace(rows, key_mask=torch.ones(2, 21, dtype=torch.bool)),
         "attention_dropout with a score processor": replace(rows, dropout=1e-9),
         "a score processor over divided heads": replace(rows, v=rows.v[:, :2], heads=slice(0, 2)),
-        "randomized positions": replace(rows, query=Span(0, 21, drawn), key=Span(0, 21, drawn)),
+        "randomized positions": replace(rows, query=PositionRange(0, 21, drawn), key=PositionRange(0, 21, drawn)),
         "torch.bfloat16": replace(rows, **halves),
     }
-    backend = choose_backend("native", 4, rows.encoding, rows.processor)
+    backend = select_backend("native", 4, rows.encoding, rows.processor)
     with caplog.at_level(logging.WARNING):
         for each in [*left_out.values(), *left_out.values()]:
             torch.manual_seed(0)
             out = backend(each)
             torch.manual_seed(0)
-            assert torch.equal(out, RowBlocks(4)(each))
+            assert torch.equal(out, RowBlockBackend(4)(each))
     said = [record.message for record in caplog.records]
     assert said == [f"attention_backend native: {why} is left to PyTorch's row blocks" for why in left_out]
 
@@ -105,26 +116,26 @@ def test_what_it_leaves_to_row_blocks_is_said_once(caplog: pytest.LogCaptureFixt
 @compiled
 def test_auto_takes_it_where_it_can_and_row_blocks_elsewhere_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(("kerple_log", "cdape"))
-    auto = choose_backend("auto", 4, rows.encoding, rows.processor)
-    assert torch.equal(auto(rows), choose_backend("native", 4, rows.encoding, rows.processor)(rows))
-    assert isinstance(choose_backend("auto", 4, *build("fire", "cdape")), RowBlocks)
+    auto = select_backend("auto", 4, rows.encoding, rows.processor)
+    assert torch.equal(auto(rows), select_backend("native", 4, rows.encoding, rows.processor)(rows))
+    assert isinstance(select_backend("auto", 4, *build("fire", "cdape")), RowBlockBackend)
     masked = replace(rows, key_mask=torch.ones(2, 21, dtype=torch.bool))
     caplog.clear()
-    assert torch.equal(auto(masked), RowBlocks(4)(masked))
+    assert torch.equal(auto(masked), RowBlockBackend(4)(masked))
     assert not caplog.records
 
 
 def test_auto_does_without_a_compiler_and_says_what_that_costs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    native._say_unavailable.cache_clear()
+    native._warn_unavailable.cache_clear()
     monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
     rows = rows_of(("kerple_log", "cdape"))
-    auto = choose_backend("auto", 4, rows.encoding, rows.processor)
+    auto = select_backend("auto", 4, rows.encoding, rows.processor)
     for _ in range(2):
-        assert torch.equal(auto(rows), RowBlocks(4)(rows))
+        assert torch.equal(auto(rows), RowBlockBackend(4)(rows))
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         "score processors take several times as long on this CPU as they could: "
         "no C compiler was found (cc, gcc, clang)"
     ]
-    native._say_unavailable.cache_clear()
+    native._warn_unavailable.cache_clear()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.model.gpt import GPT
 from megatron.position import registry
-from megatron.position.stretches import stretches
+from megatron.position.stretches import build_segments
 from tools.rounding import assert_alike
 
 LENGTH = 18
@@ -34,9 +34,9 @@ def assert_each_alike(found: Tensor, sequences: list[Tensor], alone: GPT) -> Non
 def test_padded_on_the_left(encoding: str, processor: str) -> None:
     gpt, (sequences, batch, mask) = small_gpt(LENGTH, encoding, processor), padded()
     assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
-    cache, outputs = gpt.new_cache(LENGTH), []
+    cache, outputs = gpt.new_kv_cache(LENGTH), []
     for start, stop in ((0, 5), (5, 6), (6, 12), (12, 17), (17, 18)):  # the first two hold nothing of some sequences
-        outputs.append(gpt(batch[:, start:stop], cache=cache, attention_mask=mask[:, :stop]))
+        outputs.append(gpt(batch[:, start:stop], kv_cache=cache, attention_mask=mask[:, :stop]))
     assert_each_alike(torch.cat(outputs, dim=1), sequences, gpt)
 
 
@@ -48,7 +48,7 @@ def test_padded_at_randomized_positions_and_in_a_window(encoding: str, place: di
     assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
 
 
-@pytest.mark.parametrize("encoding", registry.encodings())
+@pytest.mark.parametrize("encoding", registry.list_encodings())
 @torch.inference_mode()
 def test_padded_on_the_right(encoding: str) -> None:
     """Nothing looks at what comes after it."""
@@ -71,8 +71,8 @@ def test_gradients_come_from_the_tokens_alone() -> None:
 
 def test_what_is_only_padding_is_nowhere() -> None:
     mask = torch.tensor([[False, False, False], [False, True, True], [True, False, True]])
-    whole, alone = stretches(3, mask)
-    assert (alone.span.start, alone.span.length, alone.first, alone.padding) == (0, 2, 1, 1)
+    whole, alone = build_segments(3, mask)
+    assert (alone.positions.start, alone.positions.length, alone.first_column, alone.num_padding) == (0, 2, 1, 1)
     assert alone.sequences.tolist() == [1]
     assert alone.key_mask is None
     assert whole.sequences.tolist() == [2]

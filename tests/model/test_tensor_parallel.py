@@ -37,7 +37,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "model": {"num_kv_heads": 2, "activation": "gelu_tanh"},
         "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
     },
-    "losses of 5 tokens at a time": {"model": {}, "position": {"pos_emb": "rotary"}, "most_logits": 2 * 16 * 5},
+    "losses of 5 tokens at a time": {"model": {}, "position": {"pos_emb": "rotary"}, "max_logits": 2 * 16 * 5},
     "no MLP bias": {"model": {"use_bias_in_mlp": False, "mlp_multiple_of": 24}, "position": {"pos_emb": "alibi"}},
 }
 CASES = {f"{e}+{p}": {"model": {}, "position": {"pos_emb": e, "score_processor": p}} for e, p in ALL} | EXTRA

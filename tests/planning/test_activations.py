@@ -14,12 +14,12 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.distributed.places import held
 from megatron.model import attention
-from megatron.model.attention import Reading
+from megatron.model.attention import AttentionContext
 from megatron.planning import activations
 from megatron.planning.memory import memory
 from megatron.planning.positions import ENCODINGS
-from megatron.position.shape import Span
-from megatron.position.stretches import one_after_another, stretches
+from megatron.position.shape import PositionRange
+from megatron.position.stretches import build_segments, concatenate_ranges
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS = {
@@ -49,16 +49,16 @@ def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False)
     kind = TYPES[config.training.compute_type]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
-    parts = one_after_another([Span(start, size) for start, size in held(length, context)])
+    parts = concatenate_ranges([PositionRange(start, size) for start, size in held(length, context)])
     batch = config.training.train_micro_batch_size_per_gpu
     hidden = torch.zeros(length // context.size, batch, 64, dtype=kind, requires_grad=True)
-    return kept_by_autograd(gpt, lambda: gpt._layers(hidden, Reading(parts)), arguments=arguments)
+    return kept_by_autograd(gpt, lambda: gpt._run_layers(hidden, AttentionContext(parts)), arguments=arguments)
 
 
 @pytest.fixture
 def copied_places(monkeypatch: pytest.MonkeyPatch):
     """Keys and values of all places, of two ranks that are alike."""
-    monkeypatch.setattr(attention, "gather_places", lambda x, processes: torch.cat([x, x], 2))
+    monkeypatch.setattr(attention, "gather_sequence", lambda x, groups: torch.cat([x, x], 2))
 
 
 @pytest.mark.parametrize("length", [256, 512])
@@ -151,7 +151,7 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
     for parameter in gpt.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with Peak() as tracked:
-        output = gpt._layers(hidden, Reading(stretches(1024)))
+        output = gpt._run_layers(hidden, AttentionContext(build_segments(1024)))
         tracked.most = tracked.now
         output.sum().backward()
     estimate = activations.layer(wanted, Sizes())

@@ -12,7 +12,7 @@ from megatron.config.load import load
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Sizes
 from megatron.errors import UserError
-from megatron.options.model import MOST_LOGITS
+from megatron.options.model import MAX_LOGITS
 from megatron.planning.memory import Memory, memory
 from megatron.planning.parameters import whole
 
@@ -102,7 +102,7 @@ def test_activations_fall_with_the_ranks_of_a_sequence(method: str) -> None:
 def test_memory_is_linear_in_the_length_where_rows_are_recomputed() -> None:
     short, long = (of("2-7B", "cdape_kerple_log", Sizes(), seq_length=n) for n in (8192, 32768))
     assert long.activations == pytest.approx(4 * short.activations, rel=0.01)
-    assert short.logits < long.logits <= 12 * MOST_LOGITS  # the loss takes some tokens at a time
+    assert short.logits < long.logits <= 12 * MAX_LOGITS  # the loss takes some tokens at a time
     assert long.working < 4.1 * short.working
     eager = [of("2-7B", "cdape_kerple_log", Sizes(), seq_length=n, attention_backend="eager") for n in (8192, 32768)]
     assert eager[1].working > 14 * eager[0].working

@@ -24,7 +24,7 @@ MODELS = sorted(path.stem for path in (SHIPPED / "model").glob("*.yml"))
 def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
     """What a rank holds, from the parameters of the stage that is built, without memory."""
     processes = Processes(mesh=Mesh(stage, Sizes(pipeline=stages)))
-    gpt = build.build_model(config.model, config.position, VOCABULARY, device="meta", processes=processes)
+    gpt = build.build_model(config.model, config.position, VOCABULARY, device="meta", groups=processes)
     return sum(p.numel() // (1 if division(p) is None else tensor) for p in gpt.parameters())
 
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from megatron.position import registry
-from megatron.position.randomized import draw_positions
-from megatron.position.scores import share_for, table_for
-from megatron.position.shape import Shape, Span, causal
+from megatron.position.randomized import sample_positions
+from megatron.position.scores import compute_bias_contribution, compute_table
+from megatron.position.shape import AttentionDims, PositionRange, causal_mask
 from megatron.position.toeplitz import toeplitz
 
 
@@ -31,7 +31,7 @@ class Appendix(nn.Module):
 
 def _pair(heads: int, width: int, k: int, has_bias: bool):
     ours = registry.build_processor(
-        "cdape", Shape(heads, 8, 8 * heads, 16, 16), {"width": width, "kernel_size": k}, has_bias=has_bias
+        "cdape", AttentionDims(heads, 8, 8 * heads, 16, 16), {"width": width, "kernel_size": k}, has_bias=has_bias
     ).double()
     theirs = Appendix(2 * heads if has_bias else heads, heads, width, k).double()
     with torch.no_grad():
@@ -49,8 +49,8 @@ def test_equals_the_appendix_on_every_row_but_the_last(k: int, heads: int, width
     ours, theirs = _pair(heads, width, k, has_bias)
     scores = torch.randn(2, heads, length, length, dtype=torch.float64)
     bias = torch.randn(heads, length, length, dtype=torch.float64) if has_bias else None
-    span = Span(0, length)
-    visible = causal(span, span)[None, None]
+    span = PositionRange(0, length)
+    visible = causal_mask(span, span)[None, None]
     mine, published = ours(scores, bias, visible), theirs(scores, bias)
     same = length - k // 2
     lower = visible.expand_as(mine)
@@ -65,11 +65,11 @@ def test_the_last_rows_differ_because_the_published_hidden_map_ends_at_column_T(
     length, longer = 12, 14  # k//2 = 2 more columns
     scores = torch.randn(1, 3, longer, longer, dtype=torch.float64)
     bias = torch.randn(3, longer, longer, dtype=torch.float64)
-    span = Span(0, length)
-    mine = ours(scores[..., :length, :length], bias[:, :length, :length], causal(span, span)[None, None])
+    span = PositionRange(0, length)
+    mine = ours(scores[..., :length, :length], bias[:, :length, :length], causal_mask(span, span)[None, None])
     short = theirs(scores[..., :length, :length], bias[:, :length, :length])
     grown = theirs(scores, bias)[..., :length, :length]
-    lower = causal(span, span).expand_as(mine)
+    lower = causal_mask(span, span).expand_as(mine)
     torch.testing.assert_close(mine.where(lower, 0), grown.where(lower, 0))
     assert (short - grown).where(lower, 0)[..., -2:, :].abs().max() > 1e-3
     torch.testing.assert_close(
@@ -78,28 +78,28 @@ def test_the_last_rows_differ_because_the_published_hidden_map_ends_at_column_T(
 
 
 def test_dape_is_cdape_with_kernel_one() -> None:
-    shape = Shape(3, 8, 24, 16, 16)
+    shape = AttentionDims(3, 8, 24, 16, 16)
     dape = registry.build_processor("dape", shape, {"width": 9}, has_bias=True)
     cdape = registry.build_processor("cdape", shape, {"width": 9, "kernel_size": 1}, has_bias=True)
     cdape.load_state_dict(dape.state_dict())
     scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
-    visible = causal(Span(0, 7), Span(0, 7))[None, None]
+    visible = causal_mask(PositionRange(0, 7), PositionRange(0, 7))[None, None]
     assert torch.equal(dape(scores, bias, visible), cdape(scores, bias, visible))
 
 
 @pytest.mark.parametrize("residual", [True, False])
 def test_zero_init_is_the_identity_and_residual_bias_is_optional(residual: bool) -> None:
-    shape = Shape(3, 8, 24, 16, 16)
+    shape = AttentionDims(3, 8, 24, 16, 16)
     options = {"zero_init": True, "residual_bias": residual}
     processor = registry.build_processor("cdape", shape, options, has_bias=True)
     scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
-    visible = causal(Span(0, 7), Span(0, 7))[None, None]
+    visible = causal_mask(PositionRange(0, 7), PositionRange(0, 7))[None, None]
     expected = scores + bias if residual else scores  # DAPE V2 equation 3; equation 2
     assert torch.equal(processor(scores, bias, visible), expected)
 
 
 def test_start_values_are_conv2d_s() -> None:
-    processor = registry.build_processor("cdape", Shape(64, 8, 512, 16, 16), {"width": 64}, has_bias=True)
+    processor = registry.build_processor("cdape", AttentionDims(64, 8, 512, 16, 16), {"width": 64}, has_bias=True)
     bound = (128 * 3) ** -0.5
     assert processor.hidden.weight.abs().max() <= bound
     assert abs(processor.hidden.weight.std() / (bound / 3**0.5) - 1) < 0.02
@@ -108,37 +108,39 @@ def test_start_values_are_conv2d_s() -> None:
 @pytest.mark.parametrize("options", [{"kernel_size": 4}, {"kernel_size": 0}, {"width": 0}, {"kernel": 3}])
 def test_bad_options_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="cdape"):
-        registry.build_processor("cdape", Shape(3, 8, 24, 16, 16), options, has_bias=True)
+        registry.build_processor("cdape", AttentionDims(3, 8, 24, 16, 16), options, has_bias=True)
 
 
 @pytest.mark.parametrize("k", [1, 3, 5, 7])
 @pytest.mark.parametrize("length", [1, 2, 5, 23])
 def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, length: int) -> None:
     """Left edge included, and rows in blocks."""
-    shape = Shape(3, 8, 24, 16, 16)
+    shape = AttentionDims(3, 8, 24, 16, 16)
     encoding = registry.build_encoding("kerple_log3", shape).double()
     processor = registry.build_processor("cdape", shape, {"width": 5, "kernel_size": k}, has_bias=True).double()
-    whole, p = Span(0, length), k // 2
-    table = table_for(encoding, whole, whole)
-    share = share_for(processor, table, whole, whole)
-    lower = causal(whole, whole)
+    whole, p = PositionRange(0, length), k // 2
+    table = compute_table(encoding, whole, whole)
+    share = compute_bias_contribution(processor, table, whole, whole)
+    lower = causal_mask(whole, whole)
     dense = toeplitz(table.bias, whole, whole).masked_fill(~lower, 0)
     exact = processor.hidden(torch.nn.functional.pad(dense, (0, p))[None].double(), processor.biases)[0]
-    used = causal(Span(p, length), Span(0, length + p))  # what any output that is seen reads
+    used = causal_mask(PositionRange(p, length), PositionRange(0, length + p))  # what any output that is seen reads
     for start in range(length):
-        rows = Span(start, length - start)
-        ours = share.rows(rows, length)
+        rows = PositionRange(start, length - start)
+        ours = share.for_rows(rows, length)
         torch.testing.assert_close(ours.where(used[start:], 0), exact[:, start:].where(used[start:], 0))
 
 
 def test_no_share_where_keys_are_hidden() -> None:
-    encoding = registry.build_encoding("alibi", Shape(3, 8, 24, 16, 16))
-    processor = registry.build_processor("cdape", encoding.shape, has_bias=True)
-    whole = Span(0, 9)
-    table = table_for(encoding, whole, whole)
-    assert share_for(processor, table, whole, whole) is not None
-    assert share_for(processor, table, whole, whole, key_mask=torch.ones(1, 9, dtype=torch.bool)) is None
-    assert share_for(processor, table, whole, whole, window=4) is None
-    drawn = Span(0, 9, draw_positions(9, 20, seed=3))
-    assert share_for(processor, table_for(encoding, drawn, drawn), drawn, drawn) is None
-    assert share_for(processor, table, Span(4, 5), Span(4, 5)) is None
+    encoding = registry.build_encoding("alibi", AttentionDims(3, 8, 24, 16, 16))
+    processor = registry.build_processor("cdape", encoding.dims, has_bias=True)
+    whole = PositionRange(0, 9)
+    table = compute_table(encoding, whole, whole)
+    assert compute_bias_contribution(processor, table, whole, whole) is not None
+    assert (
+        compute_bias_contribution(processor, table, whole, whole, key_mask=torch.ones(1, 9, dtype=torch.bool)) is None
+    )
+    assert compute_bias_contribution(processor, table, whole, whole, window=4) is None
+    drawn = PositionRange(0, 9, sample_positions(9, 20, seed=3))
+    assert compute_bias_contribution(processor, compute_table(encoding, drawn, drawn), drawn, drawn) is None
+    assert compute_bias_contribution(processor, table, PositionRange(4, 5), PositionRange(4, 5)) is None

@@ -8,8 +8,8 @@ import torch
 
 from megatron.position import registry
 from megatron.position.encodings.alibi import slopes
-from megatron.position.scores import distances
-from megatron.position.shape import ALL_HEADS, Shape, Span
+from megatron.position.scores import arange_distances
+from megatron.position.shape import ALL_HEADS, AttentionDims, PositionRange
 from tools.rounding import assert_alike
 
 N = 300
@@ -17,7 +17,7 @@ n = np.arange(N, dtype=np.float64)
 
 
 def _build(name: str, heads: int = 5, **options):
-    return registry.build_encoding(name, Shape(heads, 8, 8 * heads, 16, 16), options)
+    return registry.build_encoding(name, AttentionDims(heads, 8, 8 * heads, 16, 16), options)
 
 
 def _close(ours: torch.Tensor, exact: np.ndarray, ulps: float = 8) -> None:
@@ -28,14 +28,14 @@ def _close(ours: torch.Tensor, exact: np.ndarray, ulps: float = 8) -> None:
 def test_kerple_log() -> None:
     encoding = _build("kerple_log")
     r1, r2 = (p.value.detach().double().numpy()[:, None] for p in (encoding.r1, encoding.r2))
-    _close(encoding.table(distances(N)).bias, -r1 * np.log(1 + r2 * n))
+    _close(encoding.table(arange_distances(N)).bias, -r1 * np.log(1 + r2 * n))
 
 
 def test_kerple_power() -> None:
     encoding = _build("kerple_power")
     r1, r2 = (p.value.detach().double().numpy()[:, None] for p in (encoding.r1, encoding.r2))
     # pow's exponent r2·log(n) carries a relative error of 2⁻²⁴·r2·log(n) ≤ 12 ulps here
-    _close(encoding.table(distances(N)).bias, -r1 * n**r2, ulps=24)
+    _close(encoding.table(arange_distances(N)).bias, -r1 * n**r2, ulps=24)
 
 
 @pytest.mark.parametrize("start", [("kerple_log", "r1", 2.0), ("kerple_log", "r2", 1.0), ("kerple_power", "r2", 2.0)])
@@ -48,7 +48,7 @@ def test_kerple_start_values_fill_their_interval(start: tuple[str, str, float]) 
 
 
 def test_alibi_power_of_two() -> None:
-    bias = _build("alibi", heads=8).table(distances(N)).bias
+    bias = _build("alibi", heads=8).table(arange_distances(N)).bias
     _close(bias, np.stack([-(2.0 ** (-h)) * n for h in range(1, 9)]))
 
 
@@ -75,14 +75,14 @@ def _t5_bucket(distance: int, buckets: int, longest: int) -> int:
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (32, 200), (8, 64)])
 def test_t5_buckets(buckets: int, longest: int) -> None:
     encoding = _build("t5", num_buckets=buckets, max_distance=longest)
-    ours = encoding.buckets(distances(4 * longest)).tolist()
+    ours = encoding.buckets(arange_distances(4 * longest)).tolist()
     assert ours == [_t5_bucket(d, buckets, longest) for d in range(4 * longest)]
-    bias = encoding.table(distances(10)).bias
+    bias = encoding.table(arange_distances(10)).bias
     assert torch.equal(bias, encoding.bias.value.t()[:, ours[:10]])
 
 
 def test_t5_knows_the_published_edges() -> None:
-    ours = _build("t5").buckets(distances(1000))
+    ours = _build("t5").buckets(arange_distances(1000))
     assert ours[:17].tolist() == list(range(17))
     assert ours[127] == ours[128] == ours[999] == 31
     assert ours[112] == 30
@@ -91,7 +91,7 @@ def test_t5_knows_the_published_edges() -> None:
 @pytest.mark.parametrize("fraction", [1.0, 0.25])
 @pytest.mark.parametrize("position", [0, 7, 65_536])
 def test_rotary_is_the_rotation_matrix(fraction: float, position: int) -> None:
-    encoding = registry.build_encoding("rotary", Shape(1, 16, 16, 16, 16), {"fraction": fraction})
+    encoding = registry.build_encoding("rotary", AttentionDims(1, 16, 16, 16, 16), {"fraction": fraction})
     r = int(16 * fraction)
     x = torch.randn(1, 1, 1, 16)
     matrix = np.eye(16)
@@ -101,12 +101,12 @@ def test_rotary_is_the_rotation_matrix(fraction: float, position: int) -> None:
         matrix[a, a] = matrix[b, b] = math.cos(angle)
         matrix[a, b], matrix[b, a] = -math.sin(angle), math.sin(angle)
     exact = matrix @ x[0, 0, 0].double().numpy()
-    _close(encoding.rotate(x, Span(position, 1))[0, 0, 0], exact)
+    _close(encoding.rotate(x, PositionRange(position, 1))[0, 0, 0], exact)
 
 
 def test_sinusoidal() -> None:
-    encoding = registry.build_encoding("sinusoidal", Shape(2, 6, 12, 16, 16))
-    ours = encoding.embed(Span(65_530, 5), torch.zeros(1))
+    encoding = registry.build_encoding("sinusoidal", AttentionDims(2, 6, 12, 16, 16))
+    ours = encoding.embed(PositionRange(65_530, 5), torch.zeros(1))
     for row, position in enumerate(range(65_530, 65_535)):
         angle = position / 10000.0 ** (np.arange(6) / 6)
         _close(ours[row], np.concatenate([np.sin(angle), np.cos(angle)]))
@@ -114,9 +114,9 @@ def test_sinusoidal() -> None:
 
 def test_learned_is_its_table_and_ends_with_it() -> None:
     encoding = _build("learned")
-    assert torch.equal(encoding.embed(Span(3, 5), torch.zeros(1)), encoding.vectors.weight[3:8])
+    assert torch.equal(encoding.embed(PositionRange(3, 5), torch.zeros(1)), encoding.vectors.weight[3:8])
     with pytest.raises(ValueError, match=r"end at 16 .* length 17"):
-        encoding.embed(Span(0, 17), torch.zeros(1))
+        encoding.embed(PositionRange(0, 17), torch.zeros(1))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_bad_names_and_options_are_refused_by_name(name: str, options: dict, com
 
 
 def test_every_method_describes_itself() -> None:
-    for record in registry.describe():
+    for record in registry.describe_methods():
         assert record["formula"]
         assert record["source"]
         assert record["parameters"]
@@ -172,7 +172,7 @@ def test_biases(name: str) -> None:
     encoding = _build(name)
     names, formula = BIASES[name]
     # At most a function of a function, 4 units each and 2 for a product between them; type2 squares, which doubles it.
-    _close(encoding.table(distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
+    _close(encoding.table(arange_distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -180,7 +180,7 @@ def test_weights(name: str) -> None:
     encoding = _build(name)
     names, formula = WEIGHTS[name]
     # exp(−x) carries x's rounding: a relative error of x·2⁻²⁴ where exp(−x) itself is at most 1/x.
-    _close(encoding.table(distances(N)).weight, formula(*_values(encoding, *names)), ulps=32)
+    _close(encoding.table(arange_distances(N)).weight, formula(*_values(encoding, *names)), ulps=32)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_start_values_fill_their_interval(name: str, parameter: str, low: float,
 
 def test_sandwich() -> None:
     """k_h (Σ_{j=1}^{64} cos(n/10000^(2j/128)) − 64), k_h = H/(8h)"""
-    bias = _build("sandwich").table(distances(N)).bias
+    bias = _build("sandwich").table(arange_distances(N)).bias
     total = sum(np.cos(n / 10000.0 ** (2 * j / 128)) for j in range(1, 65)) - 64
     _close(bias, np.stack([5 / (8 * h) * total for h in range(1, 6)]))
 
@@ -212,7 +212,7 @@ def test_fire_against_a_loop(activation: str, slope: float) -> None:
     encoding = _build("fire", heads=3, width=7, activation=activation)
     p = {name: value.detach().double() for name, value in encoding.named_parameters()}
     half = 16 / 2
-    for query, key in ((Span(0, 12), Span(0, 12)), (Span(40, 3), Span(0, 43))):
+    for query, key in ((PositionRange(0, 12), PositionRange(0, 12)), (PositionRange(40, 3), PositionRange(0, 43))):
         bias = encoding.dense(query, key, torch.zeros(1), ALL_HEADS).bias
         for r, i in enumerate(range(query.start, query.stop)):
             for j in range(min(i + 1, key.stop)):
@@ -224,13 +224,13 @@ def test_fire_against_a_loop(activation: str, slope: float) -> None:
 
 
 def test_cope_against_a_loop() -> None:
-    shape = Shape(2, 4, 8, 16, 16)
+    shape = AttentionDims(2, 4, 8, 16, 16)
     encoding = registry.build_encoding("cope", shape, {"positions": 5})
     with torch.no_grad():
         encoding.vectors.value.normal_()
     q, k = torch.randn(2, 1, 2, 11, 4)
     scores = q @ k.transpose(-1, -2) / 2
-    ours = encoding.contextual(q, k, scores, Span(0, 11), Span(0, 11), ALL_HEADS)
+    ours = encoding.contextual(q, k, scores, PositionRange(0, 11), PositionRange(0, 11), ALL_HEADS)
     e = encoding.vectors.value.double()
     for h in range(2):
         for i in range(11):
@@ -245,17 +245,23 @@ def test_cope_against_a_loop() -> None:
 
 def test_cope_starts_without_effect() -> None:
     q, k = torch.randn(2, 1, 5, 6, 8)
-    assert _build("cope").contextual(q, k, q @ k.transpose(-1, -2), Span(0, 6), Span(0, 6), ALL_HEADS).abs().max() == 0
+    assert (
+        _build("cope")
+        .contextual(q, k, q @ k.transpose(-1, -2), PositionRange(0, 6), PositionRange(0, 6), ALL_HEADS)
+        .abs()
+        .max()
+        == 0
+    )
 
 
 def test_transformer_xl_against_a_loop() -> None:
-    shape = Shape(2, 4, 8, 16, 16)
+    shape = AttentionDims(2, 4, 8, 16, 16)
     encoding = registry.build_encoding("transformer_xl", shape)
     with torch.no_grad():
         for parameter in encoding.parameters():
             parameter.normal_()
     q, k = torch.randn(2, 1, 2, 7, 4)
-    ours = encoding.contextual(q, k, q @ k.transpose(-1, -2) / 2, Span(0, 7), Span(0, 7), ALL_HEADS)
+    ours = encoding.contextual(q, k, q @ k.transpose(-1, -2) / 2, PositionRange(0, 7), PositionRange(0, 7), ALL_HEADS)
     u, v = encoding.u.value.double(), encoding.v.value.double()
     w = encoding.project.weight.double().view(2, 4, 8)
     for h in range(2):
@@ -305,7 +311,7 @@ SCALED = [
 def test_rotary_scaling(scaling: str, options: dict[str, float]) -> None:
     half, base = 16, 5000.0
     encoding = registry.build_encoding(
-        "rotary", Shape(2, 32, 64, 16, 16), {"base": base, "scaling": scaling, **options}
+        "rotary", AttentionDims(2, 32, 64, 16, 16), {"base": base, "scaling": scaling, **options}
     )
     exact = [_yarn_or_llama3(scaling, m, half, base, options) for m in range(half)]
     np.testing.assert_allclose(encoding.frequencies().numpy(), exact, rtol=1e-14)
@@ -313,7 +319,7 @@ def test_rotary_scaling(scaling: str, options: dict[str, float]) -> None:
     amplitude = options.get("attention_factor", 0.1 * math.log(options["factor"]) + 1) if scaling == "yarn" else 1.0
     x = torch.randn(1, 2, 5, 32)
     place = 1000
-    turned = encoding.rotate(x, Span(place, 5)).double()
+    turned = encoding.rotate(x, PositionRange(place, 5)).double()
     angle = (place + np.arange(5))[:, None] * np.array(exact)
     a, b = x[..., :half].double().numpy(), x[..., half:].double().numpy()
     wanted = amplitude * np.concatenate(

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random_qkv
 from torch import Tensor
 
-from megatron.model.backends.chunked import Chunked
-from megatron.model.backends.eager import Eager
-from megatron.model.backends.sdpa import Sdpa
+from megatron.model.backends.chunked import ChunkedBackend
+from megatron.model.backends.eager import EagerBackend
+from megatron.model.backends.sdpa import SdpaBackend
 from megatron.position import registry
 from megatron.position.processors.cdape import Cdape
-from megatron.position.randomized import draw_positions
-from megatron.position.rows import Rows, attention
-from megatron.position.scores import distances, logits, table_for
-from megatron.position.shape import ALL_HEADS, DrawnPositions, Shape, Span
+from megatron.position.randomized import sample_positions
+from megatron.position.rows import AttentionInputs, attend_all
+from megatron.position.scores import arange_distances, attention_logits, compute_table
+from megatron.position.shape import ALL_HEADS, AttentionDims, PositionRange, SampledPositions
 from tools.rounding import FACTOR, assert_alike, assert_rounding_alone, excess
 
 # The longest sum of these shapes is CDAPE's second convolution, and at most five follow on one another: turned keys,
 # scores, two convolutions, values. Values and scores are of order one.
 TERMS, SUMS = 32 * 3, 5
 
-TABLES = [name for name in registry.encodings() if registry.encoding_class(name).overrides("table")]
+TABLES = [name for name in registry.list_encodings() if registry.load_encoding_class(name).overrides_hook("table")]
 LEARNED_TABLES = [name for name in TABLES if list(build(name, "none")[0].parameters())]
 
 lengths = st.integers(2, 40)
@@ -42,7 +42,7 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
     row = data.draw(st.integers(0, length - 2))
     q, k, v = random_qkv(length)
     k.requires_grad_(), v.requires_grad_()
-    out = output(q, k, v, Span(0, length), Span(0, length), e, p)
+    out = output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p)
     out[:, :, : row + 1].square().sum().backward()
     assert k.grad[:, :, row + 1 :].abs().max() == 0
     assert v.grad[:, :, row + 1 :].abs().max() == 0
@@ -50,14 +50,14 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
         k2, v2 = k.clone(), v.clone()
         k2[:, :, row + 1 :] += 100
         v2[:, :, row + 1 :] -= 100
-        changed = output(q, k2, v2, Span(0, length), Span(0, length), e, p)
+        changed = output(q, k2, v2, PositionRange(0, length), PositionRange(0, length), e, p)
     assert torch.equal(changed[:, :, : row + 1], out[:, :, : row + 1])
 
 
 class LeakyCdape(Cdape):
     """CDAPE without tril: the published appendix D shows that it cheats."""
 
-    def forward(self, scores, bias, visible, heads=ALL_HEADS, share=None):
+    def forward(self, scores, bias, visible, heads=ALL_HEADS, bias_contribution=None):
         return super().forward(scores, bias, torch.ones_like(visible), heads)
 
 
@@ -66,7 +66,7 @@ def test_the_causality_law_catches_a_processor_without_tril() -> None:
     p = LeakyCdape(SHAPE, has_bias=True)
     q, k, v = random_qkv(9)
     k.requires_grad_()
-    output(q, k, v, Span(0, 9), Span(0, 9), e, p)[:, :, :5].square().sum().backward()
+    output(q, k, v, PositionRange(0, 9), PositionRange(0, 9), e, p)[:, :, :5].square().sum().backward()
     assert k.grad[:, :, 5:].abs().max() > 0
 
 
@@ -77,10 +77,18 @@ def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processo
     """The same law makes cached decoding and sharding by rows exact."""
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
-    whole = output(q, k, v, Span(0, length), Span(0, length), e, p)
+    whole = output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p)
     start = data.draw(st.integers(0, length - 1))
     stop = data.draw(st.integers(start + 1, length))
-    rows = output(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], Span(start, stop - start), Span(0, stop), e, p)
+    rows = output(
+        q[:, :, start:stop],
+        k[:, :, :stop],
+        v[:, :, :stop],
+        PositionRange(start, stop - start),
+        PositionRange(0, stop),
+        e,
+        p,
+    )
     assert_alike(rows, whole[:, :, start:stop], TERMS, SUMS)
 
 
@@ -90,8 +98,8 @@ def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processo
 def test_moving_all_positions_changes_nothing(encoding: str, processor: str, length: int, offset: int) -> None:
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
-    here = output(q, k, v, Span(0, length), Span(0, length), e, p)
-    there = output(q, k, v, Span(offset, length), Span(offset, length), e, p)
+    here = output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p)
+    there = output(q, k, v, PositionRange(offset, length), PositionRange(offset, length), e, p)
     assert_alike(here, there, TERMS, SUMS)
 
 
@@ -105,7 +113,7 @@ def test_a_window_hides_what_is_before_it(encoding, processor, length: int, wind
     row = data.draw(st.integers(0, length - 1))
     q, k, v = random_qkv(length, dtype=torch.float64)
     k.requires_grad_(), v.requires_grad_()
-    span = Span(0, length)
+    span = PositionRange(0, length)
     output(q, k, v, span, span, e, p, window)[:, :, row].square().sum().backward()
     first = max(row - window + 1, 0)
     assert v.grad[:, :, :first].abs().max() == 0 if first else True
@@ -123,11 +131,11 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
-    span = Span(0, length)
-    rows = Rows(q, k, v, span, span, e, p, window=window)
-    assert_alike(Chunked(block)(rows), Eager()(rows), TERMS, SUMS)
-    if Sdpa().refuses(e, p) is None:
-        assert_alike(Sdpa()(rows), Eager()(rows), TERMS, SUMS)
+    span = PositionRange(0, length)
+    rows = AttentionInputs(q, k, v, span, span, e, p, window=window)
+    assert_alike(ChunkedBackend(block)(rows), EagerBackend()(rows), TERMS, SUMS)
+    if SdpaBackend().unsupported_reason(e, p) is None:
+        assert_alike(SdpaBackend()(rows), EagerBackend()(rows), TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -139,25 +147,27 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
     start = data.draw(st.integers(0, 30))
-    run = DrawnPositions(torch.arange(start, start + length), start + length)
-    whole = output(q, k, v, Span(0, length, run), Span(0, length, run), e, p)
+    run = SampledPositions(torch.arange(start, start + length), start + length)
+    whole = output(q, k, v, PositionRange(0, length, run), PositionRange(0, length, run), e, p)
     if e.takes_positions:
-        moved = Span(start, length)
+        moved = PositionRange(start, length)
         assert_alike(whole, output(q, k, v, moved, moved, e, p), TERMS, SUMS)
-    drawn = draw_positions(length, length + spread, seed=data.draw(st.integers(0, 2**31)))
-    span = Span(0, length, drawn)
+    drawn = sample_positions(length, length + spread, seed=data.draw(st.integers(0, 2**31)))
+    span = PositionRange(0, length, drawn)
     ours = output(q, k, v, span, span, e, p)
     if not e.takes_positions:
-        assert torch.equal(ours, output(q, k, v, Span(0, length), Span(0, length), e, p))
-    elif processor == "none" and not e.overrides("contextual"):
+        assert torch.equal(ours, output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p))
+    elif processor == "none" and not e.overrides_hook("contextual"):
         total = length + spread
         qs, ks, vs = (x.new_zeros(*x.shape[:2], total, x.shape[3]) for x in (q, k, v))
         for long, short in ((qs, q), (ks, k), (vs, v)):
             long[:, :, drawn.values] = short
         present = torch.zeros(2, total, dtype=torch.bool)
         present[:, drawn.values] = True
-        every = Span(0, total)
-        exact = Eager()(Rows(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present))
+        every = PositionRange(0, total)
+        exact = EagerBackend()(
+            AttentionInputs(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present)
+        )
         assert_alike(ours, exact[:, :, drawn.values], TERMS, SUMS)
 
 
@@ -168,12 +178,12 @@ def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
-    span = Span(0, length, draw_positions(length, limit, seed=3))
+    span = PositionRange(0, length, sample_positions(length, limit, seed=3))
     results = []
-    for backend in (Eager(), Chunked(4)):
+    for backend in (EagerBackend(), ChunkedBackend(4)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         parameters = [*e.parameters(), *(p.parameters() if p is not None else ())]
-        out = backend(Rows(*inputs, span, span, e, p))
+        out = backend(AttentionInputs(*inputs, span, span, e, p))
         grads = torch.autograd.grad(out.square().sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
     for eager, chunked in zip(*results, strict=True):
@@ -185,13 +195,13 @@ def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str
     """What tensor parallelism rests on: a range of heads equals that range of the whole."""
     e, p = build(encoding, processor)
     q, k, _ = random_qkv(11)
-    span = Span(0, 11)
-    table = table_for(e, span, span)
+    span = PositionRange(0, 11)
+    table = compute_table(e, span, span)
     for some in (slice(0, 1), slice(1, 3)):
-        ours = logits(q, k, span, span, e, p, table=table, heads=some)
-        assert_alike(ours, logits(q, k, span, span, e, p, table=table)[:, some], TERMS, SUMS)
-        plain = logits(q[:, some], k[:, some], span, span, e, None, table=table, heads=some)
-        whole = logits(q, k, span, span, e, None, table=table)[:, some]
+        ours = attention_logits(q, k, span, span, e, p, table=table, heads=some)
+        assert_alike(ours, attention_logits(q, k, span, span, e, p, table=table)[:, some], TERMS, SUMS)
+        plain = attention_logits(q[:, some], k[:, some], span, span, e, None, table=table, heads=some)
+        whole = attention_logits(q, k, span, span, e, None, table=table)[:, some]
         assert_alike(plain, whole, TERMS, SUMS)
 
 
@@ -200,7 +210,7 @@ def test_32_times_the_training_length_is_finite(encoding: str, processor: str) -
     e, p = build(encoding, processor)
     length = 32 * SHAPE.train_length
     q, k, v = random_qkv(length, batch=1)
-    assert output(q, k, v, Span(0, length), Span(0, length), e, p).isfinite().all()
+    assert output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p).isfinite().all()
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -212,10 +222,10 @@ def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, proces
     q, k, v = random_qkv(length, dtype=torch.float64)
     seed = torch.randn_like(v)
     results = []
-    for backend in (Eager(), Chunked(11)):
+    for backend in (EagerBackend(), ChunkedBackend(11)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        span = Span(0, length)
-        out = backend(Rows(*inputs, query=span, key=span, encoding=e, processor=p))
+        span = PositionRange(0, length)
+        out = backend(AttentionInputs(*inputs, query=span, key=span, encoding=e, processor=p))
         parameters = [*e.parameters(), *(p.parameters() if p is not None else ())]
         grads = torch.autograd.grad((out * seed).sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
@@ -223,13 +233,13 @@ def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, proces
         assert_alike(eager, chunked, 2 * length * length, 2 * SUMS)  # the most that any gradient sums
 
 
-def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[Rows, Callable[[], Tensor]]:
+def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[AttentionInputs, Callable[[], Tensor]]:
     """Attention in bfloat16, and the same in float64 from the same numbers."""
-    span, qkv = Span(0, length), random_qkv(length, dtype=torch.bfloat16)
+    span, qkv = PositionRange(0, length), random_qkv(length, dtype=torch.bfloat16)
     e, p = (None if module is None else module.bfloat16() for module in build(encoding, processor))
     exact = [None if module is None else deepcopy(module).double() for module in (e, p)]
     wide = [x.double() for x in qkv]
-    return Rows(*qkv, span, span, e, p), lambda: Eager()(Rows(*wide, span, span, *exact))
+    return AttentionInputs(*qkv, span, span, e, p), lambda: EagerBackend()(AttentionInputs(*wide, span, span, *exact))
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -237,27 +247,27 @@ def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[Rows, Ca
 def test_bfloat16_errs_by_rounding_alone_in_both_backends(encoding: str, processor: str) -> None:
     """Its products' factors and results are rounded to it; bias, softmax and all sums are in float32 and more."""
     rows, exact = _bfloat16(encoding, processor)
-    found = {"eager": Eager()(rows), "chunked": Chunked(11)(rows)}
+    found = {"eager": EagerBackend()(rows), "chunked": ChunkedBackend(11)(rows)}
     assert_rounding_alone(found, lambda: dict.fromkeys(found, exact()), torch.bfloat16, stored=True)
 
 
-def _without_far_keys(rows: Rows) -> Tensor:
-    return Eager()(replace(rows, window=rows.key.length // 2))
+def _without_far_keys(rows: AttentionInputs) -> Tensor:
+    return EagerBackend()(replace(rows, window=rows.key.length // 2))
 
 
-def _with_distances_off_by_one(rows: Rows) -> Tensor:
-    table = table_for(rows.encoding, rows.query, rows.key)
-    return attention(rows, table._replace(bias=table.bias.roll(1, dims=-1)))
+def _with_distances_off_by_one(rows: AttentionInputs) -> Tensor:
+    table = compute_table(rows.encoding, rows.query, rows.key)
+    return attend_all(rows, table._replace(bias=table.bias.roll(1, dims=-1)))
 
 
-def _with_a_nan(rows: Rows) -> Tensor:
-    return Eager()(rows).index_fill(2, torch.tensor(5), torch.nan)
+def _with_a_nan(rows: AttentionInputs) -> Tensor:
+    return EagerBackend()(rows).index_fill(2, torch.tensor(5), torch.nan)
 
 
 @pytest.mark.parametrize("faulty", [_without_far_keys, _with_distances_off_by_one, _with_a_nan])
 @pytest.mark.parametrize("processor", ["none", "cdape"])
 @torch.no_grad()
-def test_a_fault_in_bfloat16_is_more_than_rounding(faulty: Callable[[Rows], Tensor], processor: str) -> None:
+def test_a_fault_in_bfloat16_is_more_than_rounding(faulty: Callable[[AttentionInputs], Tensor], processor: str) -> None:
     rows, exact = _bfloat16("kerple_log", processor)
     errors = excess({"output": faulty(rows)}, lambda: {"output": exact()}, torch.bfloat16, stored=True)
     assert errors["output"] > FACTOR
@@ -266,7 +276,7 @@ def test_a_fault_in_bfloat16_is_more_than_rounding(faulty: Callable[[Rows], Tens
 @pytest.mark.parametrize("name", TABLES)
 def test_a_half_precision_model_has_the_float32_bias_at_any_distance(name: str) -> None:
     e, _ = build(name, "none")
-    far = distances(65_537)[-3:]
+    far = arange_distances(65_537)[-3:]
     exact = e.table(far)
     for dtype in (torch.bfloat16, torch.float16):
         half, _ = build(name, "none")
@@ -284,10 +294,10 @@ def test_a_half_precision_model_has_the_float32_bias_at_any_distance(name: str) 
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in registry.encodings() if registry.encoding_class(name).overrides("dense")]
+    "name", [name for name in registry.list_encodings() if registry.load_encoding_class(name).overrides_hook("dense")]
 )
 def test_a_half_precision_model_has_the_float32_bias_where_it_is_no_table(name: str) -> None:
-    query, key = Span(65_534, 3), Span(0, 5)
+    query, key = PositionRange(65_534, 3), PositionRange(0, 5)
     for dtype in (torch.bfloat16, torch.float16):
         half, full = (build(name, "none")[0] for _ in range(2))
         half = half.to(dtype)
@@ -303,27 +313,27 @@ def test_a_half_precision_model_has_the_float32_bias_where_it_is_no_table(name: 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
 def test_float16_stays_finite_at_distance_65536(encoding: str, processor: str) -> None:
-    shape = Shape(2, 4, 8, 16, 16)
+    shape = AttentionDims(2, 4, 8, 16, 16)
     e, p = build(encoding, processor, shape)
     for parameter in e.parameters():  # the steepest bias that the bounds allow
         parameter.data.clamp_(min=2.0)
     e, p = e.half(), p.half() if p is not None else None
     q, k, v = random_qkv(65_537, shape, batch=1, dtype=torch.float16)
-    last = output(q[:, :, -1:], k, v, Span(65_536, 1), Span(0, 65_537), e, p)
+    last = output(q[:, :, -1:], k, v, PositionRange(65_536, 1), PositionRange(0, 65_537), e, p)
     assert last.isfinite().all()
 
 
 @pytest.mark.parametrize("name", LEARNED_TABLES)
 def test_gradients_are_finite_where_the_distance_is_zero(name: str) -> None:
     e, _ = build(name, "none")
-    terms = [term for term in e.table(distances(3)) if term is not None]
+    terms = [term for term in e.table(arange_distances(3)) if term is not None]
     for term in terms:
         term[:, 0].sum().backward(retain_graph=True)
     assert all(p.grad.isfinite().all() for p in e.parameters())
 
 
-@pytest.mark.parametrize("encoding", registry.encodings())
+@pytest.mark.parametrize("encoding", registry.list_encodings())
 def test_no_encoding_has_a_linear_layer_that_is_used_otherwise(encoding: str) -> None:
     """What replaces every nn.Linear by another layer (peft's `all-linear`, quantization) must find none here."""
-    built = registry.build_encoding(encoding, Shape(4, 8, 32, 16, 16))
+    built = registry.build_encoding(encoding, AttentionDims(4, 8, 32, 16, 16))
     assert not [module for module in built.modules() if isinstance(module, torch.nn.Linear)]

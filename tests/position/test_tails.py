@@ -8,8 +8,8 @@ import torch
 from position_methods import SHAPE, build
 
 from megatron.position import registry, tails
-from megatron.position.encoding import Encoding, Terms
-from megatron.position.shape import Shape
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.shape import AttentionDims
 
 HEADS = SHAPE.num_heads
 CONVERGING = {"alibi", "kerple_power", "kerple_bias_weight", "type1", "type2"}
@@ -17,10 +17,10 @@ BY_PARAMETERS = {"kerple_log", "kerple_log3"}
 """The others diverge."""
 
 
-@pytest.mark.parametrize("name", registry.encodings())
+@pytest.mark.parametrize("name", registry.list_encodings())
 def test_every_encoding_declares_the_end_of_each_head(name: str) -> None:
     encoding, _ = build(name, "none")
-    found = encoding.tails()
+    found = encoding.bias_tails()
     assert len(found) == HEADS
     if name in BY_PARAMETERS:
         decay = encoding.r1() * (encoding.r3() if name == "kerple_log3" else 1)
@@ -32,14 +32,14 @@ def test_every_encoding_declares_the_end_of_each_head(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(CONVERGING | BY_PARAMETERS))
 def test_a_declared_form_is_that_of_the_table(name: str) -> None:
     """The bias itself is minus the derivative of the integral that the form declares."""
-    shape = Shape(num_heads=8, head_dim=8, hidden_size=64, train_length=16, max_length=16)
+    shape = AttentionDims(num_heads=8, head_dim=8, hidden_size=64, train_length=16, max_length=16)
     encoding = registry.build_encoding(name, shape).double()
     with torch.no_grad():
         for place, parameter in enumerate(encoding.parameters()):
             parameter.copy_(torch.linspace((1.2, 0.3, 1.4, 0.5)[place], (2.5, 0.9, 1.9, 1.5)[place], 8))
     x, step = 900.0, 0.5
     bias = encoding.table(torch.tensor([x])).bias[:, 0].tolist()
-    for tail, expected in zip(encoding.tails(), bias, strict=True):
+    for tail, expected in zip(encoding.bias_tails(), bias, strict=True):
         assert tail.log_integral is not None
         assert tail.start < x
         near, far = tail.log_integral(x - step), tail.log_integral(x + step)
@@ -56,7 +56,7 @@ EXPONENTIALS = [(1.0, 1.0), (1 / 256, 1.0), (0.1, 0.5), (0.05, 0.3), (0.01, 1.9)
 @pytest.mark.parametrize("first", [200, 5_000])
 def test_bounds_of_powers_hold_the_sum(parameters: tuple[float, float, float], first: int) -> None:
     exponent, rate, inner = parameters
-    tail = tails.power(exponent, rate, inner)
+    tail = tails.power_tail(exponent, rate, inner)
     first = max(first, math.ceil(tail.start) + 1)
     if inner == 1:  # Hurwitz' zeta function
         exact = mpmath.mpf(rate) ** -exponent * mpmath.zeta(exponent, first + 1 / mpmath.mpf(rate))
@@ -69,9 +69,9 @@ def test_bounds_of_powers_hold_the_sum(parameters: tuple[float, float, float], f
 @pytest.mark.parametrize("first", [3, 40, 700])
 def test_bounds_of_exponentials_hold_the_sum(parameters: tuple[float, float], first: int) -> None:
     rate, exponent = parameters
-    tail = tails.exponential(rate, exponent)
+    tail = tails.exponential_tail(rate, exponent)
     if first - 0.5 < tail.start:
-        assert tail.log_rest(first) == (-math.inf, math.inf)
+        assert tail.log_remainder_bounds(first) == (-math.inf, math.inf)
         return
     exact = _sum(lambda t: mpmath.exp(-mpmath.mpf(rate) * mpmath.mpf(t) ** exponent), first)
     _holds(tail, first, exact, narrow=2 * rate * exponent * max(1.0, first ** (exponent - 1)))
@@ -80,7 +80,7 @@ def test_bounds_of_exponentials_hold_the_sum(parameters: tuple[float, float], fi
 @pytest.mark.parametrize("first", [2, 12, 300])
 def test_bounds_of_the_squared_logarithm_hold_the_sum(first: int) -> None:
     exact = _sum(lambda t: mpmath.exp(-(mpmath.log(t + 1) ** 2)), first)
-    _holds(tails.squared_logarithm(), first, exact, narrow=1.0)
+    _holds(tails.squared_log_tail(), first, exact, narrow=1.0)
 
 
 def _sum(term, first: int) -> mpmath.mpf:
@@ -93,42 +93,44 @@ def _sum(term, first: int) -> mpmath.mpf:
         return head + rest + term(stop) / 2 - slope / 12 + third / 720
 
 
-def _holds(tail: tails.Tail, first: int, exact: mpmath.mpf, narrow: float) -> None:
-    low, high = tail.log_rest(first)
+def _holds(tail: tails.SeriesTail, first: int, exact: mpmath.mpf, narrow: float) -> None:
+    low, high = tail.log_remainder_bounds(first)
     rounding = 1e-12 * max(1.0, abs(low))
     assert low - rounding <= mpmath.log(exact) <= high + rounding
     assert high - low < narrow
 
 
 def test_an_ended_series_has_no_rest() -> None:
-    assert tails.ended(8).log_rest(9) == (-math.inf, -math.inf)
+    assert tails.windowed_tail(8).log_remainder_bounds(9) == (-math.inf, -math.inf)
 
 
 def test_what_diverges_has_an_infinite_rest() -> None:
-    assert tails.power(1.0).log_rest(5) == (math.inf, math.inf)
+    assert tails.power_tail(1.0).log_remainder_bounds(5) == (math.inf, math.inf)
 
 
 class Undeclared(Encoding):
     """An encoding of somebody who does not know."""
 
-    def table(self, distances: torch.Tensor) -> Terms:
-        return Terms(bias=-distances.expand(self.shape.num_heads, -1))
+    def table(self, distances: torch.Tensor) -> ScoreTerms:
+        return ScoreTerms(bias=-distances.expand(self.dims.num_heads, -1))
 
 
 def test_a_bias_without_a_declaration_is_not_known() -> None:
-    assert [tail.converges for tail in Undeclared(SHAPE).tails()] == [None] * HEADS
-    assert Undeclared(SHAPE).tails()[0].log_rest(10) == (-math.inf, math.inf)
+    assert [tail.converges for tail in Undeclared(SHAPE).bias_tails()] == [None] * HEADS
+    assert Undeclared(SHAPE).bias_tails()[0].log_remainder_bounds(10) == (-math.inf, math.inf)
 
 
 def test_fire_never_falls_below_its_least_value() -> None:
     """At any row and any distance, found by a fine search of the bias itself."""
-    from megatron.position.shape import ALL_HEADS, Span
+    from megatron.position.shape import ALL_HEADS, PositionRange
 
     encoding, _ = build("fire", "none")
     with torch.no_grad():
         for row in (15, 4095):
-            bias = encoding.dense(Span(row, 1), Span(0, row + 1), torch.zeros(1), ALL_HEADS).bias[:, 0]
-            for tail, least in zip(encoding.tails(), bias.amin(-1).tolist(), strict=True):
+            bias = encoding.dense(PositionRange(row, 1), PositionRange(0, row + 1), torch.zeros(1), ALL_HEADS).bias[
+                :, 0
+            ]
+            for tail, least in zip(encoding.bias_tails(), bias.amin(-1).tolist(), strict=True):
                 value = float(tail.reason.split("stays at ")[1].rstrip(")"))
                 assert math.log(value) <= least + 0.01  # three digits are shown
 

@@ -15,7 +15,7 @@ TERMS, SUMS = sums_of_gpt(24, layers=2)
 
 def build_model(*args: Any, **choices: Any) -> GPT:
     """`megatron.model.build.build_model` for one process."""
-    return build.build_model(*args, processes=alone(), **choices)
+    return build.build_model(*args, groups=alone(), **choices)
 
 
 def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GPT:

@@ -42,7 +42,7 @@ def main() -> None:
             train_batch_size=2 * steps, num_gpus=2,
         )  # fmt: skip
         sums = {}
-        model = build_model(config.model, config.position, VOCABULARY, seed=1, processes=processes)
+        model = build_model(config.model, config.position, VOCABULARY, seed=1, groups=processes)
         parameters = model.num_parameters()
         engine = Engine(config, model, processes)
         model.train()

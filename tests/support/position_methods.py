@@ -7,16 +7,16 @@ import torch
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.scores import attend, logits, table_for
-from megatron.position.shape import Shape, Span
+from megatron.position.scores import attention_logits, compute_table, softmax_attend
+from megatron.position.shape import AttentionDims, PositionRange
 
-SHAPE = Shape(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
-ALL = list(product(registry.encodings(), ["none", *registry.processors()]))
-RELATIVE = [pair for pair in ALL if registry.encoding_class(pair[0]).relative]
-MAPPED = [pair for pair in ALL if not registry.encoding_class(pair[0]).overrides("embed")]
+SHAPE = AttentionDims(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
+ALL = list(product(registry.list_encodings(), ["none", *registry.list_processors()]))
+RELATIVE = [pair for pair in ALL if registry.load_encoding_class(pair[0]).relative]
+MAPPED = [pair for pair in ALL if not registry.load_encoding_class(pair[0]).overrides_hook("embed")]
 
 
-def build(encoding: str, processor: str, shape: Shape = SHAPE) -> tuple[Encoding, Processor | None]:
+def build(encoding: str, processor: str, shape: AttentionDims = SHAPE) -> tuple[Encoding, Processor | None]:
     """A fresh encoding and processor."""
     e = registry.build_encoding(encoding, shape)
     if processor == "none":
@@ -25,15 +25,24 @@ def build(encoding: str, processor: str, shape: Shape = SHAPE) -> tuple[Encoding
 
 
 def output(
-    q, k, v, query: Span, key: Span, encoding: Encoding, processor: Processor | None, window: int | None = None
+    q,
+    k,
+    v,
+    query: PositionRange,
+    key: PositionRange,
+    encoding: Encoding,
+    processor: Processor | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of some rows, straight from the contract."""
-    table = table_for(encoding, query, key)
+    table = compute_table(encoding, query, key)
     q, k = encoding.rotate(q, query), encoding.rotate(k, key)
-    return attend(logits(q, k, query, key, encoding, processor, table=table, window=window), v)
+    return softmax_attend(attention_logits(q, k, query, key, encoding, processor, table=table, window=window), v)
 
 
-def random_qkv(length: int, shape: Shape = SHAPE, batch: int = 2, dtype=torch.float32) -> tuple[torch.Tensor, ...]:
+def random_qkv(
+    length: int, shape: AttentionDims = SHAPE, batch: int = 2, dtype=torch.float32
+) -> tuple[torch.Tensor, ...]:
     """Queries, keys, values [B, H, T, d], scores of order one."""
     size = (3, batch, shape.num_heads, length, shape.head_dim)
     return tuple(torch.randn(size).to(dtype))

@@ -7,14 +7,14 @@ import torch
 from megatron.distributed.parameters import division
 from megatron.distributed.processes import Processes
 from megatron.model.build import build_model
-from megatron.options.model import MOST_LOGITS, ModelOptions, PositionOptions
+from megatron.options.model import MAX_LOGITS, ModelOptions, PositionOptions
 
 VOCABULARY = 30  # padded to 32: 16 for each rank
 LENGTH = 14
 
 
 def gradients(
-    processes: Processes, model: dict[str, Any], position: dict[str, Any], most_logits: int = MOST_LOGITS
+    processes: Processes, model: dict[str, Any], position: dict[str, Any], max_logits: int = MAX_LOGITS
 ) -> dict[str, Any]:
     """Losses, logits and gradients of a fresh model on fixed tokens."""
     options = ModelOptions(
@@ -29,8 +29,8 @@ def gradients(
             **model,
         }
     )
-    gpt = build_model(options, PositionOptions(**position), VOCABULARY, processes=processes, seed=11)
-    gpt.most_logits = most_logits
+    gpt = build_model(options, PositionOptions(**position), VOCABULARY, groups=processes, seed=11)
+    gpt.max_logits = max_logits
     generator = torch.Generator().manual_seed(3)
     x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator)
     with torch.no_grad():

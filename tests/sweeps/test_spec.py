@@ -8,7 +8,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.options.model import PositionOptions
-from megatron.position.registry import encodings, processors
+from megatron.position.registry import list_encodings, list_processors
 from megatron.sweeps.spec import read
 
 from .conftest import BASE, ROOT, Trainer, run, write
@@ -120,9 +120,9 @@ def test_the_zoo_has_every_encoding_alone_and_every_processor_at_the_quickstarts
     )  # fmt: skip
     positions = {member.variant: member.config.position for member in zoo.members}
     default = PositionOptions()
-    for name in encodings():
+    for name in list_encodings():
         assert positions[name] == default.replace(pos_emb=name)
-    assert {position.score_processor for position in positions.values()} == {"none", *processors()}
+    assert {position.score_processor for position in positions.values()} == {"none", *list_processors()}
     positional = {"save", "max_position_embeddings", *PositionOptions.model_fields}
     budgets = [
         {name: value for name, value in member.config.flat().items() if name not in positional}

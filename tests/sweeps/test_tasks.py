@@ -43,7 +43,7 @@ def test_work_counts_the_lengths_that_are_drawn(members) -> None:
     config = members.members[0].config
     assert exercise(config.data).lengths == (8, 10, 12)
     # Estimates leave the output layer out, all but a token of it.
-    model = build_model(config.model, config.position, 1, processes=alone(), device="meta")
+    model = build_model(config.model, config.position, 1, groups=alone(), device="meta")
     said: list[str] = []
     found = work(members, dict.fromkeys(members.members, 0), said.append)
     of_sequence = [length * model.flops_per_token(length) for length in (8, 10, 12)]

@@ -102,7 +102,7 @@ def test_inputs_are_the_same_numbers_as_new_leaves() -> None:
 
 def test_a_cpu_has_the_triton_peer_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU machine too: the backend would quietly compute CPU tensors in row blocks."""
-    monkeypatch.setattr("tools.kernel_peers.Triton.refuses", lambda *_: None)
+    monkeypatch.setattr("tools.kernel_peers.TritonBackend.unsupported_reason", lambda *_: None)
     for interpreted in (False, True):
         monkeypatch.setattr("tools.kernel_peers.interpreted", lambda here=interpreted: here)
         assert ("triton" in peers(PROBLEMS["biased_attention"])) == interpreted

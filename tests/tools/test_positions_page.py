@@ -11,7 +11,7 @@ import torch
 from matplotlib.image import imread
 
 from megatron.position import registry
-from megatron.position.encoding import Encoding, Terms
+from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ import draw_positions  # noqa: E402
 import make_positions  # noqa: E402
 import position_panels as panels  # noqa: E402
 
-METHODS = (*registry.encodings(), *registry.processors())
+METHODS = (*registry.list_encodings(), *registry.list_processors())
 FLOAT32 = 2.0**-23
 
 
@@ -51,7 +51,7 @@ def described(kind: str) -> dict[str, dict[str, str]]:
         }
         starts = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
         options = [
-            argument.arg for start in starts if "shape" in ast.unparse(start.args) for argument in start.args.kwonlyargs
+            argument.arg for start in starts if "dims" in ast.unparse(start.args) for argument in start.args.kwonlyargs
         ]
         found[path.stem] = said | {f"option {name}": f"`{name}`" for name in options if name != "has_bias"}
     return found
@@ -76,13 +76,15 @@ def test_page_has_what_the_files_say(page: str) -> None:
 
 
 def test_advice_names_its_source() -> None:
-    for record in registry.describe():
+    for record in registry.describe_methods():
         if not any(paper in record["advice"] for paper in ("DAPE V2", "KERPLE", "Exploring Transformer Extrapolation")):
             pytest.fail(record["name"])
 
 
 def test_meanings_are_of_options_that_exist() -> None:
-    options = {option for name in registry.processors() for option in registry.processor_class(name).options()}
+    options = {
+        option for name in registry.list_processors() for option in registry.load_processor_class(name).options()
+    }
     assert set(make_positions.OPTIONS_OF_PROCESSORS) <= options
 
 
@@ -194,16 +196,16 @@ class Everything(Encoding):
     source = "nobody 2000"
     advice = "Never (KERPLE)."
 
-    def embed(self, span, like):
-        return span.positions().to(like.dtype)[:, None].expand(-1, self.shape.hidden_size) + 1
+    def embed(self, positions, like):
+        return positions.positions().to(like.dtype)[:, None].expand(-1, self.dims.hidden_size) + 1
 
-    def rotate(self, x, span):
+    def rotate(self, x, positions):
         return -x
 
     def dense(self, query, key, like, heads):
         n = (query.positions()[:, None] - key.positions()[None, :]).clamp(min=0).float()
-        every = torch.arange(1.0, self.shape.num_heads + 1)[heads, None, None] * n
-        return Terms(bias=-every, weight=1 / (1 + every))
+        every = torch.arange(1.0, self.dims.num_heads + 1)[heads, None, None] * n
+        return ScoreTerms(bias=-every, weight=1 / (1 + every))
 
     def contextual(self, q, k, scores, query, key, heads):
         return 2 * scores
@@ -213,7 +215,7 @@ class Doubled(Processor):
     """Adds what is there once more."""
 
     formula = "2·(S + B)"
-    parameters_text = "none"
+    parameters_summary = "none"
     source = "nobody 2000"
     advice = "Never (KERPLE)."
 
@@ -227,10 +229,10 @@ class Doubled(Processor):
 def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = {"everything": Everything, "doubled": Doubled}
     for kind in ("encoding", "processor"):
-        find, known = getattr(registry, f"{kind}_class"), {"encoding": ["alibi"], "processor": ["cdape"]}[kind]
-        monkeypatch.setattr(registry, f"{kind}_class", lambda name, find=find: classes.get(name) or find(name))
+        find, known = getattr(registry, f"load_{kind}_class"), {"encoding": ["alibi"], "processor": ["cdape"]}[kind]
+        monkeypatch.setattr(registry, f"load_{kind}_class", lambda name, find=find: classes.get(name) or find(name))
         new = "everything" if kind == "encoding" else "doubled"
-        monkeypatch.setattr(registry, f"{kind}s", lambda names=(*known, new): list(names))
+        monkeypatch.setattr(registry, f"list_{kind}s", lambda names=(*known, new): list(names))
     page = make_positions.markdown()
     section = page.split("\n### everything\n")[1].split("\n### ")[0]
     assert "`embed`, adds to the embeddings; `rotate`, turns queries and keys; `dense`" in section

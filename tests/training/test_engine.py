@@ -19,7 +19,7 @@ from megatron.distributed.place import Place
 from megatron.distributed.processes import join
 from megatron.model.parameters import parameter_groups
 from megatron.position import registry
-from megatron.position.parameters import Bounded
+from megatron.position.parameters import BoundedParameter
 from megatron.training.engine import Engine, deepspeed_config
 from megatron.training.optimizer import BoundedAdamW
 from tools.rounding import apart, sums_of_gpt
@@ -27,9 +27,9 @@ from tools.rounding import apart, sums_of_gpt
 STAGES = (0, 1, 2, 3)
 BOUNDED = [
     name
-    for name in registry.encodings()
+    for name in registry.list_encodings()
     if any(
-        isinstance(module, Bounded) and not (math.isinf(module.low) and math.isinf(module.high))
+        isinstance(module, BoundedParameter) and not (math.isinf(module.low) and math.isinf(module.high))
         for module in registry.build_encoding(name, SHAPE).modules()
     )
 ]
@@ -137,8 +137,8 @@ def test_zero_3_gathers_the_output_layer_for_each_piece_of_the_loss() -> None:
     chosen = config(3, "fp32", eps=1e-2)
     losses, norms, _ = plain(chosen, 3, 1e-2, 1)
     engine = start(chosen)
-    engine.model.most_logits = 500
-    assert engine.model.most_logits < TOKENS[0, :, 1:].numel() * VOCABULARY / 2  # so there are pieces
+    engine.model.max_logits = 500
+    assert engine.model.max_logits < TOKENS[0, :, 1:].numel() * VOCABULARY / 2  # so there are pieces
     assert run(engine, 3, 1e-2, 1) == pytest.approx(losses, rel=apart(TERMS, SUMS))
     assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=apart(TERMS, 2 * SUMS))
     engine.close()
@@ -149,7 +149,7 @@ def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
     weights = masters(engine.deepspeed)
     beyond = on = 0
     for name, module in engine.model.named_modules():
-        if isinstance(module, Bounded):
+        if isinstance(module, BoundedParameter):
             value = weights[f"{name}.value"]
             low, high = (torch.tensor(bound, dtype=torch.float32) for bound in (module.low, module.high))
             assert value.dtype == torch.float32
@@ -165,8 +165,8 @@ class EveryBound(nn.Module):
         super().__init__()
         self.encodings = nn.ModuleList(registry.build_encoding(name, SHAPE) for name in BOUNDED)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, draw: None) -> torch.Tensor:
-        values = [module().float().sum() for module in self.modules() if isinstance(module, Bounded)]
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, position_seed: None) -> torch.Tensor:
+        values = [module().float().sum() for module in self.modules() if isinstance(module, BoundedParameter)]
         return torch.stack(values).sum().expand(labels.shape)
 
 
@@ -196,7 +196,7 @@ def test_float32_masters_stay_within_bounds(
     beyond, on = after_hard_pushes(chosen, EveryBound)
     assert beyond == 0
     assert on > 0  # to the bit: the projection, not the parameter's own clamp
-    monkeypatch.setattr(BoundedAdamW, "project", lambda self: None)
+    monkeypatch.setattr(BoundedAdamW, "clamp_masters", lambda self: None)
     assert after_hard_pushes(chosen, EveryBound)[0] > 0
 
 

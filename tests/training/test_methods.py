@@ -46,7 +46,7 @@ def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> No
 
 # Every encoding once, the processors taking turns, and every processor with a bias and without one, which decides how
 # many parameters it has.
-PAIRS = list(zip(registry.encodings(), cycle(["none", *registry.processors()]), strict=False))
+PAIRS = list(zip(registry.list_encodings(), cycle(["none", *registry.list_processors()]), strict=False))
 PAIRS = sorted({*PAIRS, *(pair for pair in ALL if pair[0] in ("kerple_log", "none"))})
 
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_goes_on_as_if_it_had_not_stopped(encoding, processor, corp
     assert all(torch.equal(weight, two[name]) for name, weight in loaded.named_parameters())
     x = torch.randint(0, 61, (1, 32 * LENGTH))
     with torch.no_grad():
-        if registry.build_encoding(encoding, loaded.position.shape).max_length is None:
+        if registry.build_encoding(encoding, loaded.position.dims).max_length is None:
             assert loaded(x).isfinite().all(), "32 times the training length"
         else:
             with pytest.raises(UserError, match=f"end at {LENGTH}.* length {32 * LENGTH} was given"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
-from megatron.position.parameters import Bounded, constant, uniform
+from megatron.position.parameters import BoundedParameter, init_constant, init_uniform
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from tools.rounding import apart
 
@@ -74,7 +74,7 @@ def test_no_step_happens_before_the_schedule_sets_a_rate() -> None:
 
 @pytest.mark.parametrize(("low", "high", "outward"), [(0.01, math.inf, 1.0), (0.0, 2.0, -1.0)])
 def test_a_parameter_at_its_bound_can_leave_it(low: float, high: float, outward: float) -> None:
-    module = Bounded((4,), uniform(0.5, 1.5), low, high)
+    module = BoundedParameter((4,), init_uniform(0.5, 1.5), low, high)
     optimizer = build_optimizer([{"params": [module.value], "weight_decay": 0.0, "low": low, "high": high}], OPTIONS)
     bound = low if outward > 0 else high
 
@@ -105,7 +105,7 @@ def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float,
 
 def test_the_parts_of_a_gradient_are_not_judged_one_by_one() -> None:
     """Two uses of a parameter at its bound, one pushing out and one pulling back harder: the step goes back."""
-    module = Bounded((1,), constant(0.01), low=0.01)
+    module = BoundedParameter((1,), init_constant(0.01), low=0.01)
     optimizer = BoundedAdamW([{"params": [module.value], "low": 0.01, "high": math.inf}], lr=0.1, weight_decay=0.0)
     (0.4 * module() - 0.5 * module()).sum().backward()
     torch.testing.assert_close(module.value.grad, torch.tensor([-0.1]))

@@ -46,7 +46,7 @@ def _remark(looked: Looked) -> str:
     position = looked.config.position
     if position.score_processor != "none":
         return f"The theorem speaks of the bias alone, not of what {position.score_processor} makes of it."
-    if any(type(each.encoding).overrides("contextual") for each in looked.encodings):
+    if any(type(each.encoding).overrides_hook("contextual") for each in looked.encodings):
         return "The theorem speaks of the bias alone, not of terms that depend on queries and keys."
     if position.randomized_positions is not None:
         return f"Distances are those of positions, drawn from {position.randomized_positions:,}."

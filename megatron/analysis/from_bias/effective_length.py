@@ -23,7 +23,7 @@ class EffectiveLength(Analysis):
         encoding = looked.encodings[0].encoding
         if not encoding.has_bias() and looked.window is None:
             raise NotApplicable("It adds no bias.")
-        if type(encoding).overrides("dense"):
+        if type(encoding).overrides_hook("dense"):
             raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
         found = [(each.name, effective_lengths(each.encoding, looked.window)) for each in looked.encodings]
         if all(length is None for _, heads in found for length in heads):

@@ -95,13 +95,13 @@ def _kernel(each: LayerEncoding, longest: int, train_length: int) -> Kernel:
     distances = distances.clamp(max=longest - 1).unique()
     terms = terms_at(encoding, distances, row=longest - 1)
     found = {which: values for which, values in terms._asdict().items() if values is not None}
-    if type(encoding).overrides("dense"):
+    if type(encoding).overrides_hook("dense"):
         found = {which: values[:, distances.long()] for which, values in found.items()}
-    heads = encoding.shape.num_heads
+    heads = encoding.dims.num_heads
     parameters = {
         name.removesuffix(".value"): value.double().tolist()
         for name, value in encoding.named_parameters()
-        if value.shape == (heads,) and type(encoding).overrides("table")
+        if value.shape == (heads,) and type(encoding).overrides_hook("table")
     }
     return Kernel(each.name, distances, found, parameters, train_length)
 

@@ -19,11 +19,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ...position.encoding import Encoding
 from ...position.processor import Processor
-from ...position.randomized import draw_positions
+from ...position.randomized import sample_positions
 from ...position.registry import build_encoding, build_processor
-from ...position.rows import Rows, attention_in_blocks
-from ...position.shape import Shape, Span
-from ...position.stretches import Stretch, attended, embedded, rotated, stretches
+from ...position.rows import AttentionInputs, attend_in_blocks
+from ...position.shape import AttentionDims, PositionRange
+from ...position.stretches import Segment, add_position_embeddings, attend_segments, build_segments, rotate_segments
 from .configuration_farfield import FarfieldConfig
 
 Activation = Callable[[Tensor], Tensor]
@@ -41,8 +41,8 @@ def norm(config: FarfieldConfig) -> nn.Module:
     return kind(config.hidden_size, eps=config.norm_epsilon)
 
 
-def shape_of(config: FarfieldConfig) -> Shape:
-    return Shape(
+def shape_of(config: FarfieldConfig) -> AttentionDims:
+    return AttentionDims(
         num_heads=config.num_attention_heads,
         head_dim=config.hidden_size // config.num_attention_heads,
         hidden_size=config.hidden_size,
@@ -76,32 +76,32 @@ class FarfieldAttention(nn.Module):
             options = config.score_processor_options
             self.processor = build_processor(config.score_processor, shape_of(config), options, has_bias=has_bias)
 
-    def forward(self, hidden: Tensor, parts: tuple[Stretch, ...], past: Cache | None) -> Tensor:
+    def forward(self, hidden: Tensor, parts: tuple[Segment, ...], past: Cache | None) -> Tensor:
         encoding = self._shared[0] if self.encoding is None else self.encoding
         # Of each group: its queries, then its key, then its value.
         grouped = self.qkv(hidden).unflatten(-1, (self.groups, self.queries_per_key + 2, self.dim))
         q = grouped[:, :, :, : self.queries_per_key].flatten(2, 3).transpose(1, 2)
         k, v = (grouped[:, :, :, index].transpose(1, 2) for index in (-2, -1))
-        q, k = (rotated(x, encoding, parts) for x in (q, k))
+        q, k = (rotate_segments(x, encoding, parts) for x in (q, k))
         if past is not None:
             k, v = past.update(k, v, self.layer)
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, part: Stretch) -> Tensor:
-            rows = Rows(
+        def attend(q: Tensor, k: Tensor, v: Tensor, part: Segment) -> Tensor:
+            rows = AttentionInputs(
                 q=q,
                 k=k,
                 v=v,
-                query=part.span,
-                key=Span(0, part.span.stop, part.span.drawn),
+                query=part.positions,
+                key=PositionRange(0, part.positions.stop, part.positions.sampled),
                 encoding=encoding,
                 processor=self.processor,
                 window=self.config.attention_window,
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
-            return attention_in_blocks(rows, self.config.attention_rows)
+            return attend_in_blocks(rows, self.config.attention_rows)
 
-        return self.out(attended(q, k, v, parts, attend).transpose(1, 2).flatten(2))
+        return self.out(attend_segments(q, k, v, parts, attend).transpose(1, 2).flatten(2))
 
 
 class FarfieldMLP(nn.Module):
@@ -134,7 +134,7 @@ class FarfieldLayer(GradientCheckpointingLayer):
         self.mlp_norm = None if config.tied_norm else norm(config)
         self.mlp = FarfieldMLP(config)
 
-    def forward(self, hidden: Tensor, parts: tuple[Stretch, ...], past: Cache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, parts: tuple[Segment, ...], past: Cache | None = None) -> Tensor:
         normed = self.attention_norm(hidden)
         after = hidden + self._dropped(self.attention(normed, parts, past))
         if self.mlp_norm is not None:
@@ -229,7 +229,7 @@ class FarfieldModel(FarfieldPreTrainedModel):
         parts = self._stretches(x, attention_mask, int(past), position_ids, cache_position)
         x = F.dropout(x, self.config.hidden_dropout, self.training)
         if self.position is not None:
-            x = embedded(x, self.position, parts)
+            x = add_position_embeddings(x, self.position, parts)
         states = []
         for layer in self.layers:
             states.append(x)
@@ -250,7 +250,7 @@ class FarfieldModel(FarfieldPreTrainedModel):
         past: int,
         position_ids: Tensor | None,
         cache_position: Tensor | None,
-    ) -> tuple[Stretch, ...]:
+    ) -> tuple[Segment, ...]:
         batch, length = x.shape[:2]
         mask = _mask(attention_mask, batch, past + length)
         columns = torch.arange(past, past + length, device=x.device)
@@ -266,8 +266,8 @@ class FarfieldModel(FarfieldPreTrainedModel):
                 raise ValueError("position_ids must be those that attention_mask implies: places from 0, in order")
         limit = self.config.randomized_positions
         if limit is None:
-            return stretches(length, mask, past)
-        return stretches(length, mask, past, lambda tokens: draw_positions(tokens, limit, tokens))
+            return build_segments(length, mask, past)
+        return build_segments(length, mask, past, lambda tokens: sample_positions(tokens, limit, tokens))
 
 
 class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):

@@ -10,38 +10,47 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.position.encoding import Encoding, Terms
-from megatron.position.processor import Processor, Share
-from megatron.position.rows import Rows, attention, attention_in_blocks
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.processor import BiasContribution, Processor
+from megatron.position.rows import AttentionInputs, attend_all, attend_in_blocks
 
 
-class Chunked:
-    """Blocks of `block` query rows.
+class ChunkedBackend:
+    """Blocks of `block_size` query rows.
 
     Args:
         recompute: whether the backward pass computes a block's maps again, instead of keeping them.
     """
 
-    def __init__(self, block: int, *, recompute: bool = True) -> None:
-        self.block, self.recompute = block, recompute
+    def __init__(self, block_size: int, *, recompute: bool = True) -> None:
+        self.block_size, self.recompute = block_size, recompute
 
-    def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
         return None
 
-    def __call__(self, rows: Rows) -> Tensor:
-        run = _recomputed if self.recompute and torch.is_grad_enabled() else attention
-        return attention_in_blocks(rows, self.block, run)
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        run = _attend_with_recompute if self.recompute and torch.is_grad_enabled() else attend_all
+        return attend_in_blocks(inputs, self.block_size, run)
 
 
-def _recomputed(rows: Rows, table: Terms | None, share: Share | None) -> Tensor:
+def _attend_with_recompute(
+    inputs: AttentionInputs, table: ScoreTerms | None, bias_contribution: BiasContribution | None
+) -> Tensor:
     # What `run` holds stays until the backward pass, even where the layer around it is recomputed. So it holds no
     # queries, keys and values: it is handed those, which the layer's recomputation brings back.
-    nothing = rows.q.new_empty(0)
-    others = replace(rows, q=nothing, k=nothing, v=nothing)
+    empty = inputs.q.new_empty(0)
+    others = replace(inputs, q=empty, k=empty, v=empty)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, table: Terms | None, share: Share | None) -> Tensor:
-        return attention(replace(others, q=q, k=k, v=v), table, share)
+    def run(q: Tensor, k: Tensor, v: Tensor, table: ScoreTerms | None, share: BiasContribution | None) -> Tensor:
+        return attend_all(replace(others, q=q, k=k, v=v), table, share)
 
     return checkpoint(
-        run, rows.q, rows.k, rows.v, table, share, use_reentrant=False, preserve_rng_state=rows.dropout > 0
+        run,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        table,
+        bias_contribution,
+        use_reentrant=False,
+        preserve_rng_state=inputs.dropout > 0,
     )

@@ -4,15 +4,15 @@ from torch import Tensor
 
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.rows import Rows, attention
-from megatron.position.scores import table_for
+from megatron.position.rows import AttentionInputs, attend_all
+from megatron.position.scores import compute_table
 
 
-class Eager:
+class EagerBackend:
     """All rows at once."""
 
-    def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
         return None
 
-    def __call__(self, rows: Rows) -> Tensor:
-        return attention(rows, table_for(rows.encoding, rows.query, rows.key, rows.q.device))
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        return attend_all(inputs, compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device))

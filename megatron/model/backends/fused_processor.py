@@ -5,68 +5,69 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron.position.encoding import Encoding
-from megatron.position.forms import Convolutions
+from megatron.position.forms import ConvolutionParameters
 from megatron.position.processor import Processor
-from megatron.position.rows import Rows
+from megatron.position.rows import AttentionInputs
 
 
-def refuses(
-    encoding: Encoding, processor: Processor, *, widest: int | None = None, most_taps: int | None = None
+def processor_unsupported_reason(
+    encoding: Encoding, processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
 ) -> str | None:
     """Why no kernel can compute the combination, or None.
 
     Args:
         encoding, processor: the combination.
-        widest, most_taps: the largest width and size of a convolution that a kernel takes, if it has such limits.
+        max_width, max_kernel_size: the largest width and size of a convolution that a kernel takes, if it has such
+            limits.
     """
-    if type(encoding).overrides("contextual"):
+    if type(encoding).overrides_hook("contextual"):
         return "it cannot add contextual terms"
-    if type(encoding).overrides("dense"):
+    if type(encoding).overrides_hook("dense"):
         return "it cannot compute a bias that is not a function of the distance"
-    convolutions = processor.form()
-    if not isinstance(convolutions, Convolutions):
+    convolutions = processor.kernel_parameters()
+    if not isinstance(convolutions, ConvolutionParameters):
         return "it cannot compute this processor"
-    width, *_, taps = convolutions.weight1.shape
-    if widest is not None and width > widest:
-        return f"its processors have a width of at most {widest}, not {width}"
-    if most_taps is not None and taps > most_taps:
-        return f"its kernels have a size of at most {most_taps}, not {taps}"
+    width, *_, kernel_size = convolutions.weight1.shape
+    if max_width is not None and width > max_width:
+        return f"its processors have a width of at most {max_width}, not {width}"
+    if max_kernel_size is not None and kernel_size > max_kernel_size:
+        return f"its kernels have a size of at most {max_kernel_size}, not {kernel_size}"
     return "it cannot multiply the scores before a processor" if encoding.has_weight() else None
 
 
-def left_out(rows: Rows) -> str | None:
+def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
     """Why no kernel can compute these rows of a combination that is not refused, or None."""
-    if rows.query.drawn is not None:
+    if inputs.query.sampled is not None:
         return "randomized positions"
-    if rows.key_mask is not None:
+    if inputs.key_mask is not None:
         return "padding"
-    if rows.dropout:
+    if inputs.dropout:
         return "attention_dropout with a score processor"
-    if rows.v.shape[1] != rows.q.shape[1] or rows.key.start > 0:
+    if inputs.v.shape[1] != inputs.q.shape[1] or inputs.key.start > 0:
         return "a score processor over divided heads"
     return None
 
 
-def attend(kernel: Callable[..., Tensor], rows: Rows, bias: Tensor | None) -> Tensor:
+def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs, bias: Tensor | None) -> Tensor:
     """A kernel's output for rows that are not left out.
 
     Args:
         kernel: `cdape_attention` of a device.
         bias: the encoding's table, float32 [H, N], or None.
     """
-    assert rows.processor is not None
-    convolutions = rows.processor.form()
-    assert isinstance(convolutions, Convolutions)
+    assert inputs.processor is not None
+    convolutions = inputs.processor.kernel_parameters()
+    assert isinstance(convolutions, ConvolutionParameters)
     return kernel(
-        rows.q,
-        rows.k,
-        rows.v,
+        inputs.q,
+        inputs.k,
+        inputs.v,
         bias,
         convolutions.weight1,
         convolutions.bias1,
         convolutions.weight2,
         convolutions.bias2,
-        offset=rows.query.start - rows.key.start,
-        window=rows.window,
+        offset=inputs.query.start - inputs.key.start,
+        window=inputs.window,
         residual_bias=convolutions.residual_bias,
     )

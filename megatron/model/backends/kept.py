@@ -1,7 +1,7 @@
 """How long score maps are kept for the backward pass. Neither torch nor pydantic, for whoever counts memory."""
 
-KEPT_UP_TO = 1024
+MAX_KEYS_KEPT = 1024
 """`auto` keeps training's score maps up to this many keys: faster than computing them again while they are small."""
 
-KEPT_ROWS = 128
+MIN_ROWS_KEPT = 128
 """Rows per block that is kept, at least, where no processor works on them: smaller ones cost more than they save."""

@@ -11,63 +11,63 @@ from torch import Tensor
 
 from kernels.cdape_attention import host
 from megatron.model.backends import fused_processor
-from megatron.model.backends.backend import Backend
-from megatron.position.encoding import Encoding, Terms
+from megatron.model.backends.backend import AttentionBackend
+from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.rows import Rows
-from megatron.position.scores import table_for
+from megatron.position.rows import AttentionInputs
+from megatron.position.scores import compute_table
 
 logger = logging.getLogger(__name__)
 
 
-class Native:
+class NativeBackend:
     """The C code of `kernels/cdape_attention`.
 
     Args:
-        rest: computes what it leaves out.
-        named: whether somebody asked for it, and is told what it leaves out.
+        fallback: computes what it leaves out.
+        is_requested: whether somebody asked for it, and is told what it leaves out.
     """
 
-    def __init__(self, rest: Backend, *, named: bool) -> None:
-        self.rest, self.named = rest, named
+    def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
+        self.fallback, self.is_requested = fallback, is_requested
 
-    def refuses(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        return self.cannot(encoding, processor) or host.unavailable()
+    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+        return self.unsupported_combination_reason(encoding, processor) or host.unavailable()
 
     @staticmethod
-    def cannot(encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_combination_reason(encoding: Encoding, processor: Processor | None) -> str | None:
         """Why it refuses, wherever the model will run."""
         if processor is None:
             return "it is for score processors"
-        return fused_processor.refuses(encoding, processor, most_taps=host.MOST_TAPS)
+        return fused_processor.processor_unsupported_reason(encoding, processor, max_kernel_size=host.MOST_TAPS)
 
-    def __call__(self, rows: Rows) -> Tensor:
-        why = _left_out(rows)
-        if why is not None:
-            if self.named:
-                _say(why)
-            return self.rest(rows)
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        reason = _fallback_reason(inputs)
+        if reason is not None:
+            if self.is_requested:
+                _warn_fallback(reason)
+            return self.fallback(inputs)
         if host.unavailable() is not None:
-            _say_unavailable()
-            return self.rest(rows)
-        table = table_for(rows.encoding, rows.query, rows.key, rows.q.device) or Terms()
-        return fused_processor.attend(host.cdape_attention, rows, table.bias)
+            _warn_unavailable()
+            return self.fallback(inputs)
+        table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
+        return fused_processor.run_processor_kernel(host.cdape_attention, inputs, table.bias)
 
 
-def _left_out(rows: Rows) -> str | None:
-    if rows.q.device.type != "cpu":
+def _fallback_reason(inputs: AttentionInputs) -> str | None:
+    if inputs.q.device.type != "cpu":
         return "a model on a GPU"
-    if rows.q.dtype != torch.float32:
-        return str(rows.q.dtype)
-    return fused_processor.left_out(rows)
+    if inputs.q.dtype != torch.float32:
+        return str(inputs.q.dtype)
+    return fused_processor.processor_fallback_reason(inputs)
 
 
 @cache
-def _say(why: str) -> None:
+def _warn_fallback(reason: str) -> None:
     """Once for each reason, not once for each layer and step."""
-    logger.warning("attention_backend native: %s is left to PyTorch's row blocks", why)
+    logger.warning("attention_backend native: %s is left to PyTorch's row blocks", reason)
 
 
 @cache
-def _say_unavailable() -> None:
+def _warn_unavailable() -> None:
     logger.warning("score processors take several times as long on this CPU as they could: %s", host.unavailable())

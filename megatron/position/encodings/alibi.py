@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..tails import Tail, exponential
+from ..encoding import Encoding, ScoreTerms
+from ..tails import SeriesTail, exponential_tail
 
 
 def slopes(num_heads: int) -> list[float]:
@@ -27,9 +27,9 @@ class Alibi(Encoding):
         "table 2 it is lower at twice that length (4.09, alibi 4.53) and higher at eight times (6.95, alibi 4.22)."
     )
 
-    def table(self, distances: Tensor) -> Terms:
-        m = torch.tensor(slopes(self.shape.num_heads), dtype=torch.float32, device=distances.device)
-        return Terms(bias=-m[:, None] * distances)
+    def table(self, distances: Tensor) -> ScoreTerms:
+        m = torch.tensor(slopes(self.dims.num_heads), dtype=torch.float32, device=distances.device)
+        return ScoreTerms(bias=-m[:, None] * distances)
 
-    def tails(self) -> list[Tail]:
-        return [exponential(m) for m in slopes(self.shape.num_heads)]
+    def bias_tails(self) -> list[SeriesTail]:
+        return [exponential_tail(m) for m in slopes(self.dims.num_heads)]

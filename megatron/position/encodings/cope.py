@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ..encoding import Encoding
-from ..parameters import Bounded
-from ..shape import Shape, Span, causal
+from ..parameters import BoundedParameter
+from ..shape import AttentionDims, PositionRange, causal_mask
 
 
 class Cope(Encoding):
     formula = "q_i·(k_j + e[p_ij])/√d, p_ij = min(Σ_{t=j}^{i} σ(q_i·k_t/√d), positions − 1), e interpolated"
-    parameters_text = "e [positions, d] = 0, one table for all heads"
+    parameters_summary = "e [positions, d] = 0, one table for all heads"
     takes_positions = False
     source = "CoPE: Golovneva et al. 2024, equations 2 to 5"
     advice = (
@@ -23,15 +23,17 @@ class Cope(Encoding):
         "DAPE V2, table 9)."
     )
 
-    def __init__(self, shape: Shape, *, positions: int = 64) -> None:
-        super().__init__(shape)
+    def __init__(self, dims: AttentionDims, *, positions: int = 64) -> None:
+        super().__init__(dims)
         if positions < 2:
             raise ValueError(f"option positions of cope is {positions}; it must be at least 2")
         self.positions = positions
-        self.vectors = Bounded((positions, shape.head_dim), nn.init.zeros_)
+        self.vectors = BoundedParameter((positions, dims.head_dim), nn.init.zeros_)
 
-    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor:
-        visible = causal(query, key, q.device)
+    def contextual(
+        self, q: Tensor, k: Tensor, scores: Tensor, query: PositionRange, key: PositionRange, heads: slice
+    ) -> Tensor:
+        visible = causal_mask(query, key, q.device)
         gates = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32))) * visible
         # From the right: the count for column j includes j itself and everything up to the query.
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)
@@ -42,5 +44,5 @@ class Cope(Encoding):
         low, high = terms.gather(-1, below), terms.gather(-1, below + 1)
         return (low + share * (high - low)).to(scores.dtype)
 
-    def contextual_flops(self, scores: float) -> float:
-        return 2.0 * self.shape.num_heads * self.shape.head_dim * self.positions  # q·e
+    def contextual_flops(self, num_keys: float) -> float:
+        return 2.0 * self.dims.num_heads * self.dims.head_dim * self.positions  # q·e

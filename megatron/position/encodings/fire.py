@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..encoding import Encoding, Terms
-from ..forms import Network
-from ..parameters import Bounded, constant, uniform
-from ..shape import Shape, Span
-from ..tails import Tail, level
+from ..encoding import Encoding, ScoreTerms
+from ..forms import FireParameters
+from ..parameters import BoundedParameter, init_constant, init_uniform
+from ..shape import AttentionDims, PositionRange
+from ..tails import SeriesTail, constant_tail
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_relu": F.leaky_relu}
 
 
 class Fire(Encoding):
     formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
-    parameters_text = "c = c_start ≥ 0.0001; multiplier = multiplier_start ≥ 0; MLP as torch.nn.Linear starts"
+    parameters_summary = "c = c_start ≥ 0.0001; multiplier = multiplier_start ≥ 0; MLP as torch.nn.Linear starts"
     source = (
         "FIRE: Li et al. 2023, equation 3; normaliser and start values of its released code. Its MLP has ReLU; inside "
         "CDAPE-FIRE, DAPE V2's released code has LeakyReLU with slope 0.01 (activation: leaky_relu)"
@@ -35,14 +35,14 @@ class Fire(Encoding):
 
     def __init__(
         self,
-        shape: Shape,
+        dims: AttentionDims,
         *,
         width: int = 32,
         activation: str = "relu",
         c_start: float = 0.1,
         multiplier_start: float = 1.0,
     ) -> None:
-        super().__init__(shape)
+        super().__init__(dims)
         if activation not in ACTIVATIONS:
             raise ValueError(f"option activation of fire is {activation!r}; choose from {', '.join(ACTIVATIONS)}")
         if width < 1:
@@ -52,21 +52,24 @@ class Fire(Encoding):
         if multiplier_start < 0:
             raise ValueError(f"option multiplier_start of fire is {multiplier_start}; it must not be negative")
         self.activation = activation
-        self.c = Bounded((1,), constant(c_start), low=1e-4)
-        self.multiplier = Bounded((1,), constant(multiplier_start), low=0.0)
+        self.c = BoundedParameter((1,), init_constant(c_start), low=1e-4)
+        self.multiplier = BoundedParameter((1,), init_constant(multiplier_start), low=0.0)
         bound = 1 / math.sqrt(width)
-        self.weight1, self.bias1 = Bounded((width, 1), uniform(-1, 1)), Bounded((width,), uniform(-1, 1))
-        self.weight2 = Bounded((shape.num_heads, width), uniform(-bound, bound))
-        self.bias2 = Bounded((shape.num_heads,), uniform(-bound, bound))
+        self.weight1, self.bias1 = (
+            BoundedParameter((width, 1), init_uniform(-1, 1)),
+            BoundedParameter((width,), init_uniform(-1, 1)),
+        )
+        self.weight2 = BoundedParameter((dims.num_heads, width), init_uniform(-bound, bound))
+        self.bias2 = BoundedParameter((dims.num_heads,), init_uniform(-bound, bound))
 
-    def form(self) -> Network | None:
+    def kernel_parameters(self) -> FireParameters | None:
         return self._network() if self.activation == "relu" else None  # as the kernel has it
 
-    def _network(self) -> Network:
+    def _network(self) -> FireParameters:
         layers = (self.weight1(), self.bias1(), self.weight2(), self.bias2())
-        return Network(self.c(), self.multiplier(), *layers, half_length=self.shape.train_length / 2)
+        return FireParameters(self.c(), self.multiplier(), *layers, half_length=self.dims.train_length / 2)
 
-    def dense(self, query: Span, key: Span, like: Tensor, heads: slice) -> Terms:
+    def dense(self, query: PositionRange, key: PositionRange, like: Tensor, heads: slice) -> ScoreTerms:
         c, multiplier, weight1, bias1, weight2, bias2, half_length = self._network()
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)
@@ -74,9 +77,9 @@ class Fire(Encoding):
         normaliser = torch.maximum(multiplier * half_length, i)
         x = torch.log1p(c * n) / (torch.log1p(c * normaliser) + 1e-6)[:, None]  # [R, C]
         hidden = ACTIVATIONS[self.activation](F.linear(x[..., None], weight1, bias1))
-        return Terms(bias=F.linear(hidden, weight2[heads], bias2[heads]).permute(2, 0, 1))
+        return ScoreTerms(bias=F.linear(hidden, weight2[heads], bias2[heads]).permute(2, 0, 1))
 
-    def tails(self) -> list[Tail]:
+    def bias_tails(self) -> list[SeriesTail]:
         # f is linear between the places where a hidden unit bends, so its least value on [0, 1] is at one of these or
         # at an end.
         _, _, weight1, bias1, weight2, bias2, _ = self._network()
@@ -87,4 +90,4 @@ class Fire(Encoding):
         why = (
             "the bias depends on i: it is f of a number in [0, 1] whatever the distance, and f has a least value there"
         )
-        return [level(math.exp(value), why) for value in lowest.tolist()]
+        return [constant_tail(math.exp(value), why) for value in lowest.tolist()]

@@ -3,23 +3,23 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..parameters import per_head
-from ..shape import Shape
+from ..encoding import Encoding, ScoreTerms
+from ..parameters import build_per_head_parameter
+from ..shape import AttentionDims
 
 
 class GaussianWeight1(Encoding):
     formula = "q·k/√d·exp(−r1·n²)"
-    parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01"
+    parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01"
     source = "KERPLE: Chi et al. 2022, appendix A.3, 1-para-wht"
     advice = (
         "For comparison: perplexity grows slowly with length but is high from the start (33.8 at 512 tokens, where "
         "kerple_log has 23.9, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
 
-    def __init__(self, shape: Shape, *, r1_below: float = 1.0) -> None:
-        super().__init__(shape)
-        self.r1 = per_head("r1_below", shape.num_heads, r1_below)
+    def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0) -> None:
+        super().__init__(dims)
+        self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
 
-    def table(self, distances: Tensor) -> Terms:
-        return Terms(weight=torch.exp(-self.r1()[:, None] * distances.square()))
+    def table(self, distances: Tensor) -> ScoreTerms:
+        return ScoreTerms(weight=torch.exp(-self.r1()[:, None] * distances.square()))

@@ -3,25 +3,27 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..parameters import per_head
-from ..powers import power
-from ..shape import Shape
+from ..encoding import Encoding, ScoreTerms
+from ..parameters import build_per_head_parameter
+from ..powers import pow_with_finite_gradient
+from ..shape import AttentionDims
 
 
 class GaussianWeight2(Encoding):
     formula = "q·k/√d·exp(−r1·n^r2)"
-    parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
+    parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, appendix A.3, 2-para-wht"
     advice = (
         "The best of KERPLE's Gaussian kernels: it extrapolates (perplexity 24.8 at 512 tokens, 23.2 at 8,192), not as "
         "well as kerple_log (23.9 and 21.3, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
 
-    def __init__(self, shape: Shape, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
-        super().__init__(shape)
-        self.r1 = per_head("r1_below", shape.num_heads, r1_below)
-        self.r2 = per_head("r2_below", shape.num_heads, r2_below, high=2.0)
+    def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
+        super().__init__(dims)
+        self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
+        self.r2 = build_per_head_parameter("r2_below", dims.num_heads, r2_below, high=2.0)
 
-    def table(self, distances: Tensor) -> Terms:
-        return Terms(weight=torch.exp(-self.r1()[:, None] * power(distances, self.r2()[:, None])))
+    def table(self, distances: Tensor) -> ScoreTerms:
+        return ScoreTerms(
+            weight=torch.exp(-self.r1()[:, None] * pow_with_finite_gradient(distances, self.r2()[:, None]))
+        )

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..tails import Tail, power
+from ..encoding import Encoding, ScoreTerms
+from ..tails import SeriesTail, power_tail
 
 
 class Inverse(Encoding):
@@ -15,9 +15,9 @@ class Inverse(Encoding):
         "tokens, 58.5 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, table 6)."
     )
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         bias = -torch.log1p(distances)
-        return Terms(bias=bias.expand(self.shape.num_heads, -1))
+        return ScoreTerms(bias=bias.expand(self.dims.num_heads, -1))
 
-    def tails(self) -> list[Tail]:
-        return [power(1.0)] * self.shape.num_heads
+    def bias_tails(self) -> list[SeriesTail]:
+        return [power_tail(1.0)] * self.dims.num_heads

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..tails import Tail
+from ..encoding import Encoding, ScoreTerms
+from ..tails import SeriesTail
 
 
 class InverseNLogN(Encoding):
@@ -16,10 +16,10 @@ class InverseNLogN(Encoding):
         "table 6)."
     )
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         bias = -torch.log((distances + 2) * torch.log(distances + 2))
-        return Terms(bias=bias.expand(self.shape.num_heads, -1))
+        return ScoreTerms(bias=bias.expand(self.dims.num_heads, -1))
 
-    def tails(self) -> list[Tail]:
-        tail = Tail(False, "b = 1/((n + 2)·ln(n + 2)), whose sum to n grows as ln ln n, without end")
-        return [tail] * self.shape.num_heads
+    def bias_tails(self) -> list[SeriesTail]:
+        tail = SeriesTail(False, "b = 1/((n + 2)·ln(n + 2)), whose sum to n grows as ln ln n, without end")
+        return [tail] * self.dims.num_heads

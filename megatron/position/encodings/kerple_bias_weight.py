@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..parameters import per_head
-from ..powers import power
-from ..shape import Shape
-from ..tails import Tail, exponential
+from ..encoding import Encoding, ScoreTerms
+from ..parameters import build_per_head_parameter
+from ..powers import pow_with_finite_gradient
+from ..shape import AttentionDims
+from ..tails import SeriesTail, exponential_tail
 
 
 class KerpleBiasWeight(Encoding):
     formula = "q·k/√d·exp(−r3·n^r4) − r1·n^r2"
-    parameters_text = "r1, r3 [H] ~ U(0, r*_below) ≥ 0.01; r2, r4 [H] ~ U(0, r*_below) in [0.01, 2]"
+    parameters_summary = "r1, r3 [H] ~ U(0, r*_below) ≥ 0.01; r2, r4 [H] ~ U(0, r*_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, section 5.3, bias+wht"
     advice = (
         "For comparison: more parameters and lower speed than kerple_log without an advantage in extrapolation "
@@ -21,24 +21,24 @@ class KerpleBiasWeight(Encoding):
 
     def __init__(
         self,
-        shape: Shape,
+        dims: AttentionDims,
         *,
         r1_below: float = 1.0,
         r2_below: float = 2.0,
         r3_below: float = 1.0,
         r4_below: float = 2.0,
     ) -> None:
-        super().__init__(shape)
-        self.r1 = per_head("r1_below", shape.num_heads, r1_below)
-        self.r2 = per_head("r2_below", shape.num_heads, r2_below, high=2.0)
-        self.r3 = per_head("r3_below", shape.num_heads, r3_below)
-        self.r4 = per_head("r4_below", shape.num_heads, r4_below, high=2.0)
+        super().__init__(dims)
+        self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
+        self.r2 = build_per_head_parameter("r2_below", dims.num_heads, r2_below, high=2.0)
+        self.r3 = build_per_head_parameter("r3_below", dims.num_heads, r3_below)
+        self.r4 = build_per_head_parameter("r4_below", dims.num_heads, r4_below, high=2.0)
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         r1, r2, r3, r4 = (r()[:, None] for r in (self.r1, self.r2, self.r3, self.r4))
-        weight = torch.exp(-r3 * power(distances, r4))
-        return Terms(bias=-r1 * power(distances, r2), weight=weight)
+        weight = torch.exp(-r3 * pow_with_finite_gradient(distances, r4))
+        return ScoreTerms(bias=-r1 * pow_with_finite_gradient(distances, r2), weight=weight)
 
-    def tails(self) -> list[Tail]:
+    def bias_tails(self) -> list[SeriesTail]:
         # The weight is at most 1: scores stay bounded, which is all that the theorem asks of them.
-        return [exponential(r1, r2) for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]
+        return [exponential_tail(r1, r2) for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]

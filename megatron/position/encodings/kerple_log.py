@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..parameters import per_head
-from ..shape import Shape
-from ..tails import Tail, power
+from ..encoding import Encoding, ScoreTerms
+from ..parameters import build_per_head_parameter
+from ..shape import AttentionDims
+from ..tails import SeriesTail, power_tail
 
 
 class KerpleLog(Encoding):
     formula = "−r1·log(1 + r2·n)"
-    parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01"
+    parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01"
     source = "KERPLE: Chi et al. 2022, section 4, logarithmic variant; start values of its released code"
     advice = (
         "The one to take if you do not know which: good in almost all settings and easy to train, with few parameters "
@@ -20,14 +20,16 @@ class KerpleLog(Encoding):
         "perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2), and with cdape it falls."
     )
 
-    def __init__(self, shape: Shape, *, r1_below: float = 2.0, r2_below: float = 1.0) -> None:
-        super().__init__(shape)
-        self.r1 = per_head("r1_below", shape.num_heads, r1_below)
-        self.r2 = per_head("r2_below", shape.num_heads, r2_below)
+    def __init__(self, dims: AttentionDims, *, r1_below: float = 2.0, r2_below: float = 1.0) -> None:
+        super().__init__(dims)
+        self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
+        self.r2 = build_per_head_parameter("r2_below", dims.num_heads, r2_below)
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         r1, r2 = self.r1()[:, None], self.r2()[:, None]
-        return Terms(bias=-r1 * torch.log1p(r2 * distances))
+        return ScoreTerms(bias=-r1 * torch.log1p(r2 * distances))
 
-    def tails(self) -> list[Tail]:
-        return [power(r1, r2, called="r1") for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]
+    def bias_tails(self) -> list[SeriesTail]:
+        return [
+            power_tail(r1, r2, decay_name="r1") for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)
+        ]

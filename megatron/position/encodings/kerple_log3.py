@@ -3,35 +3,39 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..parameters import Bounded, constant, per_head
-from ..powers import power
-from ..shape import Shape
-from ..tails import Tail
-from ..tails import power as power_tail
+from ..encoding import Encoding, ScoreTerms
+from ..parameters import BoundedParameter, build_per_head_parameter, init_constant
+from ..powers import pow_with_finite_gradient
+from ..shape import AttentionDims
+from ..tails import SeriesTail
+from ..tails import power_tail as power_tail
 
 
 class KerpleLog3(Encoding):
     formula = "−r1·log(1 + r2·n^r3)"
-    parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01; r3 [H] = r3_start in [0.01, 2]"
+    parameters_summary = (
+        "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01; r3 [H] = r3_start in [0.01, 2]"
+    )
     source = "KERPLE: Chi et al. 2022, section 5.3, 3-para-log"
     advice = (
         "For comparison: its perplexity is slightly lower than kerple_log's and its speed is lower too, so there is no "
         "clear advantage (KERPLE, sections 4 and 5.3)."
     )
 
-    def __init__(self, shape: Shape, *, r1_below: float = 2.0, r2_below: float = 1.0, r3_start: float = 1.0) -> None:
-        super().__init__(shape)
-        self.r1 = per_head("r1_below", shape.num_heads, r1_below)
-        self.r2 = per_head("r2_below", shape.num_heads, r2_below)
+    def __init__(
+        self, dims: AttentionDims, *, r1_below: float = 2.0, r2_below: float = 1.0, r3_start: float = 1.0
+    ) -> None:
+        super().__init__(dims)
+        self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
+        self.r2 = build_per_head_parameter("r2_below", dims.num_heads, r2_below)
         if not 1e-2 <= r3_start <= 2:
             raise ValueError(f"option r3_start is {r3_start}; it must be in [0.01, 2]")
-        self.r3 = Bounded((shape.num_heads,), constant(r3_start), low=1e-2, high=2.0)
+        self.r3 = BoundedParameter((dims.num_heads,), init_constant(r3_start), low=1e-2, high=2.0)
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         r1, r2, r3 = (r()[:, None] for r in (self.r1, self.r2, self.r3))
-        return Terms(bias=-r1 * torch.log1p(r2 * power(distances, r3)))
+        return ScoreTerms(bias=-r1 * torch.log1p(r2 * pow_with_finite_gradient(distances, r3)))
 
-    def tails(self) -> list[Tail]:
+    def bias_tails(self) -> list[SeriesTail]:
         parameters = zip(*(r().tolist() for r in (self.r1, self.r2, self.r3)), strict=True)
-        return [power_tail(*each, called="r1·r3") for each in parameters]
+        return [power_tail(*each, decay_name="r1·r3") for each in parameters]

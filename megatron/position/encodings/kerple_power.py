@@ -2,16 +2,16 @@
 
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..parameters import per_head
-from ..powers import power
-from ..shape import Shape
-from ..tails import Tail, exponential
+from ..encoding import Encoding, ScoreTerms
+from ..parameters import build_per_head_parameter
+from ..powers import pow_with_finite_gradient
+from ..shape import AttentionDims
+from ..tails import SeriesTail, exponential_tail
 
 
 class KerplePower(Encoding):
     formula = "−r1·n^r2"
-    parameters_text = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
+    parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, section 4, power variant; start values of its released code"
     advice = (
         "For comparison: kerple_log is faster and has the lower perplexity at all lengths (KERPLE, section 5.2). The "
@@ -19,13 +19,13 @@ class KerplePower(Encoding):
         "(KERPLE, section 5.4)."
     )
 
-    def __init__(self, shape: Shape, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
-        super().__init__(shape)
-        self.r1 = per_head("r1_below", shape.num_heads, r1_below)
-        self.r2 = per_head("r2_below", shape.num_heads, r2_below, high=2.0)
+    def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
+        super().__init__(dims)
+        self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
+        self.r2 = build_per_head_parameter("r2_below", dims.num_heads, r2_below, high=2.0)
 
-    def table(self, distances: Tensor) -> Terms:
-        return Terms(bias=-self.r1()[:, None] * power(distances, self.r2()[:, None]))
+    def table(self, distances: Tensor) -> ScoreTerms:
+        return ScoreTerms(bias=-self.r1()[:, None] * pow_with_finite_gradient(distances, self.r2()[:, None]))
 
-    def tails(self) -> list[Tail]:
-        return [exponential(r1, r2) for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]
+    def bias_tails(self) -> list[SeriesTail]:
+        return [exponential_tail(r1, r2) for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]

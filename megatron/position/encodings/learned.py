@@ -4,15 +4,15 @@ import torch
 from torch import Tensor, nn
 
 from ..encoding import Encoding
-from ..parameters import normal
-from ..shape import Shape, Span
+from ..parameters import init_normal
+from ..shape import AttentionDims, PositionRange
 
 
 class Vectors(nn.Embedding):
     """A table of vectors that starts from N(0, std²)."""
 
     def __init__(self, rows: int, width: int, std: float) -> None:
-        self.start = normal(std)  # the base class's constructor calls `reset_parameters`
+        self.start = init_normal(std)  # the base class's constructor calls `reset_parameters`
         super().__init__(rows, width)
 
     def reset_parameters(self) -> None:
@@ -23,7 +23,7 @@ class Vectors(nn.Embedding):
 
 class Learned(Encoding):
     formula = "x_i + p_i, p a learned table"
-    parameters_text = "p [max_position_embeddings, D] ~ N(0, std²)"
+    parameters_summary = "p [max_position_embeddings, D] ~ N(0, std²)"
     source = "GPT-2: Radford et al. 2019"
     advice = (
         "For models that never read past the training length; it refuses what is longer than its table. Absolute "
@@ -31,15 +31,15 @@ class Learned(Encoding):
     )
     relative = False
 
-    def __init__(self, shape: Shape, *, std: float = 0.02) -> None:
-        super().__init__(shape)
-        self.max_length = shape.max_length
-        self.vectors = Vectors(shape.max_length, shape.hidden_size, std)
+    def __init__(self, dims: AttentionDims, *, std: float = 0.02) -> None:
+        super().__init__(dims)
+        self.max_length = dims.max_length
+        self.vectors = Vectors(dims.max_length, dims.hidden_size, std)
 
-    def embed(self, span: Span, like: Tensor) -> Tensor:
-        if span.bound > self.shape.max_length:
-            what = f"a sequence of length {span.stop} was given"
-            if span.drawn is not None:
-                what = f"positions are drawn from {span.bound} (randomized_positions)"
-            raise ValueError(f"learned positions end at {self.shape.max_length} (max_position_embeddings), but {what}")
-        return self.vectors(span.positions(like.device)).to(like.dtype)
+    def embed(self, positions: PositionRange, like: Tensor) -> Tensor:
+        if positions.position_limit > self.dims.max_length:
+            what = f"a sequence of length {positions.stop} was given"
+            if positions.sampled is not None:
+                what = f"positions are drawn from {positions.position_limit} (randomized_positions)"
+            raise ValueError(f"learned positions end at {self.dims.max_length} (max_position_embeddings), but {what}")
+        return self.vectors(positions.positions(like.device)).to(like.dtype)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..angles import frequencies
+from ..angles import rotary_frequencies
 from ..encoding import Encoding
 from ..rotary_scaling import RotaryScaling
-from ..shape import Shape, Span, at_least_float32
+from ..shape import AttentionDims, PositionRange, promote_to_float32
 
 
 class Rotary(Encoding):
@@ -23,7 +23,7 @@ class Rotary(Encoding):
 
     def __init__(
         self,
-        shape: Shape,
+        dims: AttentionDims,
         *,
         fraction: float = 1.0,
         base: float = 10000.0,
@@ -36,16 +36,16 @@ class Rotary(Encoding):
         beta_slow: float | None = None,
         attention_factor: float | None = None,
     ) -> None:
-        super().__init__(shape)
+        super().__init__(dims)
         if not 0 < fraction <= 1:
             raise ValueError(f"option fraction of rotary is {fraction}; it must be in (0, 1]")
         if base <= 1:
             raise ValueError(f"option base of rotary is {base}; it must be greater than 1")
         self.base = base
-        self.rotated = int(shape.head_dim * fraction)
+        self.rotated = int(dims.head_dim * fraction)
         if self.rotated < 2 or self.rotated % 2:
             raise ValueError(
-                f"rotary turns {self.rotated} of {shape.head_dim} dimensions (fraction {fraction}); "
+                f"rotary turns {self.rotated} of {dims.head_dim} dimensions (fraction {fraction}); "
                 "that must be an even number"
             )
 
@@ -55,13 +55,13 @@ class Rotary(Encoding):
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
         """Radians per token of each pair, float64 [r/2]."""
-        return self.scaling.frequencies(frequencies(self.rotated // 2, self.base, device), self.base)
+        return self.scaling.frequencies(rotary_frequencies(self.rotated // 2, self.base, device), self.base)
 
-    def rotate(self, x: Tensor, span: Span) -> Tensor:
+    def rotate(self, x: Tensor, positions: PositionRange) -> Tensor:
         half = self.rotated // 2
         # In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
-        angle = span.positions(x.device).double()[:, None] * self.frequencies(x.device)
-        first, second = at_least_float32(x[..., :half]), at_least_float32(x[..., half : self.rotated])
+        angle = positions.positions(x.device).double()[:, None] * self.frequencies(x.device)
+        first, second = promote_to_float32(x[..., :half]), promote_to_float32(x[..., half : self.rotated])
         cos, sin = ((self.scaling.amplitude * turn).to(first.dtype) for turn in (angle.cos(), angle.sin()))  # [T, r/2]
         turned = [torch.addcmul(first * cos, second, -sin), torch.addcmul(second * cos, first, sin)]
         result = torch.cat(turned, dim=-1).to(x.dtype)

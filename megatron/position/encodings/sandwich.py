@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..shape import Shape
-from ..tails import Tail
+from ..encoding import Encoding, ScoreTerms
+from ..shape import AttentionDims
+from ..tails import SeriesTail
 
 
 class Sandwich(Encoding):
@@ -18,30 +18,30 @@ class Sandwich(Encoding):
         "kerple_log and type1 (Exploring Transformer Extrapolation, tables 4 and 5)."
     )
 
-    def __init__(self, shape: Shape, *, dimension: int = 128, base: float = 10000.0) -> None:
-        super().__init__(shape)
+    def __init__(self, dims: AttentionDims, *, dimension: int = 128, base: float = 10000.0) -> None:
+        super().__init__(dims)
         if dimension < 2 or dimension % 2:
             raise ValueError(f"option dimension of sandwich is {dimension}; it must be even and at least 2")
         if base <= 1:
             raise ValueError(f"option base of sandwich is {base}; it must be greater than 1")
         self.dimension, self.base = dimension, base
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         half = self.dimension // 2
         j = torch.arange(1, half + 1, dtype=torch.float64, device=distances.device)
         angle = distances.double()[:, None] / self.base ** (2 * j / self.dimension)
         total = (angle.cos().sum(-1) - half).to(distances.dtype)  # float64 until here: the sum cancels at small n
-        h = torch.arange(1, self.shape.num_heads + 1, device=distances.device)
-        return Terms(bias=(self.shape.num_heads / (8.0 * h))[:, None] * total)
+        h = torch.arange(1, self.dims.num_heads + 1, device=distances.device)
+        return ScoreTerms(bias=(self.dims.num_heads / (8.0 * h))[:, None] * total)
 
-    def tails(self) -> list[Tail]:
+    def bias_tails(self) -> list[SeriesTail]:
         # A sum of cosines is almost periodic. Their mean over n is 0 (no frequency is a multiple of 2π), so that of the
         # bias is −k·m/2, and by Jensen's inequality that of b at least the exponential of it.
-        return [self._tail(self.shape.num_heads / (8 * h)) for h in range(1, self.shape.num_heads + 1)]
+        return [self._tail(self.dims.num_heads / (8 * h)) for h in range(1, self.dims.num_heads + 1)]
 
-    def _tail(self, k: float) -> Tail:
+    def _tail(self, k: float) -> SeriesTail:
         least = -k * self.dimension / 2 / math.log(10)
-        return Tail(
+        return SeriesTail(
             False,
             "a sum of cosines is almost periodic, so b comes back near 1 again and again, and its mean over n is at "
             f"least exp(−k·m/2) = 10^{least:.1f} with k = {k:.4g} (the published proof of convergence fails)",

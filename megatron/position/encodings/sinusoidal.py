@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ..angles import sinusoids
+from ..angles import sinusoidal_embeddings
 from ..encoding import Encoding
-from ..shape import Shape, Span
+from ..shape import AttentionDims, PositionRange
 
 
 class Sinusoidal(Encoding):
@@ -16,13 +16,13 @@ class Sinusoidal(Encoding):
     )
     relative = False
 
-    def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
-        super().__init__(shape)
-        if shape.hidden_size % 2:
-            raise ValueError(f"sinusoidal positions need an even hidden_size, not {shape.hidden_size}")
+    def __init__(self, dims: AttentionDims, *, base: float = 10000.0) -> None:
+        super().__init__(dims)
+        if dims.hidden_size % 2:
+            raise ValueError(f"sinusoidal positions need an even hidden_size, not {dims.hidden_size}")
         if base <= 1:
             raise ValueError(f"option base of sinusoidal is {base}; it must be greater than 1")
         self.base = base
 
-    def embed(self, span: Span, like: Tensor) -> Tensor:
-        return sinusoids(span.positions(like.device), self.shape.hidden_size, self.base, like.dtype)
+    def embed(self, positions: PositionRange, like: Tensor) -> Tensor:
+        return sinusoidal_embeddings(positions.positions(like.device), self.dims.hidden_size, self.base, like.dtype)

@@ -5,17 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..parameters import Bounded, normal
-from ..shape import Shape
-from ..tails import Tail, level
+from ..encoding import Encoding, ScoreTerms
+from ..parameters import BoundedParameter, init_normal
+from ..shape import AttentionDims
+from ..tails import SeriesTail, constant_tail
 
 
 class T5(Encoding):
     formula = (
         "b[bucket(n)]; bucket = n below e = num_buckets/2, then e + ⌊log(n/e)/log(max_distance/e)·e⌋, at most 2e − 1"
     )
-    parameters_text = "b [num_buckets, H] ~ N(0, std²)"
+    parameters_summary = "b [num_buckets, H] ~ N(0, std²)"
     source = "Raffel et al. 2020 (causal buckets of the released code; KERPLE's section 4 prints them without “e +”)"
     advice = (
         "Lowest in KERPLE's table 3 up to two or four times the training length, behind kerple_log further out. "
@@ -23,8 +23,10 @@ class T5(Encoding):
         "(KERPLE, appendix A.4)."
     )
 
-    def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128, std: float = 0.02) -> None:
-        super().__init__(shape)
+    def __init__(
+        self, dims: AttentionDims, *, num_buckets: int = 32, max_distance: int = 128, std: float = 0.02
+    ) -> None:
+        super().__init__(dims)
         if num_buckets < 2 or num_buckets % 2:
             raise ValueError(f"option num_buckets of t5 is {num_buckets}; it must be even and at least 2")
         if max_distance <= num_buckets // 2:
@@ -32,7 +34,7 @@ class T5(Encoding):
                 f"option max_distance of t5 is {max_distance}; it must exceed num_buckets/2 = {num_buckets // 2}"
             )
         self.num_buckets, self.max_distance = num_buckets, max_distance
-        self.bias = Bounded((num_buckets, shape.num_heads), normal(std))
+        self.bias = BoundedParameter((num_buckets, dims.num_heads), init_normal(std))
 
     def buckets(self, distances: Tensor) -> Tensor:
         """Bucket int64 [N] of each distance [N]."""
@@ -41,9 +43,9 @@ class T5(Encoding):
         far = exact + (log * exact).long()
         return torch.where(distances < exact, distances.long(), far.clamp(max=self.num_buckets - 1))
 
-    def table(self, distances: Tensor) -> Terms:
-        return Terms(bias=self.bias()[self.buckets(distances)].t())
+    def table(self, distances: Tensor) -> ScoreTerms:
+        return ScoreTerms(bias=self.bias()[self.buckets(distances)].t())
 
-    def tails(self) -> list[Tail]:
+    def bias_tails(self) -> list[SeriesTail]:
         why = f"all distances from about {self.max_distance} on share the last bucket"
-        return [level(math.exp(last), why) for last in self.bias()[-1].tolist()]
+        return [constant_tail(math.exp(last), why) for last in self.bias()[-1].tolist()]

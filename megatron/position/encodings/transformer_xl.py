@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..angles import sinusoids
+from ..angles import sinusoidal_embeddings
 from ..encoding import Encoding
-from ..parameters import Bounded, normal
-from ..shape import Shape, Span, distance_count
+from ..parameters import BoundedParameter, init_normal
+from ..shape import AttentionDims, PositionRange, count_distances
 
 
 class Projection(nn.Module):
@@ -23,7 +23,7 @@ class Projection(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, std: float) -> None:
         super().__init__()
-        self.start = normal(std)
+        self.start = init_normal(std)
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.reset_parameters()
 
@@ -41,23 +41,23 @@ class Projection(nn.Module):
 
 class TransformerXL(Encoding):
     formula = "((q_i + u)·k_j + (q_i + v)·W_R R_n)/√d, R_n = [sin(n/base^(2m/D)); cos(n/base^(2m/D))]"
-    parameters_text = "u, v [H, d] ~ N(0, std²); W_R [H·d, D] ~ N(0, std²)"
+    parameters_summary = "u, v [H, d] ~ N(0, std²); W_R [H·d, D] ~ N(0, std²)"
     source = "Transformer-XL: Dai et al. 2019, section 3.3"
     advice = (
         "For comparison with other encodings that look at the context: at 64 times the training length its perplexity "
         "is 41.1, that of cope 90.7 and that of dape on kerple_log 25.0 (DAPE V2, table 9)."
     )
 
-    def __init__(self, shape: Shape, *, base: float = 10000.0, std: float = 0.02) -> None:
-        super().__init__(shape)
-        if shape.hidden_size % 2:
-            raise ValueError(f"transformer_xl needs an even hidden_size, not {shape.hidden_size}")
+    def __init__(self, dims: AttentionDims, *, base: float = 10000.0, std: float = 0.02) -> None:
+        super().__init__(dims)
+        if dims.hidden_size % 2:
+            raise ValueError(f"transformer_xl needs an even hidden_size, not {dims.hidden_size}")
         if base <= 1:
             raise ValueError(f"option base of transformer_xl is {base}; it must be greater than 1")
         self.base = base
-        self.u = Bounded((shape.num_heads, shape.head_dim), normal(std))
-        self.v = Bounded((shape.num_heads, shape.head_dim), normal(std))
-        self.project = Projection(shape.hidden_size, shape.num_heads * shape.head_dim, std)
+        self.u = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
+        self.v = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
+        self.project = Projection(dims.hidden_size, dims.num_heads * dims.head_dim, std)
         self._table: Tensor | None = None
 
     def _sinusoids(self, count: int, like: Tensor) -> Tensor:
@@ -67,25 +67,27 @@ class TransformerXL(Encoding):
         if table is None or len(table) < count or table.dtype != like.dtype or table.device != like.device:
             with torch.inference_mode(False):  # also for a training step after an evaluation
                 places = torch.arange(1 << (count - 1).bit_length(), device=like.device)
-                table = self._table = sinusoids(places, self.shape.hidden_size, self.base, like.dtype)
+                table = self._table = sinusoidal_embeddings(places, self.dims.hidden_size, self.base, like.dtype)
         return table[:count]
 
     def _by_distance(self, q: Tensor, count: int, heads: slice) -> Tensor:
         """q·W_R R_n of queries [B, h, R, d] for n < count: [B, h, R, count]. Few rows are projected to the sinusoids'
         space instead of all sinusoids to theirs."""
-        rows, dim, width = q.shape[0] * q.shape[2], self.shape.head_dim, self.shape.hidden_size
+        rows, dim, width = q.shape[0] * q.shape[2], self.dims.head_dim, self.dims.hidden_size
         table = self._sinusoids(count, q)
         if rows * width * (dim + count) < count * dim * (width + rows):
             return torch.matmul(self.project(q, heads), table.t())
-        projected = self.project(table).view(-1, self.shape.num_heads, dim).permute(1, 2, 0)[heads]  # [h, d, N]
+        projected = self.project(table).view(-1, self.dims.num_heads, dim).permute(1, 2, 0)[heads]  # [h, d, N]
         return torch.matmul(q, projected)
 
-    def contextual(self, q: Tensor, k: Tensor, scores: Tensor, query: Span, key: Span, heads: slice) -> Tensor:
+    def contextual(
+        self, q: Tensor, k: Tensor, scores: Tensor, query: PositionRange, key: PositionRange, heads: slice
+    ) -> Tensor:
         u, v = (p()[heads].to(q.dtype)[:, None] for p in (self.u, self.v))
-        by_distance = self._by_distance(q + v, distance_count(query, key), heads)
+        by_distance = self._by_distance(q + v, count_distances(query, key), heads)
         distance = query.positions(q.device)[:, None] - key.positions(q.device)[None, :]
         index = distance.clamp_(min=0).expand(*by_distance.shape[:3], -1)
-        return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * self.shape.head_dim**-0.5
+        return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * self.dims.head_dim**-0.5
 
-    def contextual_flops(self, scores: float) -> float:
-        return 2.0 * self.shape.num_heads * self.shape.head_dim * scores  # (q + v)·W_R R; u·k is linear in T
+    def contextual_flops(self, num_keys: float) -> float:
+        return 2.0 * self.dims.num_heads * self.dims.head_dim * num_keys  # (q + v)·W_R R; u·k is linear in T

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, Terms
-from ..tails import Tail, squared_logarithm
+from ..encoding import Encoding, ScoreTerms
+from ..tails import SeriesTail, squared_log_tail
 
 
 class Type2(Encoding):
@@ -15,9 +15,9 @@ class Type2(Encoding):
         "Transformer Extrapolation, section 3.4, tables 4 and 5)."
     )
 
-    def table(self, distances: Tensor) -> Terms:
+    def table(self, distances: Tensor) -> ScoreTerms:
         bias = -torch.log1p(distances).square()
-        return Terms(bias=bias.expand(self.shape.num_heads, -1))
+        return ScoreTerms(bias=bias.expand(self.dims.num_heads, -1))
 
-    def tails(self) -> list[Tail]:
-        return [squared_logarithm()] * self.shape.num_heads
+    def bias_tails(self) -> list[SeriesTail]:
+        return [squared_log_tail()] * self.dims.num_heads

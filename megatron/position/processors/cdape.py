@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..forms import Convolutions
-from ..processor import Processor, Share
-from ..shape import ALL_HEADS, Shape, Span, at_least_float32, causal
+from ..forms import ConvolutionParameters
+from ..processor import BiasContribution, Processor
+from ..shape import ALL_HEADS, AttentionDims, PositionRange, causal_mask, promote_to_float32
 from ..toeplitz import toeplitz
 
-EVERY = slice(None)
+ALL_CHANNELS = slice(None)
 
 
-def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_saturating(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in a type; what is too large for float16 stays finite there (−r1·n² passes its 65,504 at n = 256, and an
     infinite bias would be NaN after the convolutions). The other types reach as far as float32."""
     if dtype == torch.float16:
@@ -33,8 +33,8 @@ def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _activated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return F.leaky_relu(_saturated(x, dtype), inplace=True)
+def _activate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.leaky_relu(_cast_saturating(x, dtype), inplace=True)
 
 
 class KeyConvolution(nn.Module):
@@ -65,7 +65,7 @@ class KeyConvolution(nn.Module):
                 nn.init.zeros_(self.bias)
 
     def forward(
-        self, x: Tensor | None, inputs: slice = EVERY, outputs: slice = EVERY, constant: bool = True
+        self, x: Tensor | None, inputs: slice = ALL_CHANNELS, outputs: slice = ALL_CHANNELS, constant: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Some of the input channels [B, inputs, R, C] → their part of some of the outputs [B, outputs, R, C].
 
@@ -83,7 +83,9 @@ class KeyConvolution(nn.Module):
 
 class Cdape(Processor):
     formula = "S + B + Conv2(LeakyReLU(Conv1(tril([S, B])))), kernels 1×k along keys"
-    parameters_text = "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], as torch.nn.Conv2d starts them; per layer"
+    parameters_summary = (
+        "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], as torch.nn.Conv2d starts them; per layer"
+    )
     source = "DAPE V2, equation 5 and appendix N; residual_bias: false is equation 2"
     advice = (
         "On kerple_log the best of DAPE V2 within and beyond the training length (section 4.1); it improves rotary "
@@ -93,7 +95,7 @@ class Cdape(Processor):
 
     def __init__(
         self,
-        shape: Shape,
+        dims: AttentionDims,
         *,
         has_bias: bool,
         width: int = 32,
@@ -101,15 +103,15 @@ class Cdape(Processor):
         residual_bias: bool = True,
         zero_init: bool = False,
     ) -> None:
-        super().__init__(shape, has_bias=has_bias)
+        super().__init__(dims, has_bias=has_bias)
         name = type(self).__name__.lower()
         if width < 1:
             raise ValueError(f"option width of {name} is {width}; it must be at least 1")
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"option kernel_size of {name} is {kernel_size}; it must be odd: 1, 3, 5, 7 …")
         self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
-        self.reach = kernel_size // 2  # hidden values there are not zero, although what they see is
-        heads = shape.num_heads
+        self.left_context = kernel_size // 2  # hidden values there are not zero, although what they see is
+        heads = dims.num_heads
         self.scores, self.biases = slice(0, heads), slice(heads, 2 * heads)  # Conv1's input channels
         self.hidden = KeyConvolution(2 * heads if has_bias else heads, width, kernel_size)
         # With zero_init the processor starts as the identity, so a trained model keeps its loss.
@@ -118,25 +120,25 @@ class Cdape(Processor):
     def has_effect(self) -> bool:
         return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)
 
-    def form(self) -> Convolutions:
+    def kernel_parameters(self) -> ConvolutionParameters:
         (weight1, bias1), (weight2, bias2) = self.hidden(None), self.output(None)
-        return Convolutions(weight1, bias1, weight2, bias2, self.residual_bias)
+        return ConvolutionParameters(weight1, bias1, weight2, bias2, self.residual_bias)
 
-    def share(self, table: Tensor) -> Share | None:
+    def bias_contribution(self, table: Tensor) -> BiasContribution | None:
         # The bias half of Conv1, its constant included, is a function of n wherever no tap falls off the left edge: a
         # row's key axis read backwards is the table's axis of distances, and the triangle's zeros are those at n < 0.
         table = table.to(torch.promote_types(table.dtype, self.hidden.weight.dtype))
-        backwards = F.pad(table.flip(-1), (0, self.reach))
-        by_distance = self.hidden(backwards[None, :, None], self.biases)[0, :, 0].flip(-1)
-        rows, strip = Span(0, table.shape[-1]), Span(0, 2 * self.reach)
-        seen = toeplitz(table, rows, strip).masked_fill(~causal(rows, strip, table.device), 0)
+        flipped_table = F.pad(table.flip(-1), (0, self.left_context))
+        by_distance = self.hidden(flipped_table[None, :, None], self.biases)[0, :, 0].flip(-1)
+        rows, strip = PositionRange(0, table.shape[-1]), PositionRange(0, 2 * self.left_context)
+        visible_bias = toeplitz(table, rows, strip).masked_fill(~causal_mask(rows, strip, table.device), 0)
         # Without reach the strip has no columns, and neither has the edge.
         edge = (
-            self.hidden(seen[None], self.biases)[0, ..., : self.reach]
-            if self.reach
+            self.hidden(visible_bias[None], self.biases)[0, ..., : self.left_context]
+            if self.left_context
             else by_distance[:, :, None][..., :0]
         )
-        return Share(by_distance, edge)
+        return BiasContribution(by_distance, edge)
 
     def forward(
         self,
@@ -144,23 +146,23 @@ class Cdape(Processor):
         bias: Tensor | None,
         visible: Tensor,
         heads: slice = ALL_HEADS,
-        share: Tensor | None = None,
+        bias_contribution: Tensor | None = None,
     ) -> Tensor:
-        columns, extension = scores.shape[-1], (0, self.reach)
+        columns, extension = scores.shape[-1], (0, self.left_context)
         hidden = self.hidden(F.pad(scores.masked_fill(~visible, 0), extension), self.scores, constant=bias is None)
         if bias is None:
-            hidden = _activated(hidden, scores.dtype)
+            hidden = _activate(hidden, scores.dtype)
         else:
-            if share is None:
-                seen = _saturated(bias, scores.dtype).masked_fill(~visible, 0)
-                share = self.hidden(F.pad(seen, extension), self.biases)
+            if bias_contribution is None:
+                visible_bias = _cast_saturating(bias, scores.dtype).masked_fill(~visible, 0)
+                bias_contribution = self.hidden(F.pad(visible_bias, extension), self.biases)
             # Channels last in shape too: the gradient's sum over the batch is slow otherwise.
-            both = hidden.movedim(1, -1) + _saturated(share, scores.dtype).movedim(-3, -1)
-            hidden = _activated(both, scores.dtype).movedim(-1, 1)
-        processed = _saturated(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
-        result = at_least_float32(scores[:, heads]) + at_least_float32(processed)
+            both = hidden.movedim(1, -1) + _cast_saturating(bias_contribution, scores.dtype).movedim(-3, -1)
+            hidden = _activate(both, scores.dtype).movedim(-1, 1)
+        processed = _cast_saturating(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
+        result = promote_to_float32(scores[:, heads]) + promote_to_float32(processed)
         return result.add_(bias[heads]) if bias is not None and self.residual_bias else result
 
     def flops_per_score(self) -> float:
         # The bias half of Conv1 is computed once per batch and not counted.
-        return 4.0 * self.kernel_size * self.shape.num_heads * self.width
+        return 4.0 * self.kernel_size * self.dims.num_heads * self.width

@@ -1,12 +1,12 @@
 """DAPE: a two-layer perceptron over the heads' scores and biases, entry by entry; CDAPE with a kernel of size 1."""
 
-from ..shape import Shape
+from ..shape import AttentionDims
 from .cdape import Cdape
 
 
 class Dape(Cdape):
     formula = "S + B + MLP([S, B]) over heads, LeakyReLU"
-    parameters_text = "[W, 2H] + [W], [H, W] + [H], as torch.nn.Conv2d starts them; per layer"
+    parameters_summary = "[W, 2H] + [W], [H, W] + [H], as torch.nn.Conv2d starts them; per layer"
     source = "DAPE: Zheng et al. 2024; DAPE V2 equations 2 and 3"
     advice = (
         "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; makes rotary worse "
@@ -14,10 +14,16 @@ class Dape(Cdape):
     )
 
     def __init__(
-        self, shape: Shape, *, has_bias: bool, width: int = 32, residual_bias: bool = True, zero_init: bool = False
+        self,
+        dims: AttentionDims,
+        *,
+        has_bias: bool,
+        width: int = 32,
+        residual_bias: bool = True,
+        zero_init: bool = False,
     ) -> None:
         super().__init__(
-            shape,
+            dims,
             has_bias=has_bias,
             width=width,
             kernel_size=1,

@@ -6,15 +6,15 @@ import torch
 from kernels.cdape_attention.cases import SATURATED, SMALL, Case
 from kernels.cdape_attention.reference import reference
 from megatron.position.processors.cdape import Cdape
-from megatron.position.scores import attend
-from megatron.position.shape import Shape, Span, causal
+from megatron.position.scores import softmax_attend
+from megatron.position.shape import AttentionDims, PositionRange, causal_mask
 from megatron.position.toeplitz import toeplitz
 
 
 def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tensor:
     """Output of megatron's Cdape and attend."""
     q, k, v, bias, w1, b1, w2, b2 = inputs
-    shape = Shape(case.heads, case.dim, case.heads * case.dim, 64, 64)
+    shape = AttentionDims(case.heads, case.dim, case.heads * case.dim, 64, 64)
     processor = Cdape(
         shape,
         has_bias=case.has_bias,
@@ -24,11 +24,11 @@ def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tens
     )
     state = {"hidden.weight": w1, "hidden.bias": b1, "output.weight": w2, "output.bias": b2}
     processor.to(q.dtype).load_state_dict(state)
-    query, key = Span(case.offset, case.rows), Span(0, case.columns)
-    visible = causal(query, key, window=case.window)[None, None]
+    query, key = PositionRange(case.offset, case.rows), PositionRange(0, case.columns)
+    visible = causal_mask(query, key, window=case.window)[None, None]
     spread = None if bias is None else toeplitz(bias, query, key)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return attend(processor(scores, spread, visible).masked_fill(~visible, float("-inf")), v)
+    return softmax_attend(processor(scores, spread, visible).masked_fill(~visible, float("-inf")), v)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
