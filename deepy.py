@@ -309,7 +309,7 @@ def plan(
     from dataclasses import replace
 
     from megatron.distributed.gpus import named
-    from megatron.planning.plan import plan as make_plan
+    from megatron.planning.plan import make_plan as make_plan
     from megatron.planning.step_time import Cluster
 
     chosen = named(gpu)
@@ -319,12 +319,12 @@ def plan(
     if as_json:
         import json
 
-        print(json.dumps(made.as_json(most), indent=2))
+        print(json.dumps(made.to_dict(most), indent=2))
         return
     from megatron.launch.console import PlainConsole
-    from megatron.planning.show import show
+    from megatron.planning.print_plan import print_plan
 
-    show(made, PlainConsole(highlight=False), most)
+    print_plan(made, PlainConsole(highlight=False), most)
 
 
 @command("docs/data.md")
@@ -425,7 +425,7 @@ def import_(
 
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
-    from megatron.importing.run import import_model
+    from megatron.conversion.import_model import import_model
     from megatron.meter import AnnounceWait
     from megatron.quantities import count
 
@@ -437,7 +437,7 @@ def import_(
     _note(notes)
     model = made.config.model
     print(
-        f"{run}: {count(made.parameters)} parameters, {model.num_layers} layers of width {model.hidden_size}, "
+        f"{run}: {count(made.num_parameters)} parameters, {model.num_layers} layers of width {model.hidden_size}, "
         f"{made.config.position.pos_emb}, training length {model.seq_length:,}, tokenizer {made.tokenizer}"
     )
 
@@ -753,9 +753,9 @@ def report(
       ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
     """
     from megatron.launch.console import PlainConsole
-    from megatron.reports.together import together
+    from megatron.reports.combine import combine_results
 
-    together(results, PlainConsole(highlight=False), output=output, against=against, delta=delta, title=title)
+    combine_results(results, PlainConsole(highlight=False), output=output, against=against, delta=delta, title=title)
 
 
 @command("docs/export.md")
@@ -787,9 +787,9 @@ def export(
 
     The last needs nothing but transformers, also in programs that know its models only.
     """
-    from megatron.export.run import export as write
+    from megatron.conversion.export_model import export_model as write
 
-    write(run, folder, native=native, dtype=dtype, shard=shard, license=license, overwrite=overwrite)
+    write(run, folder, native=native, dtype=dtype, max_shard_size=shard, license=license, overwrite=overwrite)
 
 
 @command("docs/training.md")

@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from position_panels import Curves, Map, Panel
 
 from megatron.position import registry
-from megatron.reports.plots import COLOURS, DASHES
+from megatron.reports.plots import COLORS, DASHES
 
 FOLDER = Path("docs/images/positions")
 LOWEST = -20.0
@@ -53,7 +53,7 @@ def png(shown: list[Panel]) -> bytes:
 
 def _curves(figure: Figure, axes: Axes, panel: Curves) -> None:
     for index, (label, values) in enumerate(panel.lines.items()):
-        colour, dash = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
+        colour, dash = COLORS[index % len(COLORS)], DASHES[index % len(DASHES)]
         style = {"color": colour, "linestyle": dash, "label": label, "linewidth": 1.4}
         axes.plot(np.arange(len(values)), values.double().numpy(), **style)
     if panel.logarithmic:

@@ -23,7 +23,7 @@ from tools.arguments import Parser, output_file, tell_interrupts_in_a_line  # no
 if __name__ == "__main__":
     tell_interrupts_in_a_line()
 
-from megatron.export.run import export  # noqa: E402
+from megatron.conversion.export_model import export_model  # noqa: E402
 from tools.export_cases import FAR, LENGTH, LENGTHS, Case, methods, places, shapes, tolerance, write_case  # noqa: E402
 
 READER = ROOT / "tools" / "export_reader.py"
@@ -38,7 +38,7 @@ def differences(cases: Sequence[Case], folder: Path, python: str = sys.executabl
     written = []
     for number, case in enumerate(cases):
         place = folder / f"case_{number}"
-        export(write_case(case, place), place / place.name, say=lambda line: None)
+        export_model(write_case(case, place), place / place.name, log=lambda line: None)
         written.append(str(place))
     copy = folder / "reader.py"  # beside nothing of this project
     copy.write_text(READER.read_text(encoding="utf-8"), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Writes the table of docs/parallel.md: how many A100s each model needs with each overlay of configs/cluster.
 
-`make docs` runs it. The numbers are estimates of `megatron.planning.memory`, which needs no GPU.
+`make docs` runs it. The numbers are estimates of `megatron.planning.memory_estimate`, which needs no GPU.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from megatron.config.load import load
 from megatron.config.ranks import mesh_sizes
 from megatron.distributed.devices import Machine
 from megatron.errors import UserError
-from megatron.planning.memory import Memory, memory
+from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.training.preflight import preflight
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 GPT2_VOCABULARY = 50257
 
 
-def estimates(model: str, overlay: str) -> Iterator[tuple[int, Memory]]:
+def estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
     """The numbers of GPUs that the layout divides, with what each of them needs."""
     config = load([model, METHOD, overlay, "local_setup"]).config
     for gpus in COUNTS:
@@ -33,7 +33,7 @@ def estimates(model: str, overlay: str) -> Iterator[tuple[int, Memory]]:
             settled = preflight(config, Machine(gpus=gpus, cores=gpus)).config
         except UserError:
             continue
-        yield gpus, memory(settled, mesh_sizes(settled, gpus), GPT2_VOCABULARY)
+        yield gpus, estimate_memory(settled, mesh_sizes(settled, gpus), GPT2_VOCABULARY)
 
 
 def table() -> str:

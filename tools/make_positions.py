@@ -107,7 +107,7 @@ Counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layer
 ADDING = """\
 ## Add a method
 
-1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `Encoding`: the hooks it needs (most need
+1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `EncodingCost`: the hooks it needs (most need
    only `table`), and `formula`, `parameters_summary`, `source` and `advice`. Options are keyword arguments of the
    constructor, with defaults; learned scalars are `BoundedParameter`; `bias_tails` says how a bias ends. A processor is
    the same in `processors/`.

@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from megatron.reports.plots import COLOURS
+from megatron.reports.plots import COLORS
 
 GREY = "0.45"
 EMPTY = "0.93"
@@ -73,7 +73,7 @@ def legend(figure: Figure, axes: Axes, narrow: bool, columns: int | None = None)
 def shades(count: int, distinct: bool) -> list[Any]:
     """Colours for heads: those of the reports, told apart easily, or an even scale from dark to light."""
     if distinct:
-        return list(COLOURS[:count])
+        return list(COLORS[:count])
     import matplotlib
 
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.92, count)))

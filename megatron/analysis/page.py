@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from megatron.analysis.analysis import Block, Picture, Table
 from megatron.reports import html_tables
-from megatron.reports.document import document, machine_and_software
-from megatron.reports.html_tables import Cell, Column
-from megatron.reports.pictures import embedded
+from megatron.reports.html_page import embed_picture, render_environment, render_page
+from megatron.reports.html_tables import HtmlCell, HtmlColumn
 
 _STYLE = """
 .facts td { white-space: nowrap; } .facts .text { white-space: normal; }
@@ -52,9 +51,9 @@ def render(title: str, summary: Sequence[str], parts: Sequence[Part], models: Ta
         *map(_section, parts),
         "<h2>Models</h2>",
         _table(models),
-        machine_and_software(facts),
+        render_environment(facts),
     ]
-    return document(title, sections, _STYLE)
+    return render_page(title, sections, _STYLE)
 
 
 def _section(part: Part) -> str:
@@ -86,15 +85,17 @@ def _paragraph(text: str) -> str:
 
 
 def _picture(picture: Picture) -> str:
-    return embedded(picture.draw, picture.alt)
+    return embed_picture(picture.draw, picture.alt)
 
 
 def _table(table: Table) -> str:
     corner, *heads = table.columns
     prose = [any(len(row[place]) > PROSE for row in table.rows) for place in range(1, len(table.columns))]
-    columns = [Column(head, kind="text wide" * wide) for head, wide in zip(heads, prose, strict=True)]
-    rows = [(html.escape(name), [Cell(html.escape(value)) for value in values]) for name, *values in table.rows]
-    shown = html_tables.table(corner, columns, rows, kind="facts", caption="" if table.folded else table.caption)
+    columns = [HtmlColumn(head, css_class="text wide" * wide) for head, wide in zip(heads, prose, strict=True)]
+    rows = [(html.escape(name), [HtmlCell(html.escape(value)) for value in values]) for name, *values in table.rows]
+    shown = html_tables.render_html_table(
+        corner, columns, rows, css_class="facts", caption="" if table.folded else table.caption
+    )
     if not table.folded:
         return shown
     title = html.escape(table.caption) or "Table"

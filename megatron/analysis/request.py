@@ -21,7 +21,7 @@ from megatron.files import check_folder, refuse_files_of_others
 from megatron.model.placement import check_precision
 from megatron.options.analysis import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.document import is_document
+from megatron.reports.html_page import is_generated_page
 
 MULTIPLES = [1.0, 4.0]
 """Window lengths in training lengths, if none are asked for."""
@@ -82,7 +82,7 @@ def read_request(
 def _refuse_files_of_others(folder: Path, options: AnalysisOptions) -> None:
     """Refuse a folder with files by the names of ours that no analysis wrote. Raises UserError."""
     data = [folder / f"{name}.{kind}" for name in options.only or names() for kind in ("csv", "json")]
-    refuse_files_of_others("--output", [folder / PAGE], is_document)
+    refuse_files_of_others("--output", [folder / PAGE], is_generated_page)
     refuse_files_of_others("--output", data, is_data)
 
 

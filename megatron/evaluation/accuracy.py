@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.evaluation.changes import with_changes
-from megatron.reports.bootstrap import quantiles, resampled
+from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
 from megatron.tasks.task import Drawn
 
@@ -42,7 +42,7 @@ def accuracies(correct: np.ndarray, drawn: Drawn, about: Mapping[str, Any], *, w
         kinds["exact_match"] = ((rights == counts).astype(np.int64), np.ones_like(counts))
     found = []
     for metric, (sums, of) in kinds.items():
-        means = resampled(sums[None].astype(np.float64), of)
+        means = draw_bootstrap_means(sums[None].astype(np.float64), of)
         draws = None if means is None else means[0]
         value, tokens = float(sums.sum() / of.sum()), int(counts.sum())
         found.append(Counted(Record(metric=metric, value=value, tokens=tokens, **_ends(draws), **about), draws))
@@ -74,7 +74,7 @@ def _unpaired(draws: np.ndarray, turn: int) -> np.ndarray:
 def _ends(draws: np.ndarray | None, prefix: str = "") -> dict[str, Any]:
     if draws is None:
         return {}
-    low, high = quantiles(draws)
+    low, high = compute_percentile_interval(draws)
     return {f"{prefix}low": low, f"{prefix}high": high}
 
 

@@ -26,4 +26,4 @@ def _kind(record: Record) -> tuple[str, str]:
 def _changed(record: Record, base: Record) -> Record:
     if record is base:
         return record
-    return record.replace(change=record.measure.change(record.value, base.value), change_from=base.length)
+    return record.replace(change=record.metric_info.compute_change(record.value, base.value), change_from=base.length)

@@ -25,7 +25,7 @@ from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
 from megatron.evaluation.work import forward_flops
 from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
-from megatron.reports.records import FLOOR, Record
+from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
 from megatron.tasks.chosen import Exercise, exercise
 from megatron.tasks.floors import right
 from megatron.tasks.task import Drawn
@@ -144,9 +144,15 @@ class Questions:
             drawn = self.draw(length)
             about: dict[str, Any] = {**self.about, "length": length, "seed": 0}
             for name, correct in right(self.exercise.task, self.draw(length, fitting=True), drawn).items():
-                found.setdefault(name, []).extend(accuracies(correct, drawn, about | {"method": f"{FLOOR}{name}"}))
+                found.setdefault(name, []).extend(
+                    accuracies(correct, drawn, about | {"method": f"{TRIVIAL_BASELINE_PREFIX}{name}"})
+                )
             for name, value in self.exercise.task.guesses(length).items():
-                told = about | {"method": f"{FLOOR}{name}", "metric": "accuracy", "tokens": int(drawn.counted.sum())}
+                told = about | {
+                    "method": f"{TRIVIAL_BASELINE_PREFIX}{name}",
+                    "metric": "accuracy",
+                    "tokens": int(drawn.counted.sum()),
+                }
                 found.setdefault(name, []).append(Counted(Record(**told, value=value)))
         return [record for counted in found.values() for record in summed_up(counted)]
 

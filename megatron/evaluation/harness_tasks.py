@@ -215,10 +215,10 @@ def records_of(
             protocol = ", ".join([name, f"{results['n-shot'].get(name, 0)}-shot", *filter_])
             if metric == "bits_per_byte":
                 continue  # said of the perplexity per byte
-            if ours not in METRICS or METRICS[ours].refusal(value) is not None or not math.isfinite(value):
+            if ours not in METRICS or METRICS[ours].invalid_reason(value) is not None or not math.isfinite(value):
                 say(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
                 continue
-            if METRICS[ours].compared == "ratio":
+            if METRICS[ours].comparison == "ratio":
                 stderr = None  # the harness has that of the value, which says little of its logarithm's
             bits: dict[str, Any] = {"bits_per_byte": math.log2(value)} if ours == "byte_perplexity" else {}
             found.append(Record(**shared, **bits, protocol=protocol, metric=ours, value=value, stderr=stderr))

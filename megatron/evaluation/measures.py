@@ -19,8 +19,8 @@ import numpy as np
 from megatron.errors import RunError, UserError
 from megatron.evaluation.protocols import Cut, Plan
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.bootstrap import quantiles, resampled
-from megatron.reports.metrics import LARGEST_NLL, bounded_exp
+from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
+from megatron.reports.metrics import MAX_NLL, clamped_exp
 from megatron.reports.records import Record
 
 MOST_BLOCKS = 4096
@@ -129,7 +129,7 @@ class Sheet:
         sums = np.where(self.targets.counted, scored.losses, 0.0).sum(axis=1)
         summary = summary_of(sums, self.counts)
         # Such a model predicts nothing, and a table could not hold it.
-        if not math.isfinite(summary.nll) or summary.nll > LARGEST_NLL:
+        if not math.isfinite(summary.nll) or summary.nll > MAX_NLL:
             where = f"{self.about['method']}: the loss at length {scored.length:,}"
             raise RunError(f"{where} is {summary.nll}, no perplexity to report")
         about = {
@@ -146,7 +146,7 @@ class Sheet:
         """What is told, in the order of the measures that were asked for; nothing if no length was scored."""
         if not self.rows:
             return []
-        draws = resampled(np.stack([row.sums for row in self.rows]), self.counts)
+        draws = draw_bootstrap_means(np.stack([row.sums for row in self.rows]), self.counts)
         told: dict[str, Callable[[], list[Record]]] = {
             "perplexity": lambda: list(self._perplexity(draws)),
             "delta_perplexity": lambda: list(self._gains(draws)),
@@ -159,12 +159,14 @@ class Sheet:
         for number, (summary, sums, about) in enumerate(self.rows):
             uncertain = self._blocks(sums)
             if draws is not None:
-                uncertain |= _interval("", map(bounded_exp, quantiles(draws[number])))
+                uncertain |= _interval("", map(clamped_exp, compute_percentile_interval(draws[number])))
             if number > 0:
-                change = bounded_exp(summary.nll - first.summary.nll)
+                change = clamped_exp(summary.nll - first.summary.nll)
                 uncertain |= {"change": change, "change_from": first.about["length"]}
                 if draws is not None:
-                    uncertain |= _interval("change_", map(bounded_exp, quantiles(draws[number] - draws[0])))
+                    uncertain |= _interval(
+                        "change_", map(clamped_exp, compute_percentile_interval(draws[number] - draws[0]))
+                    )
             yield Record(
                 **self.about,
                 **about,
@@ -200,7 +202,7 @@ class Sheet:
                 if draws is not None:
                     ours, local = draws[number], draws[0]
                     gains = local - ours if metric == "log_ratio" else np.exp(local) - np.exp(ours)
-                    uncertain = _interval("", quantiles(gains))
+                    uncertain = _interval("", compute_percentile_interval(gains))
                 yield Record(**shared, metric=metric, value=value, **uncertain)
 
     def _by_position(self, scored: Scored, about: Mapping[str, Any]) -> Iterator[Record]:
@@ -213,15 +215,17 @@ class Sheet:
             counts = counted[part].sum(axis=(1, 2))
             if not counts.any():
                 continue
-            summary, draws = summary_of(sums, counts), resampled(sums[None], counts)
-            uncertain: dict[str, Any] = {} if draws is None else _interval("", map(bounded_exp, quantiles(draws[0])))
+            summary, draws = summary_of(sums, counts), draw_bootstrap_means(sums[None], counts)
+            uncertain: dict[str, Any] = (
+                {} if draws is None else _interval("", map(clamped_exp, compute_percentile_interval(draws[0])))
+            )
             yield Record(
                 **self.about,
                 **about,
                 axis="position",
                 place=float(end),
                 metric="perplexity",
-                value=bounded_exp(summary.nll),
+                value=clamped_exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,

@@ -10,8 +10,8 @@ from megatron.files import check_folder
 from megatron.model.placement import check_backend, check_precision
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
-from megatron.reports.folder import refuse_results_of_others
-from megatron.reports.records import RESULTS, Record
+from megatron.reports.records import RESULTS_FILE, Record
+from megatron.reports.results_folder import check_no_foreign_results
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def _kept(folder: Path | None) -> tuple[Record, ...]:
     if folder is None:
         return ()
     check_folder("--output", folder)
-    refuse_results_of_others("--output", folder)
-    return tuple(record_files.read(folder / RESULTS)) if (folder / RESULTS).exists() else ()
+    check_no_foreign_results("--output", folder)
+    return tuple(record_files.read_records(folder / RESULTS_FILE)) if (folder / RESULTS_FILE).exists() else ()
 
 
 def _own_folder(runs: Sequence[Run]) -> Path | None:

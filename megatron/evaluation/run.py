@@ -26,9 +26,9 @@ from megatron.meter import Job, Meter
 from megatron.model.placement import resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
-from megatron.reports import tables
-from megatron.reports.folder import write_results
-from megatron.reports.records import RESULTS, Record, replaced
+from megatron.reports import table_formats
+from megatron.reports.records import RESULTS_FILE, Record, merge_records
+from megatron.reports.results_folder import write_results
 
 if TYPE_CHECKING:
     import torch
@@ -130,11 +130,13 @@ def measured(
                 torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
             meter.finish()
             if asked.folder is not None:  # what is measured is kept whatever happens to the next run
-                record_files.write(asked.folder / RESULTS, replaced(asked.kept, found, one_run=asked.alone))
+                record_files.write_records(
+                    asked.folder / RESULTS_FILE, merge_records(asked.kept, found, same_run=asked.alone)
+                )
     if console is not None:
-        tables.show(console, found)
+        table_formats.print_comparison_tables(console, found)
     if asked.folder is not None:
-        written = write_results(asked.folder, replaced(asked.kept, found, one_run=asked.alone))
+        written = write_results(asked.folder, merge_records(asked.kept, found, same_run=asked.alone))
         say(f"written: {', '.join(map(str, written))}")
     return found
 

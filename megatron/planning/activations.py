@@ -27,210 +27,244 @@ from megatron.distributed.mesh import Axis, Sizes
 from megatron.distributed.places import held
 from megatron.model.backends.kept import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
-from megatron.planning.positions import encoding, processor
+from megatron.planning.position_costs import get_encoding_cost, get_processor_cost
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Query rows that are computed at once, and the columns that they see."""
 
-    rows: int
-    columns: int
-    kept: bool
+    num_rows: int
+    num_columns: int
+    is_saved: bool
     """Its maps stay for the backward pass."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerActivations:
     """Of one layer and one micro-batch on one rank, in bytes."""
 
-    kept: int
+    saved_bytes: int
     """Between its forward and its backward pass, its input included."""
-    working: int
+    workspace_bytes: int
     """The most that its backward pass has besides at one time. In the feed-forward layer that is the gradient of its
     inner values; in attention one block's maps and their gradients, when the feed-forward layer's own are gone, and
     the gradients of what goes in and out."""
-    entry: int
+    input_bytes: int
     """Its input alone: what is kept where its activations are recomputed."""
-    kept_maps: int
+    saved_map_bytes: int
     """Of what is kept: score maps, a processor's among them."""
-    working_maps: int
+    workspace_map_bytes: int
     """One block's maps and their gradients, at the worst moment of attention's backward pass."""
-    again: float
+    recomputed_fraction: float
     """The share of the forward pass's score products that the backward pass computes again for want of kept maps."""
 
 
-def layer(config: Config, sizes: Sizes, backend: str | None = None, context_index: int = 0) -> Layer:
+def estimate_layer_activations(
+    config: Config, sizes: Sizes, backend: str | None = None, context_rank: int = 0
+) -> LayerActivations:
     """What a layer keeps. backend: instead of the configuration's; context_index: which rank of those that share a
     sequence (they differ by a block)."""
-    one = _Layer(config, sizes, backend, context_index)
-    kept = one.norms() + one.projections() + one.feed_forward() + one.dropped() + one.tables()
-    maps = sum(one.maps(block) for block in one.blocks if block.kept)
-    own = max(one.working(block) - (one.maps(block) if block.kept else 0) for block in one.blocks)
-    working = max(own - one.gone() + one.gradients(), one.inner_gradient())
-    return Layer(kept + maps, working, one.n * one.width * one.b, maps, own, one.again())
+    estimator = _LayerEstimator(config, sizes, backend, context_rank)
+    saved = (
+        estimator.norm_bytes()
+        + estimator.projection_bytes()
+        + estimator.mlp_bytes()
+        + estimator.dropout_mask_bytes()
+        + estimator.bias_table_bytes()
+    )
+    maps = sum(estimator.score_map_bytes(block) for block in estimator.blocks if block.is_saved)
+    attention_workspace = max(
+        estimator.score_workspace_bytes(block) - (estimator.score_map_bytes(block) if block.is_saved else 0)
+        for block in estimator.blocks
+    )
+    workspace = max(
+        attention_workspace - estimator.freed_bytes() + estimator.attention_gradient_bytes(),
+        estimator.mlp_gradient_bytes(),
+    )
+    return LayerActivations(
+        saved + maps,
+        workspace,
+        estimator.num_tokens * estimator.hidden_size * estimator.bytes_per_element,
+        maps,
+        attention_workspace,
+        estimator.recomputed_fraction(),
+    )
 
 
-class _Layer:
-    def __init__(self, config: Config, sizes: Sizes, backend: str | None, context_index: int) -> None:
+class _LayerEstimator:
+    def __init__(self, config: Config, sizes: Sizes, backend: str | None, context_rank: int) -> None:
         model = config.model
         self.model, self.sizes = model, sizes
-        self.encoding, self.processor = encoding(config.position), processor(config.position)
-        self.options, self.window = config.position.pos_emb_options, config.position.attention_window
-        self.batch = config.training.train_micro_batch_size_per_gpu
-        self.b = BYTES[config.training.compute_type]
-        self.width, self.inner = model.hidden_size, ffn_hidden_size(model)
-        self.part = self.width // sizes.tensor
-        self.heads, self.own_heads = model.num_attention_heads, model.num_attention_heads // sizes.tensor
-        self.length = model.seq_length
-        self.n = self.batch * self.length // sizes.context
-        self.spans = held(self.length, Axis(context_index, sizes.context))
+        self.encoding, self.processor = get_encoding_cost(config.position), get_processor_cost(config.position)
+        self.encoding_options, self.attention_window = config.position.pos_emb_options, config.position.attention_window
+        self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
+        self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_type]
+        self.hidden_size, self.ffn_size = model.hidden_size, ffn_hidden_size(model)
+        self.local_hidden_size = self.hidden_size // sizes.tensor
+        self.num_heads, self.num_local_heads = model.num_attention_heads, model.num_attention_heads // sizes.tensor
+        self.seq_length = model.seq_length
+        self.num_tokens = self.micro_batch_size * self.seq_length // sizes.context
+        self.chunks = held(self.seq_length, Axis(context_rank, sizes.context))
         name = backend or model.attention_backend
-        fused = self.encoding.fused and self.processor is None
-        self.backend = ("sdpa" if fused else "auto") if name in ("auto", "triton", "native") else name
-        self.blocks = list(self._blocks())
+        supports_sdpa = self.encoding.supports_sdpa and self.processor is None
+        self.backend = ("sdpa" if supports_sdpa else "auto") if name in ("auto", "triton", "native") else name
+        self.blocks = list(self._iter_blocks())
 
-    def _blocks(self) -> Iterator[Block]:
-        rows = self.model.attention_chunk_rows
-        for start, length in self.spans:
+    def _iter_blocks(self) -> Iterator[AttentionBlock]:
+        chunk_rows = self.model.attention_chunk_rows
+        for start, length in self.chunks:
             stop = start + length
-            kept, size = self.backend == "eager", length if self.backend in ("eager", "sdpa") else rows
+            is_saved, block_rows = self.backend == "eager", length if self.backend in ("eager", "sdpa") else chunk_rows
             if self.backend == "auto" and stop <= MAX_KEYS_KEPT:
-                kept, size = True, max(rows, MIN_ROWS_KEPT) if self.processor is None else rows
-            for first in range(start, stop, size):
-                end = min(first + size, stop)
-                left = 0
-                if self.window is not None and self.backend not in ("eager", "sdpa"):
-                    reach = 0 if self.processor is None else self.processor.reach
-                    left = max(0, first - self.window + 1 - reach)
-                yield Block(end - first, end - left, kept)
+                is_saved, block_rows = True, max(chunk_rows, MIN_ROWS_KEPT) if self.processor is None else chunk_rows
+            for block_start in range(start, stop, block_rows):
+                block_stop = min(block_start + block_rows, stop)
+                first_column = 0
+                if self.attention_window is not None and self.backend not in ("eager", "sdpa"):
+                    kernel_radius = 0 if self.processor is None else self.processor.kernel_radius
+                    first_column = max(0, block_start - self.attention_window + 1 - kernel_radius)
+                yield AttentionBlock(block_stop - block_start, block_stop - first_column, is_saved)
 
     @property
-    def recomputed(self) -> bool:
-        return not all(block.kept for block in self.blocks) and self.backend != "sdpa"
+    def recomputes_blocks(self) -> bool:
+        return not all(block.is_saved for block in self.blocks) and self.backend != "sdpa"
 
-    def again(self) -> float:
+    def recomputed_fraction(self) -> float:
         """Fused attention computes its scores again, one of its two products."""
         if self.backend == "sdpa":
             return 0.5
-        scores = [block.rows * block.columns for block in self.blocks]
-        return sum(n for n, block in zip(scores, self.blocks, strict=True) if not block.kept) / sum(scores)
+        scores = [block.num_rows * block.num_columns for block in self.blocks]
+        return sum(
+            num_scores for num_scores, block in zip(scores, self.blocks, strict=True) if not block.is_saved
+        ) / sum(scores)
 
-    def norms(self) -> int:
-        model, size = self.model, self.n * self.width * self.b
-        tied = model.gpt_j_residual and model.gpt_j_tied
-        count = 1 if tied else 2
-        inputs = 1 if model.gpt_j_residual else count  # parallel branches read the same
-        if model.norm == "rmsnorm" and self.b == 2:
+    def norm_bytes(self) -> int:
+        model, size = self.model, self.num_tokens * self.hidden_size * self.bytes_per_element
+        shares_norm = model.gpt_j_residual and model.gpt_j_tied
+        num_norms = 1 if shares_norm else 2
+        num_inputs = 1 if model.gpt_j_residual else num_norms  # parallel branches read the same
+        if model.norm == "rmsnorm" and self.bytes_per_element == 2:
             # PyTorch computes it in float32: a copy of the input and the normalised values, two bytes' worth twice.
-            return 5 * count * size
-        extra = count if model.norm == "rmsnorm" else 0  # the normalised values, before the weight
-        return (inputs + count + extra) * size
+            return 5 * num_norms * size
+        num_normalized = num_norms if model.norm == "rmsnorm" else 0  # the normalised values, before the weight
+        return (num_inputs + num_norms + num_normalized) * size
 
-    def projections(self) -> int:
+    def projection_bytes(self) -> int:
         """Queries, keys, values and the output, without any map."""
-        n, b, part = self.n, self.b, self.part
-        shared_heads = self.processor is not None and self.sizes.tensor > 1
-        wide = self.width if shared_heads else part  # of the queries and keys that attention reads
-        context = self.sizes.context > 1
-        plain_query = self.recomputed or self.backend == "sdpa"  # else a scaled copy is kept
+        n, b, part = self.num_tokens, self.bytes_per_element, self.local_hidden_size
+        gathers_heads = self.processor is not None and self.sizes.tensor > 1
+        qk_size = self.hidden_size if gathers_heads else part  # of the queries and keys that attention reads
+        has_context_parallel = self.sizes.context > 1
+        query_is_unscaled = self.recomputes_blocks or self.backend == "sdpa"  # else a scaled copy is kept
         # Not where ranks share a sequence: the rows of its two chunks are joined, which copies them.
-        query_is_view = plain_query and not (self.encoding.rotates or shared_heads or context)
-        grouped = num_kv_heads(self.model) < self.heads
+        query_is_view = query_is_unscaled and not (self.encoding.rotates_qk or gathers_heads or has_context_parallel)
+        has_grouped_queries = num_kv_heads(self.model) < self.num_heads
         size = 0
-        if not (context or grouped):
+        if not (has_context_parallel or has_grouped_queries):
             size += 3 * n * part * b  # they lie in one tensor, which is kept whole for the values
-        if grouped and query_is_view and num_kv_heads(self.model) == self.sizes.tensor:
+        if has_grouped_queries and query_is_view and num_kv_heads(self.model) == self.sizes.tensor:
             size += (
                 n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
             )  # of one group: in that tensor too
-        elif grouped or not query_is_view:
-            size += n * wide * b
-        if context or grouped:
-            size += self.sizes.context * n * (wide + part) * b  # of all places, repeated
-        elif self.encoding.rotates or shared_heads:
-            size += n * wide * b
+        elif has_grouped_queries or not query_is_view:
+            size += n * qk_size * b
+        if has_context_parallel or has_grouped_queries:
+            size += self.sizes.context * n * (qk_size + part) * b  # of all places, repeated
+        elif self.encoding.rotates_qk or gathers_heads:
+            size += n * qk_size * b
         size += n * part * b  # the output, which the projection after it reads
         if self.backend == "sdpa":
-            size += 4 * n * self.own_heads  # the logarithm of each row's sum
-            if context:
+            size += 4 * n * self.num_local_heads  # the logarithm of each row's sum
+            if has_context_parallel:
                 # With a mask in the compute type: PyTorch's plain causal attention is for whole sequences alone.
-                masked = [(s, length) for s, length in self.spans if s]
-                size += n * part * b + sum(length * (s + length) * b for s, length in masked)
-        if self.encoding.rotates:
-            size += 12 * (n // self.batch) * (self.width // self.heads)  # cosines and sines in float32
+                masked_chunks = [(start, length) for start, length in self.chunks if start]
+                size += n * part * b + sum(length * (start + length) * b for start, length in masked_chunks)
+        if self.encoding.rotates_qk:
+            size += (
+                12 * (n // self.micro_batch_size) * (self.hidden_size // self.num_heads)
+            )  # cosines and sines in float32
         return size
 
-    def feed_forward(self) -> int:
+    def mlp_bytes(self) -> int:
         activation = self.model.activation
-        maps = 5 if activation in GATED else 1 if activation == "relu" else 2
-        return maps * self.n * self.inner // self.sizes.tensor * self.b
+        num_saved = 5 if activation in GATED else 1 if activation == "relu" else 2
+        return num_saved * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
-    def inner_gradient(self) -> int:
+    def mlp_gradient_bytes(self) -> int:
         """Of the feed-forward layer's values before and after the activation."""
-        maps = 3 if self.model.activation in GATED else 1
-        return maps * self.n * self.inner // self.sizes.tensor * self.b
+        num_gradients = 3 if self.model.activation in GATED else 1
+        return num_gradients * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
-    def gradients(self) -> int:
+    def attention_gradient_bytes(self) -> int:
         """Of the residual stream, of attention's output, and of keys or values, which blocks add to."""
-        return self.n * (self.width + 2 * self.part) * self.b
+        return self.num_tokens * (self.hidden_size + 2 * self.local_hidden_size) * self.bytes_per_element
 
-    def gone(self) -> int:
+    def freed_bytes(self) -> int:
         """What attention's backward pass finds freed: the feed-forward layer and its norm, unless they stand beside."""
-        return 0 if self.model.gpt_j_residual else self.feed_forward() + self.norms() // 2
+        return 0 if self.model.gpt_j_residual else self.mlp_bytes() + self.norm_bytes() // 2
 
-    def dropped(self) -> int:
+    def dropout_mask_bytes(self) -> int:
         """One byte per entry of each of the two residual branches."""
-        return 2 * self.n * self.width if self.model.hidden_dropout else 0
+        return 2 * self.num_tokens * self.hidden_size if self.model.hidden_dropout else 0
 
-    def tables(self) -> int:
+    def bias_table_bytes(self) -> int:
         """What is kept per distance: linear in T whatever the batch, and small."""
-        far = sum(start + length for start, length in self.spans)  # each of a rank's chunks has its own
-        size = 4 * self.encoding.tables * self.heads * far
-        if self.processor is not None and self.encoding.bias and self.window is None and self.backend != "eager":
-            width, reach = self.processor.width, self.processor.reach
-            size += far * (4 * width * (1 + reach) + 4 * self.heads * (1 + 2 * reach))
+        num_distances = sum(start + length for start, length in self.chunks)  # each of a rank's chunks has its own
+        size = 4 * self.encoding.num_saved_tables * self.num_heads * num_distances
+        if (
+            self.processor is not None
+            and self.encoding.has_bias
+            and self.attention_window is None
+            and self.backend != "eager"
+        ):
+            width, kernel_radius = self.processor.width, self.processor.kernel_radius
+            size += num_distances * (4 * width * (1 + kernel_radius) + 4 * self.num_heads * (1 + 2 * kernel_radius))
         return size
 
-    def maps(self, block: Block) -> int:
+    def score_map_bytes(self, block: AttentionBlock) -> int:
         """What a block keeps per score, where it is kept."""
-        b, half = self.b, self.b if self.b < 4 else 0
-        per_sequence = self.own_heads * (4 + half + self.encoding.per_head + b * self.encoding.copies)
-        once = self.encoding.per_score(self.options)
-        heads = self.own_heads if self.processor is None else self.heads
-        if self.encoding.weight:
+        b, half_copy_bytes = self.bytes_per_element, self.bytes_per_element if self.bytes_per_element < 4 else 0
+        per_sequence = self.num_local_heads * (
+            4 + half_copy_bytes + self.encoding.saved_bytes_per_head_score + b * self.encoding.num_saved_maps
+        )
+        shared_bytes = self.encoding.saved_bytes_per_score(self.encoding_options)
+        heads = self.num_local_heads if self.processor is None else self.num_heads
+        if self.encoding.has_weight:
             per_sequence += b * heads
-            once += b * heads
+            shared_bytes += b * heads
         if self.model.attention_dropout:
-            per_sequence += self.own_heads * (1 if half else 5)
+            per_sequence += self.num_local_heads * (1 if half_copy_bytes else 5)
         if self.processor is not None:
-            per_sequence += b * (self.heads + self.processor.width)
-            once += 2  # who sees what, as truth values, twice
-            if self.encoding.bias and self.backend == "eager":
-                once += b * self.heads + 1
-        return block.rows * block.columns * (self.batch * per_sequence + once)
+            per_sequence += b * (self.num_heads + self.processor.width)
+            shared_bytes += 2  # who sees what, as truth values, twice
+            if self.encoding.has_bias and self.backend == "eager":
+                shared_bytes += b * self.num_heads + 1
+        return block.num_rows * block.num_columns * (self.micro_batch_size * per_sequence + shared_bytes)
 
-    def working(self, block: Block) -> int:
+    def score_workspace_bytes(self, block: AttentionBlock) -> int:
         """A block's maps and their gradients at the worst moment of the backward pass."""
         if self.backend == "sdpa":
             return 0  # fused: what it needs besides is in registers
-        scores, b = block.rows * block.columns, self.b
-        heads = self.own_heads if self.processor is None else self.heads
-        bias = 8 * heads if self.encoding.bias else 0  # its gradient, and the same padded to be summed along diagonals
+        scores, b = block.num_rows * block.num_columns, self.bytes_per_element
+        heads = self.num_local_heads if self.processor is None else self.num_heads
+        bias_bytes = (
+            8 * heads if self.encoding.has_bias else 0
+        )  # its gradient, and the same padded to be summed along diagonals
         # Probabilities, their gradient and the logits' in float32, when the copy in a half type has gone; or the
         # logits' gradient and the bias's.
-        half, each = b if b < 4 else 0, self.batch * self.own_heads
-        maps = self.maps(block) + scores * max((8 - half) * each, 4 * each + bias)
+        half_copy_bytes, num_maps = b if b < 4 else 0, self.micro_batch_size * self.num_local_heads
+        maps = self.score_map_bytes(block) + scores * max((8 - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes)
         if self.processor is None:
             return maps
         # Hidden values, their gradient through the activation and out of the second convolution. With a bias also the
         # hidden values before and after its own share joins them, that share in float32 and in the type of the scores;
         # and the share's gradient in both, and sheared to be summed along diagonals.
         width = self.processor.width
-        moments = [self.batch * b * (3 * width + self.heads)]
-        if self.encoding.bias:
-            moments.append(self.batch * b * 2 * (width + self.heads) + (4 + half) * width)
-            moments.append(4 * 2 * (width + self.heads) + half * width)
-        return max(maps, scores * max(moments))
+        candidates = [self.micro_batch_size * b * (3 * width + self.num_heads)]
+        if self.encoding.has_bias:
+            candidates.append(self.micro_batch_size * b * 2 * (width + self.num_heads) + (4 + half_copy_bytes) * width)
+            candidates.append(4 * 2 * (width + self.num_heads) + half_copy_bytes * width)
+        return max(maps, scores * max(candidates))

@@ -9,44 +9,54 @@ from dataclasses import dataclass
 
 from megatron.config.schema import Config
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, padded_vocab_size
-from megatron.planning.positions import encoding, processor
+from megatron.planning.position_costs import get_encoding_cost, get_processor_cost
 
-TRAINING = 3
+TRAINING_TO_FORWARD_RATIO = 3
 """Forward and backward pass, in forward passes."""
 
 
 @dataclass(frozen=True)
-class Flops:
+class ForwardFlops:
     """Of the forward pass, per token."""
 
-    matrices: float
+    linear: float
     """The linear layers of one layer."""
-    scores: float
+    attention: float
     """One layer's products of queries and keys, and of probabilities and values, with the encoding's own."""
     processor: float
     """One layer's convolutions along the keys."""
     output: float
     """The output layer, once."""
-    layers: int
+    num_layers: int
 
     @property
-    def per_token(self) -> float:
+    def training_flops_per_token(self) -> float:
         """Forward and backward."""
-        return TRAINING * (self.layers * (self.matrices + self.scores + self.processor) + self.output)
+        return TRAINING_TO_FORWARD_RATIO * (
+            self.num_layers * (self.linear + self.attention + self.processor) + self.output
+        )
 
 
-def flops(config: Config, vocabulary: int) -> Flops:
+def estimate_forward_flops(config: Config, vocab_size: int) -> ForwardFlops:
     """The FLOPs of a configuration's forward pass at its training length."""
     model, position = config.model, config.position
-    width, inner, length = model.hidden_size, ffn_hidden_size(model), model.seq_length
-    wide = inner * (2 if model.activation in GATED else 1)
-    seen = min(position.attention_window or length, length)
-    scores = seen - seen * (seen - 1) / 2 / length  # keys that a token sees: the mean of min(i + 1, window)
-    own = processor(position)
-    return Flops(
-        matrices=2.0 * width * (2 * width + 2 * kv_hidden_size(model) + wide + inner),
-        scores=width * (4.0 * scores + 2.0 * encoding(position).products(position.pos_emb_options, scores)),
-        processor=0.0 if own is None else own.flops(model.num_attention_heads) * scores,
-        output=2.0 * padded_vocab_size(model, vocabulary) * width,
-        layers=model.num_layers,
+    hidden_size, ffn_size, seq_length = model.hidden_size, ffn_hidden_size(model), model.seq_length
+    fc1_size = ffn_size * (2 if model.activation in GATED else 1)
+    max_keys = min(position.attention_window or seq_length, seq_length)
+    keys_per_token = (
+        max_keys - max_keys * (max_keys - 1) / 2 / seq_length
+    )  # keys that a token sees: the mean of min(i + 1, window)
+    processor_cost = get_processor_cost(position)
+    return ForwardFlops(
+        linear=2.0 * hidden_size * (2 * hidden_size + 2 * kv_hidden_size(model) + fc1_size + ffn_size),
+        attention=hidden_size
+        * (
+            4.0 * keys_per_token
+            + 2.0 * get_encoding_cost(position).count_products(position.pos_emb_options, keys_per_token)
+        ),
+        processor=0.0
+        if processor_cost is None
+        else processor_cost.flops_per_score(model.num_attention_heads) * keys_per_token,
+        output=2.0 * padded_vocab_size(model, vocab_size) * hidden_size,
+        num_layers=model.num_layers,
     )

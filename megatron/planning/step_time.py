@@ -22,7 +22,7 @@ m micro-batches of a step:
 | pipeline: hidden states    | n · D · b to the next stage, and as much back                                      |
 
 A group of ranks inside one node talks over the GPUs' link. A group that leaves the node shares the node's network with
-all groups that leave it beside this one. Of both rates `REACHED` is what collectives get.
+all groups that leave it beside this one. Of both rates `LINK_EFFICIENCY` is what collectives get.
 
 Not in it: the optimizer's step, reading data, starting kernels, offloading to the CPU, a GPU's own slowness at small
 matrices. So small models, small micro-batches and long score maps take longer than this says, which is for comparing
@@ -37,12 +37,12 @@ from megatron.distributed.layers import layers_of
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
-from megatron.planning.activations import BYTES
-from megatron.planning.flops import TRAINING, flops
-from megatron.planning.parameters import held
-from megatron.planning.positions import processor
+from megatron.planning.activations import BYTES_PER_ELEMENT
+from megatron.planning.flops import TRAINING_TO_FORWARD_RATIO, estimate_forward_flops
+from megatron.planning.parameter_count import count_rank_parameters
+from megatron.planning.position_costs import get_processor_cost
 
-REACHED = 0.75
+LINK_EFFICIENCY = 0.75
 """Of a link's rate by its data sheet; NCCL's tests show such shares for large messages."""
 
 
@@ -51,19 +51,19 @@ class Cluster:
     """The machines of a plan."""
 
     gpu: Gpu
-    gpus: int
-    per_node: int = 8
-    network: float = 25.0
+    num_gpus: int
+    gpus_per_node: int = 8
+    network_gb_per_s: float = 25.0
     """GB/s between nodes, of one node in one direction: 25 for one 200 Gbit/s adapter, 200 for eight."""
     mfu: float = 0.45
     """The share of its peak that a GPU reaches while it computes, recomputation counted as work."""
 
-    def rate(self, stride: int, size: int) -> float:
+    def ring_bandwidth(self, stride: int, size: int) -> float:
         """Bytes per second that each of `size` ranks, `stride` apart, can send in a ring."""
-        if stride * size <= self.per_node:
-            return REACHED * self.gpu.link * 1e9
-        rings = min(stride, self.per_node)  # groups that leave a node side by side
-        return REACHED * min(self.gpu.link, self.network / rings) * 1e9
+        if stride * size <= self.gpus_per_node:
+            return LINK_EFFICIENCY * self.gpu.link * 1e9
+        num_rings = min(stride, self.gpus_per_node)  # groups that leave a node side by side
+        return LINK_EFFICIENCY * min(self.gpu.link, self.network_gb_per_s / num_rings) * 1e9
 
 
 @dataclass(frozen=True)
@@ -82,83 +82,103 @@ class StepTime:
         return self.computing + self.waiting + self.communicating
 
 
-def step_time(config: Config, sizes: Sizes, vocabulary: int, cluster: Cluster) -> StepTime:
+def estimate_step_time(config: Config, sizes: Sizes, vocab_size: int, cluster: Cluster) -> StepTime:
     """The time of a step of a layout.
 
     Args:
         config: with its batch settled (`megatron.config.ranks.with_batch`).
         sizes: the mesh.
-        vocabulary: of the tokenizer.
+        vocab_size: of the tokenizer.
         cluster: where it runs.
 
     Raises:
         UserError: nothing is known of the position encoding or the score processor.
     """
     training = config.training
-    steps, batch = training.gradient_accumulation_steps, training.train_batch_size or 0
-    peak = config.logging.peak_tflops or cluster.gpu.peak(training.compute_type)
-    stages = [_Stage(config, sizes, vocabulary, cluster, stage) for stage in range(sizes.pipeline)]
-    speed = cluster.mfu * peak * 1e12
-    computing, talking = max(
-        ((stage.flops() / speed, stage.talking()) for stage in stages), key=lambda pair: pair[0] + pair[1]
+    num_micro_batches, global_batch_size = training.gradient_accumulation_steps, training.train_batch_size or 0
+    peak_tflops = config.logging.peak_tflops or cluster.gpu.peak(training.compute_type)
+    stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage) for stage in range(sizes.pipeline)]
+    flops_per_second = cluster.mfu * peak_tflops * 1e12
+    compute_seconds, communication_seconds = max(
+        ((stage.count_flops() / flops_per_second, stage.communication_seconds()) for stage in stages),
+        key=lambda seconds: seconds[0] + seconds[1],
     )
-    waiting = (sizes.pipeline - 1) * (computing + talking)
-    communicating = steps * talking + max(stage.reducing() for stage in stages)
-    total = steps * computing + waiting + communicating
-    useful = flops(config, vocabulary).per_token * batch * config.model.seq_length
-    return StepTime(steps * computing, waiting, communicating, useful / (total * sizes.world * peak * 1e12))
+    bubble_seconds = (sizes.pipeline - 1) * (compute_seconds + communication_seconds)
+    total_communication_seconds = num_micro_batches * communication_seconds + max(
+        stage.gradient_sync_seconds() for stage in stages
+    )
+    total = num_micro_batches * compute_seconds + bubble_seconds + total_communication_seconds
+    useful_flops = (
+        estimate_forward_flops(config, vocab_size).training_flops_per_token
+        * global_batch_size
+        * config.model.seq_length
+    )
+    return StepTime(
+        num_micro_batches * compute_seconds,
+        bubble_seconds,
+        total_communication_seconds,
+        useful_flops / (total * sizes.world * peak_tflops * 1e12),
+    )
 
 
-class _Stage:
-    def __init__(self, config: Config, sizes: Sizes, vocabulary: int, cluster: Cluster, stage: int) -> None:
-        self.config, self.sizes, self.cluster, self.stage = config, sizes, cluster, stage
-        self.flop = flops(config, vocabulary)
-        self.layers = len(layers_of(config.model.num_layers, Axis(stage, sizes.pipeline)))
-        self.n = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
-        self.b = BYTES[config.training.compute_type]
-        self.keys = self.n * kv_hidden_size(config.model) * self.b
-        self.again = 1 if config.model.checkpoint_activations else 0
-        logits = self.n * padded_vocab_size(config.model, vocabulary) // sizes.tensor
-        self.scored_again = 1 if logits > MAX_LOGITS else 0
-        self.processor = processor(config.position)
-        self.parameters = held(config, sizes, vocabulary, stage)
+class _StageEstimator:
+    def __init__(self, config: Config, sizes: Sizes, vocab_size: int, cluster: Cluster, pipeline_stage: int) -> None:
+        self.config, self.sizes, self.cluster, self.pipeline_stage = config, sizes, cluster, pipeline_stage
+        self.forward_flops = estimate_forward_flops(config, vocab_size)
+        self.num_layers = len(layers_of(config.model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
+        self.num_tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
+        self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_type]
+        self.key_bytes = self.num_tokens * kv_hidden_size(config.model) * self.bytes_per_element
+        self.num_recomputed_passes = 1 if config.model.checkpoint_activations else 0
+        logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor
+        self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
+        self.processor_cost = get_processor_cost(config.position)
+        self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
 
-    def flops(self) -> float:
+    def count_flops(self) -> float:
         """Of one rank for one micro-batch, with what is computed again."""
-        tensor, one = self.sizes.tensor, self.flop
+        tensor, forward = self.sizes.tensor, self.forward_flops
         # With a processor every rank has the scores of all heads, and half of a processor's work is for all of them.
-        share = 1 / tensor if self.processor is None else (1 + 1 / tensor) / 2
-        passes = TRAINING + self.again
-        scores = passes + activations.layer(self.config, self.sizes).again
-        layer = one.matrices * passes / tensor + (one.scores + one.processor) * scores * share
-        last = self.stage == self.sizes.pipeline - 1
-        return self.n * (self.layers * layer + last * (TRAINING + self.scored_again) * one.output / tensor)
+        rank_fraction = 1 / tensor if self.processor_cost is None else (1 + 1 / tensor) / 2
+        num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
+        num_score_passes = (
+            num_passes + activations.estimate_layer_activations(self.config, self.sizes).recomputed_fraction
+        )
+        layer_flops = (
+            forward.linear * num_passes / tensor
+            + (forward.attention + forward.processor) * num_score_passes * rank_fraction
+        )
+        is_last = self.pipeline_stage == self.sizes.pipeline - 1
+        return self.num_tokens * (
+            self.num_layers * layer_flops
+            + is_last * (TRAINING_TO_FORWARD_RATIO + self.num_recomputed_logits) * forward.output / tensor
+        )
 
-    def talking(self) -> float:
+    def communication_seconds(self) -> float:
         """Seconds in one micro-batch."""
         sizes, cluster = self.sizes, self.cluster
-        hidden, seconds = self.n * self.config.model.hidden_size * self.b, 0.0
-        passes = 2 + self.again
+        hidden_bytes, seconds = self.num_tokens * self.config.model.hidden_size * self.bytes_per_element, 0.0
+        num_passes = 2 + self.num_recomputed_passes
         if sizes.tensor > 1:
-            sums = 2 * hidden * (2 * passes)
-            heads = 0 if self.processor is None else (hidden + self.keys) * passes
-            sent = (sums + heads) * (sizes.tensor - 1) / sizes.tensor
-            seconds += self.layers * sent / cluster.rate(1, sizes.tensor)
+            all_reduce_bytes = 2 * hidden_bytes * (2 * num_passes)
+            processor_bytes = 0 if self.processor_cost is None else (hidden_bytes + self.key_bytes) * num_passes
+            sent_bytes = (all_reduce_bytes + processor_bytes) * (sizes.tensor - 1) / sizes.tensor
+            seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(1, sizes.tensor)
         if sizes.context > 1:
-            keys = self.keys if self.processor is not None else self.keys / sizes.tensor
-            sent = (keys + self.keys / sizes.tensor) * (sizes.context - 1) * passes
-            seconds += self.layers * sent / cluster.rate(sizes.tensor, sizes.context)
+            key_bytes = self.key_bytes if self.processor_cost is not None else self.key_bytes / sizes.tensor
+            sent_bytes = (key_bytes + self.key_bytes / sizes.tensor) * (sizes.context - 1) * num_passes
+            seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
-            seconds += 2 * hidden / cluster.rate(sizes.world // sizes.pipeline, sizes.pipeline)
+            seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world // sizes.pipeline, sizes.pipeline)
         return seconds
 
-    def reducing(self) -> float:
+    def gradient_sync_seconds(self) -> float:
         """Seconds of gradients, and of weights that ZeRO divides, in one step."""
         sizes, training = self.sizes, self.config.training
-        ranks = sizes.data * sizes.context
-        if ranks == 1:
+        num_ranks = sizes.data * sizes.context
+        if num_ranks == 1:
             return 0.0
-        micro, stage = training.gradient_accumulation_steps, training.zero_optimization.stage
-        times = 2 if stage < 2 else micro + 1 if stage == 2 else 3 * micro
-        sent = times * self.parameters * self.b * (ranks - 1) / ranks
-        return sent / self.cluster.rate(sizes.tensor, ranks)
+        num_micro_batches, stage = training.gradient_accumulation_steps, training.zero_optimization.stage
+        num_transfers = 2 if stage < 2 else num_micro_batches + 1 if stage == 2 else 3 * num_micro_batches
+        sent_bytes = num_transfers * self.num_parameters * self.bytes_per_element * (num_ranks - 1) / num_ranks
+        return sent_bytes / self.cluster.ring_bandwidth(sizes.tensor, num_ranks)

@@ -15,7 +15,7 @@ from .shape import ALL_HEADS, PositionRange, causal_mask, count_distances, promo
 from .toeplitz import toeplitz
 
 DenseFunction = Callable[[PositionRange, PositionRange, Tensor, slice], ScoreTerms]
-"""Computes what `Encoding.dense` computes, from the same arguments: a kernel may do it in the encoding's stead."""
+"""Computes what `EncodingCost.dense` computes, from the same arguments: a kernel may do it in the encoding's stead."""
 
 
 def arange_distances(count: int, device: torch.device | str | None = None) -> Tensor:

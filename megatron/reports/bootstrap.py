@@ -16,50 +16,50 @@ K lengths, B blocks.
 
 import numpy as np
 
-RESAMPLES = 10_000
-LEVEL = 0.95
-SEED = 20_230_917
+NUM_RESAMPLES = 10_000
+CONFIDENCE_LEVEL = 0.95
+BOOTSTRAP_SEED = 20_230_917
 """Fixed, so that the same losses have the same intervals on every machine."""
 
-CHUNK = 1 << 22
+MAX_DRAWS_PER_CHUNK = 1 << 22
 """Drawn blocks held at a time: an int64 and a float64 each."""
 
 
-def resampled(
-    sums: np.ndarray, counts: np.ndarray, *, resamples: int = RESAMPLES, seed: int = SEED
+def draw_bootstrap_means(
+    block_sums: np.ndarray, block_counts: np.ndarray, *, num_resamples: int = NUM_RESAMPLES, seed: int = BOOTSTRAP_SEED
 ) -> np.ndarray | None:
     """Means over blocks that were drawn with replacement, the same blocks in every row.
 
     What is made of the means of two rows, their difference for example, is therefore paired.
 
     Args:
-        sums: summed losses of each block, float64 [K, B].
-        counts: tokens counted in each block, int [B].
-        resamples: how many to draw.
+        block_sums: summed losses of each block, float64 [K, B].
+        block_counts: tokens counted in each block, int [B].
+        num_resamples: how many to draw.
         seed: of the draws.
 
     Returns:
         float64 [K, resamples]; None if fewer than two blocks have a token that counts: one sample says nothing of its
         own scatter.
     """
-    with_tokens = counts > 0  # the others would change nothing but the number of draws
-    sums, counts = sums[:, with_tokens], counts[with_tokens]
-    blocks = len(counts)
-    if blocks < 2:
+    has_tokens = block_counts > 0  # the others would change nothing but the number of draws
+    block_sums, block_counts = block_sums[:, has_tokens], block_counts[has_tokens]
+    num_blocks = len(block_counts)
+    if num_blocks < 2:
         return None
     generator = np.random.Generator(np.random.PCG64(seed))
-    means = np.empty((len(sums), resamples))
-    step = max(1, CHUNK // blocks)
-    for begin in range(0, resamples, step):
-        drawn = generator.integers(blocks, size=(min(step, resamples - begin), blocks))
-        taken = slice(begin, begin + len(drawn))
-        for row, of_row in zip(means, sums, strict=True):
-            row[taken] = of_row[drawn].sum(axis=1)
-        means[:, taken] /= counts[drawn].sum(axis=1)
+    means = np.empty((len(block_sums), num_resamples))
+    chunk_size = max(1, MAX_DRAWS_PER_CHUNK // num_blocks)
+    for start in range(0, num_resamples, chunk_size):
+        block_indices = generator.integers(num_blocks, size=(min(chunk_size, num_resamples - start), num_blocks))
+        chunk = slice(start, start + len(block_indices))
+        for row_means, row_sums in zip(means, block_sums, strict=True):
+            row_means[chunk] = row_sums[block_indices].sum(axis=1)
+        means[:, chunk] /= block_counts[block_indices].sum(axis=1)
     return means
 
 
-def quantiles(draws: np.ndarray) -> tuple[float, float]:
+def compute_percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     """The ends of the 95% interval that draws [resamples] amount to."""
-    low, high = np.quantile(draws, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    low, high = np.quantile(samples, ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2))
     return float(low), float(high)

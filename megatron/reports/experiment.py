@@ -13,13 +13,13 @@ from typing import Any
 from megatron.errors import UserError
 from megatron.files import parse_json, write_text
 from megatron.reports import published
-from megatron.reports.extrapolation import DELTA
-from megatron.reports.failures import Failure
-from megatron.reports.grids import Grid
-from megatron.reports.judgement import judged
-from megatron.reports.layout import layouts
-from megatron.reports.published import Published
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.extrapolation import DEFAULT_DELTA
+from megatron.reports.failures import RunFailure
+from megatron.reports.published import PublishedTable
 from megatron.reports.records import Record
+from megatron.reports.text_table import TextTable
+from megatron.reports.verdict_tables import build_verdict_tables
 
 
 @dataclass(frozen=True)
@@ -29,51 +29,60 @@ class Experiment:
     title: str | None
     against: str | None = None
     """The method that others are compared with."""
-    published: tuple[Published, ...] = ()
+    published: tuple[PublishedTable, ...] = ()
     differences: tuple[str, ...] = ()
     """What the papers did otherwise, or do not say: a sentence each."""
 
     @property
-    def of_a_paper(self) -> bool:
+    def has_paper_comparison(self) -> bool:
         """Is there something of a paper to tell?"""
         return bool(self.published or self.differences)
 
-    def grids(self, records: Sequence[Record], delta: float = DELTA, failures: Sequence[Failure] = ()) -> list[Grid]:
+    def build_tables(
+        self, records: Sequence[Record], delta: float = DEFAULT_DELTA, failures: Sequence[RunFailure] = ()
+    ) -> list[TextTable]:
         """What the results say, and the papers' tables beside them; `against` counts once its records are there."""
-        groups = layouts(records, failures)
-        measured = [{record.method for record in layout.records} for layout in groups]
-        there = any(self.against in methods and len(methods) > 1 for methods in measured)
-        grids = judged(groups, self.against if there else None, delta)
-        for each in self.published:
-            grids += published.grids(each, groups)
+        tables = build_comparison_tables(records, failures)
+        methods_per_table = [{record.method for record in table.records} for table in tables]
+        has_against = any(self.against in methods and len(methods) > 1 for methods in methods_per_table)
+        text_tables = build_verdict_tables(tables, self.against if has_against else None, delta)
+        for published_table in self.published:
+            text_tables += published.build_published_tables(published_table, tables)
         if self.differences:
             sentences = tuple((sentence, ()) for sentence in self.differences)
-            grids.append(Grid("What the papers did otherwise, or did not say", "there and here", (), sentences))
-        return grids
+            text_tables.append(
+                TextTable("What the papers did otherwise, or did not say", "there and here", (), sentences)
+            )
+        return text_tables
 
 
-def beside(results: Path) -> Path:
+def get_experiment_path(results_path: Path) -> Path:
     """Where the experiment of a results file lies."""
-    return results.with_suffix(".experiment.json")
+    return results_path.with_suffix(".experiment.json")
 
 
-def write(results: Path, experiment: Experiment) -> Path:
+def write_experiment(results_path: Path, experiment: Experiment) -> Path:
     """Write an experiment beside its results file."""
-    return write_text(beside(results), json.dumps(asdict(experiment), indent=1, ensure_ascii=False) + "\n")
+    return write_text(
+        get_experiment_path(results_path), json.dumps(asdict(experiment), indent=1, ensure_ascii=False) + "\n"
+    )
 
 
-def read(results: Path) -> Experiment | None:
+def read_experiment(results_path: Path) -> Experiment | None:
     """The experiment of a results file; None if it has none.
 
     Raises:
         UserError: the file is not one that `write` wrote.
     """
-    path = beside(results)
+    path = get_experiment_path(results_path)
     if not path.is_file():
         return None
     try:
-        told: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-        tables = tuple(Published(**each | {"lengths": tuple(each["lengths"])}) for each in told["published"])
-        return Experiment(told["title"], told["against"], tables, tuple(told["differences"]))
+        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        published_tables = tuple(
+            PublishedTable(**table_fields | {"lengths": tuple(table_fields["lengths"])})
+            for table_fields in content["published"]
+        )
+        return Experiment(content["title"], content["against"], published_tables, tuple(content["differences"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no experiment of a sweep ({error})") from error

@@ -12,11 +12,11 @@ over the seeds that were scored at both lengths.
 
 from dataclasses import dataclass
 
-from megatron.reports.grids import Grid
-from megatron.reports.layout import Change, Layout, count_note
-from megatron.reports.metrics import percent
+from megatron.reports.comparison_table import Change, ComparisonTable, format_partial_seeds
+from megatron.reports.metrics import format_percent
+from megatron.reports.text_table import TextTable
 
-DELTA = 0.1
+DEFAULT_DELTA = 0.1
 
 
 @dataclass(frozen=True)
@@ -26,80 +26,84 @@ class Extrapolation:
     method: str
     changes: dict[int, Change]
     """n → how the perplexity differs from that at the training length, for n above it."""
-    worst: int
+    worst_length: int
     """The n at which r_n is largest in size."""
 
     @property
-    def ratios(self) -> dict[int, float]:
+    def relative_changes(self) -> dict[int, float]:
         """n → r_n."""
-        return {n: change.mean - 1 for n, change in self.changes.items()}
+        return {length: change.mean - 1 for length, change in self.changes.items()}
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95% of the largest r_n, by bootstrap; for one seed."""
-        ends = self.changes[self.worst].interval
-        return None if ends is None else (ends[0] - 1, ends[1] - 1)
+        bounds = self.changes[self.worst_length].interval
+        return None if bounds is None else (bounds[0] - 1, bounds[1] - 1)
 
-    def holds(self, delta: float) -> bool:
+    def extrapolates(self, delta: float) -> bool:
         """Is every r_n below δ in size?"""
-        return abs(self.ratios[self.worst]) < delta
+        return abs(self.relative_changes[self.worst_length]) < delta
 
 
-def extrapolation(layout: Layout) -> list[Extrapolation]:
+def measure_extrapolation(table: ComparisonTable) -> list[Extrapolation]:
     """The methods of a table of perplexities over lengths that were scored at the training length and beyond it.
 
     Methods whose positions end within the table have the lengths that they know.
     """
-    if layout.metric.name != "perplexity" or layout.axis.name != "length":
+    if table.metric.name != "perplexity" or table.axis.name != "length":
         return []
-    trained = layout.train_length
-    found = []
-    for method in layout.methods:
+    train_length = table.train_length
+    results = []
+    for method in table.methods:
         changes = {
-            round(place): change
-            for place in layout.places
-            if place > trained and (change := layout.change(method, trained, place)) is not None
+            round(x): change
+            for x in table.x_values
+            if x > train_length and (change := table.compute_change(method, train_length, x)) is not None
         }
         if changes:
-            worst = max(changes, key=lambda n: abs(changes[n].mean - 1))
-            found.append(Extrapolation(method, changes, worst))
-    return found
+            worst_length = max(changes, key=lambda length: abs(changes[length].mean - 1))
+            results.append(Extrapolation(method, changes, worst_length))
+    return results
 
 
-def grid(layout: Layout, delta: float = DELTA) -> Grid | None:
+def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DELTA) -> TextTable | None:
     """The criterion as a table, the largest r first; None if nothing was scored at and beyond the training length."""
-    found = sorted(extrapolation(layout), key=lambda each: -abs(each.ratios[each.worst]))
-    if not found:
+    results = sorted(
+        measure_extrapolation(table), key=lambda result: -abs(result.relative_changes[result.worst_length])
+    )
+    if not results:
         return None
     rows = []
-    for each in found:
-        change = each.changes[each.worst]
-        value = percent(change.mean - 1, change.spread, least=1)
-        if each.interval is not None:
-            value += f" [{', '.join(percent(end, change.spread, least=1) for end in each.interval)}]"
-        value += count_note(change.few)
-        verdict = f"{'yes' if each.holds(delta) else 'no'}, up to {max(each.ratios):,}"
-        rows.append((each.method, (value, f"{each.worst:,}", verdict)))
-    known = {each.method for each in found}
-    for method, limit in layout.limits.items():
-        if method not in known and limit <= layout.train_length:
-            rows.append((method, ("–", "–", f"its positions end at {limit:,}")))
-            known.add(method)
-    rows += [(method, ("–", "–", "failed")) for method in dict.fromkeys(each.method for each in layout.failures)
-             if method not in known]  # fmt: skip
+    for result in results:
+        change = result.changes[result.worst_length]
+        value = format_percent(change.mean - 1, change.half_width, min_decimals=1)
+        if result.interval is not None:
+            value += (
+                f" [{', '.join(format_percent(bound, change.half_width, min_decimals=1) for bound in result.interval)}]"
+            )
+        value += format_partial_seeds(change.partial_num_seeds)
+        verdict = f"{'yes' if result.extrapolates(delta) else 'no'}, up to {max(result.relative_changes):,}"
+        rows.append((result.method, (value, f"{result.worst_length:,}", verdict)))
+    listed_methods = {result.method for result in results}
+    for method, max_length in table.max_lengths.items():
+        if method not in listed_methods and max_length <= table.train_length:
+            rows.append((method, ("–", "–", f"its positions end at {max_length:,}")))
+            listed_methods.add(method)
+    rows += [(method, ("–", "–", "failed")) for method in dict.fromkeys(result.method for result in table.failures)
+             if method not in listed_methods]  # fmt: skip
     notes = [
-        f"r is perplexity over that at {layout.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; the paper "
+        f"r is perplexity over that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; the paper "
         "gives no bound)."
     ]
-    if layout.repeats > 1:
+    if table.max_seeds > 1:
         notes.append(
-            f"Over seeds it is the {layout.metric.mean_name} of each seed's own ratio, minus 1; over {layout.repeats}, "
+            f"Over seeds it is the {table.metric.mean_kind} of each seed's own ratio, minus 1; over {table.max_seeds}, "
             "where there is no n."
         )
-    return Grid(
-        title=f"Extrapolation beyond {layout.train_length:,} tokens, {layout.how}",
-        corner="method",
-        heads=("r of the largest size", "at", f"extrapolates (|r| < {delta:g})"),
+    return TextTable(
+        title=f"Extrapolation beyond {table.train_length:,} tokens, {table.protocol_description}",
+        corner_header="method",
+        column_headers=("r of the largest size", "at", f"extrapolates (|r| < {delta:g})"),
         rows=tuple(rows),
         notes=tuple(notes),
     )

@@ -17,7 +17,7 @@ from megatron.files import write_text
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """A run that ended without a result."""
 
     method: str
@@ -31,51 +31,51 @@ class Failure:
     """Of the run; None if that is not known. It then belongs to tables of all training lengths."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("method", str), ("seed", int), ("reason", str)):
-            if not isinstance(getattr(self, name), kind):
+        for name, expected_type in (("method", str), ("seed", int), ("reason", str)):
+            if not isinstance(getattr(self, name), expected_type):
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
         for name in ("step", "train_length"):
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
 
     def __str__(self) -> str:
-        at = "" if self.step is None else f" at step {self.step:,}"
-        return f"failed{at}: {self.reason}"
+        at_step = "" if self.step is None else f" at step {self.step:,}"
+        return f"failed{at_step}: {self.reason}"
 
 
-def beside(results: Path) -> Path:
+def get_failures_path(results_path: Path) -> Path:
     """Where the failures of a results file lie."""
-    return results.with_suffix(".failures.json")
+    return results_path.with_suffix(".failures.json")
 
 
-def write(results: Path, failures: Sequence[Failure]) -> Path | None:
+def write_failures(results_path: Path, failures: Sequence[RunFailure]) -> Path | None:
     """Write failures beside their results file. Without any, no file is left there, and None is returned.
 
     Raises:
         UserError: what lies there is not a list that this wrote.
     """
-    path = beside(results)
-    read(results)
+    path = get_failures_path(results_path)
+    read_failures(results_path)
     if not failures:
         path.unlink(missing_ok=True)
         return None
-    rows = [{name: value for name, value in asdict(each).items() if value is not None} for each in failures]
+    rows = [{name: value for name, value in asdict(failure).items() if value is not None} for failure in failures]
     return write_text(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
-def read(results: Path) -> list[Failure]:
+def read_failures(results_path: Path) -> list[RunFailure]:
     """The failures of a results file; none if it has no such file beside it.
 
     Raises:
         UserError: the file is not one that `write` wrote.
     """
-    path = beside(results)
+    path = get_failures_path(results_path)
     if not path.is_file():
         return []
     try:
         rows: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
             raise TypeError("should be a list of objects")
-        return [Failure(**row) for row in rows]
+        return [RunFailure(**row) for row in rows]
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: no list of failed runs ({error})") from error

@@ -21,23 +21,23 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from megatron.errors import UserError
-from megatron.reports.axes import multiple
-from megatron.reports.failures import Failure
-from megatron.reports.layout import Layout, layouts
+from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
+from megatron.reports.failures import RunFailure
 from megatron.reports.records import Record
+from megatron.reports.x_axes import format_multiple
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
-MOST_BARS = len(COLOURS)
-GAP, SPREAD = 0.1, 0.4
+MAX_CURVES_WITH_BARS = len(COLORS)
+BAR_GAP, MAX_BAR_SPREAD = 0.1, 0.4
 """How far apart bars of a length stand, and all of them together at most: shares of the way to the next length."""
-MOST_TICKS = 9
-ROWS = 24
+MAX_TICKS = 9
+LEGEND_ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
 
 
-def png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[Failure] = ()) -> bytes:
+def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[RunFailure] = ()) -> bytes:
     """A PNG with one panel per comparable group of records (see `layout.layouts`).
 
     Args:
@@ -48,123 +48,130 @@ def png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[F
     Raises:
         UserError: there is nothing to draw.
     """
-    groups = layouts(records, failures)
-    if not groups:
+    tables = build_comparison_tables(records, failures)
+    if not tables:
         raise UserError("no records to plot")
     # Figure instead of pyplot: no window system, no global state.
-    most = max(len(layout.methods) for layout in groups)
-    size = (4.0, 3.6 + 0.19 * most) if narrow else (6.4 + 2.2 * -(-most // ROWS), 4.6)
-    figure = Figure(figsize=(size[0], size[1] * len(groups)), dpi=200 if narrow else 160, layout="constrained")
+    max_methods = max(len(table.methods) for table in tables)
+    size = (4.0, 3.6 + 0.19 * max_methods) if narrow else (6.4 + 2.2 * -(-max_methods // LEGEND_ROWS), 4.6)
+    figure = Figure(figsize=(size[0], size[1] * len(tables)), dpi=200 if narrow else 160, layout="constrained")
     figure.get_layout_engine().set(hspace=0.05)  # type: ignore[union-attr,call-arg]
     FigureCanvasAgg(figure)
-    for row, layout in enumerate(groups, start=1):
-        _draw(figure.add_subplot(len(groups), 1, row), layout, narrow=narrow)
+    for row, table in enumerate(tables, start=1):
+        _draw_panel(figure.add_subplot(len(tables), 1, row), table, narrow=narrow)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
 
 
-def style(index: int) -> dict[str, str]:
+def get_curve_style(index: int) -> dict[str, str]:
     """Colour, marker and dashes of a curve: no two of 64 share colour and marker, no two of 256 all three."""
-    row = index // len(COLOURS)
+    row = index // len(COLORS)
     return {
-        "color": COLOURS[index % len(COLOURS)],
+        "color": COLORS[index % len(COLORS)],
         "marker": MARKERS[(index + row) % len(MARKERS)],
-        "linestyle": DASHES[(row + index // (len(COLOURS) * len(MARKERS))) % len(DASHES)],
+        "linestyle": DASHES[(row + index // (len(COLORS) * len(MARKERS))) % len(DASHES)],
     }
 
 
-def _draw(axes: Axes, layout: Layout, *, narrow: bool = False) -> None:
+def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> None:
     low, high = float("inf"), float("-inf")
-    drawn = [_curve(layout, method) for method in layout.methods]
-    barred = len(drawn) <= MOST_BARS and any(any(bars) for _, _, bars in drawn)
-    places = _side_by_side(layout, len(drawn)) if barred else [1.0] * len(drawn)
-    curves: list[Line2D] = []
-    for index, ((where, means, bars), place) in enumerate(zip(drawn, places, strict=True)):
-        look = style(index)
-        curves += axes.plot(where, means, **look, markersize=5, linewidth=1.8 if not barred else 1.4)  # type: ignore[arg-type]
-        if barred and any(bars):
-            at = [each * place for each, bar in zip(where, bars, strict=True) if bar is not None]
+    curve_data = [_get_curve(table, method) for method in table.methods]
+    has_bars = len(curve_data) <= MAX_CURVES_WITH_BARS and any(any(bars) for _, _, bars in curve_data)
+    x_factors = _get_bar_x_factors(table, len(curve_data)) if has_bars else [1.0] * len(curve_data)
+    lines: list[Line2D] = []
+    for index, ((x_values, means, bars), x_factor) in enumerate(zip(curve_data, x_factors, strict=True)):
+        style_kwargs = get_curve_style(index)
+        lines += axes.plot(x_values, means, **style_kwargs, markersize=5, linewidth=1.8 if not has_bars else 1.4)  # type: ignore[arg-type]
+        if has_bars and any(bars):
+            bar_x = [x * x_factor for x, bar in zip(x_values, bars, strict=True) if bar is not None]
             lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
-            axes.vlines(at, lower, upper, color=look["color"], linewidth=1.6, alpha=0.85)
+            axes.vlines(bar_x, lower, upper, color=style_kwargs["color"], linewidth=1.6, alpha=0.85)
             axes.plot(
-                [*at, *at], [*lower, *upper], linestyle="none", marker="_", markersize=6, markeredgewidth=1.6,
-                color=look["color"], alpha=0.85,
+                [*bar_x, *bar_x], [*lower, *upper], linestyle="none", marker="_", markersize=6, markeredgewidth=1.6,
+                color=style_kwargs["color"], alpha=0.85,
             )  # fmt: skip
         low, high = min([low, *means]), max([high, *means])
 
-    _along(axes, layout, narrow=narrow)
-    if layout.metric.scale == "logarithmic" and high > 4 * low > 0:
+    _configure_x_axis(axes, table, narrow=narrow)
+    if table.metric.plot_scale == "logarithmic" and high > 4 * low > 0:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator(_ticks(low, high)))
+        axes.yaxis.set_major_locator(FixedLocator(_choose_log_ticks(low, high)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: layout.metric.tick(y)))
-    axes.set_ylabel(layout.metric.axis)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: table.metric.format_tick(y)))
+    axes.set_ylabel(table.metric.axis_label)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(layout.title, loc="left", fontsize=8.5 if narrow else 11)
+    axes.set_title(table.title, loc="left", fontsize=8.5 if narrow else 11)
     # matplotlib leaves out curves whose label begins with an underscore unless handles and labels are both given.
-    bar = "bar: smallest to\nlargest seed" if layout.repeats > 1 else "bar: 95% interval\nover windows"
-    title = bar.replace("\n", " " if narrow else "\n") if barred else None
+    bar = "bar: smallest to\nlargest seed" if table.max_seeds > 1 else "bar: 95% interval\nover windows"
+    legend_title = bar.replace("\n", " " if narrow else "\n") if has_bars else None
     # Outside the axes, where no curve can run through it.
-    outside: dict[str, Any] = (
+    legend_location: dict[str, Any] = (
         {"loc": "upper left", "bbox_to_anchor": (0.0, -0.24), "fontsize": 8}
         if narrow
-        else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": 9, "ncols": -(-len(curves) // ROWS)}
+        else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": 9, "ncols": -(-len(lines) // LEGEND_ROWS)}
     )
-    names = [name if where else f"{name} (failed)" for name, (where, _, _) in zip(layout.methods, drawn, strict=True)]
-    legend = axes.legend(curves, names, frameon=False, title=title, alignment="left", **outside)
+    names = [
+        name if x_values else f"{name} (failed)"
+        for name, (x_values, _, _) in zip(table.methods, curve_data, strict=True)
+    ]
+    legend = axes.legend(lines, names, frameon=False, title=legend_title, alignment="left", **legend_location)
     legend.get_title().set_fontsize(8)
 
 
-def _along(axes: Axes, layout: Layout, *, narrow: bool) -> None:
+def _configure_x_axis(axes: Axes, table: ComparisonTable, *, narrow: bool) -> None:
     """The horizontal axis: its ticks, its label, and the training length if it has a place there."""
-    axis, trained = layout.axis, layout.train_length
-    if axis.tokens:
+    axis, train_length = table.axis, table.train_length
+    if axis.in_tokens:
         axes.set_xscale("log", base=2)
-    thin = -(-len(layout.places) // MOST_TICKS)
-    axes.xaxis.set_major_locator(FixedLocator(layout.places[::-thin][::-1]))
+    stride = -(-len(table.x_values) // MAX_TICKS)
+    axes.xaxis.set_major_locator(FixedLocator(table.x_values[::-stride][::-1]))
     axes.xaxis.set_minor_locator(NullLocator())
-    if not axis.tokens:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: axis.shown(x)))
+    if not axis.in_tokens:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: axis.format_value(x)))
         axes.set_xlabel(axis.title)
         return
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{axis.shown(x)}\n{multiple(x / trained)}"))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{axis.format_value(x)}\n{format_multiple(x / train_length)}")
+    )
     axes.set_xlabel(f"{axis.title}, {'× training length' if narrow else 'and multiples of the training length'}")
-    axes.axvline(trained, color="0.45", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.axvline(train_length, color="0.45", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
-        "training length", (trained, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
+        "training length", (train_length, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
         textcoords="offset points", ha="left", va="top", fontsize=8, color="0.35",
     )  # fmt: skip
 
 
-def _side_by_side(layout: Layout, count: int) -> list[float]:
+def _get_bar_x_factors(table: ComparisonTable, count: int) -> list[float]:
     """Factors on the place that put `count` bars next to each other around each place."""
-    if not layout.axis.tokens:
+    if not table.axis.in_tokens:
         return [1.0] * count
-    steps = [later / place for place, later in pairwise(layout.places)]
-    step = min(steps, default=2.0) ** min(SPREAD, GAP * (count - 1))
-    return [step ** (index / max(count - 1, 1) - 0.5) if count > 1 else 1.0 for index in range(count)]
+    ratios = [next_x / x for x, next_x in pairwise(table.x_values)]
+    width = min(ratios, default=2.0) ** min(MAX_BAR_SPREAD, BAR_GAP * (count - 1))
+    return [width ** (index / max(count - 1, 1) - 0.5) if count > 1 else 1.0 for index in range(count)]
 
 
-def _curve(layout: Layout, method: str) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:
+def _get_curve(
+    table: ComparisonTable, method: str
+) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:
     """Places, mean values and bars of one method."""
-    found: dict[float, list[Record]] = {}
-    for record in layout.records:
+    records_by_x: dict[float, list[Record]] = {}
+    for record in table.records:
         if record.method == method:
-            found.setdefault(record.at, []).append(record)
-    places = sorted(found)
+            records_by_x.setdefault(record.x_value, []).append(record)
+    x_values = sorted(records_by_x)
     means, bars = [], []
-    for place in places:
-        values = [record.value for record in found[place]]
+    for x in x_values:
+        values = [record.value for record in records_by_x[x]]
         means.append(statistics.fmean(values))
         # Bars of one picture mean one thing: among several seeds a lone one has none.
-        alone = None if layout.repeats > 1 else found[place][0].interval
-        bars.append((min(values), max(values)) if len(values) > 1 else alone)
-    return places, means, bars
+        single_interval = None if table.max_seeds > 1 else records_by_x[x][0].interval
+        bars.append((min(values), max(values)) if len(values) > 1 else single_interval)
+    return x_values, means, bars
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def _choose_log_ticks(low: float, high: float) -> list[float]:
     """1, 2, 5, 10, 20, 50 … around the range; powers of ten alone over more than three decades."""
     steps = (1, 2, 5) if high / low < 1000 else (1,)
     candidates = [step * 10.0**power for power in range(-1, 12) for step in steps]

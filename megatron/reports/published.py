@@ -15,18 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.reports.axes import multiple
-from megatron.reports.bootstrap import RESAMPLES, SEED, quantiles, resampled
-from megatron.reports.grids import Grid
-from megatron.reports.layout import Layout, count_note
+from megatron.reports.bootstrap import BOOTSTRAP_SEED, NUM_RESAMPLES, compute_percentile_interval, draw_bootstrap_means
+from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.records import Record
+from megatron.reports.text_table import TextTable
+from megatron.reports.x_axes import format_multiple
 
-FEW = RESAMPLES // 10
+NUM_TAU_RESAMPLES = NUM_RESAMPLES // 10
 """Resamples of τ, each of which is a ranking: enough for two digits."""
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedTable:
     """A table as it was printed."""
 
     source: str
@@ -38,126 +38,146 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class RankAgreement:
     """Of the order of methods at one multiple of the training lengths."""
 
-    multiple: float
+    length_ratio: float
     methods: tuple[str, ...]
     tau: float
     interval: tuple[float, float] | None
-    seeds: int
+    num_seeds: int
     """That all of them share there."""
 
 
-def grids(published: Published, layouts: Sequence[Layout]) -> list[Grid]:
+def build_published_tables(published: PublishedTable, tables: Sequence[ComparisonTable]) -> list[TextTable]:
     """Their table, with ours beside it at the same multiples of the training length, for each of ours that fits."""
-    fitting = [
-        layout
-        for layout in layouts
-        if layout.metric.name == published.metric
-        and layout.axis.name == "length"
-        and not published.rows.keys().isdisjoint(layout.methods)
+    matching_tables = [
+        table
+        for table in tables
+        if table.metric.name == published.metric
+        and table.axis.name == "length"
+        and not published.rows.keys().isdisjoint(table.methods)
     ]
-    return [_grid(published, layout) for layout in fitting]
+    return [_build_published_table(published, table) for table in matching_tables]
 
 
-def agreement(published: Published, layout: Layout) -> list[Agreement]:
+def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) -> list[RankAgreement]:
     """How far both orders agree, at every multiple that both have, over methods that both have there.
 
     A multiple at which our methods share no seed is left out.
     """
-    found = []
+    agreements = []
     for column, length in enumerate(published.lengths):
-        times = length / published.train_length
-        place = layout.train_length * times
-        theirs = {
+        length_ratio = length / published.train_length
+        length_here = table.train_length * length_ratio
+        published_values = {
             method: value
             for method, values in published.rows.items()
-            if (value := values[column]) is not None and (method, place) in layout.cells
+            if (value := values[column]) is not None and (method, length_here) in table.cells
         }
-        if len(theirs) < 2:
+        if len(published_values) < 2:
             continue
-        methods = tuple(theirs)
-        runs = _of_shared_seeds(layout, methods, place)
-        if not runs[0]:
+        methods = tuple(published_values)
+        records_per_method = _select_shared_seeds(table, methods, length_here)
+        if not records_per_method[0]:
             continue
-        tau = kendall(list(theirs.values()), [statistics.fmean(run.value for run in same) for same in runs])
-        draws = _draws(runs)
+        tau = kendall_tau(
+            list(published_values.values()),
+            [statistics.fmean(record.value for record in method_records) for method_records in records_per_method],
+        )
+        samples = _resample_values(records_per_method)
         interval = None
-        if draws is not None:
-            interval = quantiles(np.array([kendall(list(theirs.values()), list(draw)) for draw in draws.T]))
-        found.append(Agreement(times, methods, tau, interval, len(runs[0])))
-    return found
+        if samples is not None:
+            interval = compute_percentile_interval(
+                np.array([kendall_tau(list(published_values.values()), list(sample)) for sample in samples.T])
+            )
+        agreements.append(RankAgreement(length_ratio, methods, tau, interval, len(records_per_method[0])))
+    return agreements
 
 
-def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+def kendall_tau(values: Sequence[float], other_values: Sequence[float]) -> float:
     """Kendall's τ-b of two rankings of the same things; 0 where one of them has all tied."""
     from scipy import stats  # takes a second to import
 
-    tau = float(stats.kendalltau(one, other).statistic)
+    tau = float(stats.kendalltau(values, other_values).statistic)
     return 0.0 if math.isnan(tau) else tau
 
 
-def _of_shared_seeds(layout: Layout, methods: Sequence[str], place: float) -> list[list[Record]]:
+def _select_shared_seeds(table: ComparisonTable, methods: Sequence[str], x: float) -> list[list[Record]]:
     """Of each method its records at a place, of the seeds that all of them have there, in the order of the seeds."""
-    runs: list[dict[int, Record]] = []
+    records_by_seed: list[dict[int, Record]] = []
     for method in methods:
-        same = (record for record in layout.records if (record.method, record.at) == (method, place))
-        runs.append({record.seed: record for record in same})
-    seeds = sorted(set.intersection(*(set(each) for each in runs)))
-    return [[each[seed] for seed in seeds] for each in runs]
+        method_records = (record for record in table.records if (record.method, record.x_value) == (method, x))
+        records_by_seed.append({record.seed: record for record in method_records})
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in records_by_seed)))
+    return [[by_seed[seed] for seed in seeds] for by_seed in records_by_seed]
 
 
-def _draws(runs: Sequence[Sequence[Record]]) -> np.ndarray | None:
+def _resample_values(records_per_method: Sequence[Sequence[Record]]) -> np.ndarray | None:
     """Values [methods, resamples] as they might have come out, of records [methods, seeds]; None if not known."""
-    seeds = len(runs[0])
-    if seeds > 1:
-        values = np.array([[each.value for each in same] for same in runs])
-        drawn = np.random.Generator(np.random.PCG64(SEED)).integers(seeds, size=(FEW, seeds))
-        return values[:, drawn].mean(axis=2)
-    alone = [same[0] for same in runs]
-    counts = alone[0].block_counts
-    if counts is None or any(record.block_counts != counts for record in alone):
+    num_seeds = len(records_per_method[0])
+    if num_seeds > 1:
+        values = np.array(
+            [[run_record.value for run_record in method_records] for method_records in records_per_method]
+        )
+        seed_indices = np.random.Generator(np.random.PCG64(BOOTSTRAP_SEED)).integers(
+            num_seeds, size=(NUM_TAU_RESAMPLES, num_seeds)
+        )
+        return values[:, seed_indices].mean(axis=2)
+    single_records = [method_records[0] for method_records in records_per_method]
+    block_counts = single_records[0].tokens_per_block
+    if block_counts is None or any(record.tokens_per_block != block_counts for record in single_records):
         return None
-    return resampled(np.array([record.block_sums for record in alone]), np.array(counts), resamples=FEW)
+    return draw_bootstrap_means(
+        np.array([record.block_sums for record in single_records]),
+        np.array(block_counts),
+        num_resamples=NUM_TAU_RESAMPLES,
+    )
 
 
-def _grid(published: Published, layout: Layout) -> Grid:
-    metric = layout.metric
-    agreed = {each.multiple: each for each in agreement(published, layout)}
-    multiples = [length / published.train_length for length in published.lengths]
+def _build_published_table(published: PublishedTable, table: ComparisonTable) -> TextTable:
+    metric = table.metric
+    agreements = {
+        rank_agreement.length_ratio: rank_agreement for rank_agreement in compute_rank_agreement(published, table)
+    }
+    length_ratios = [length / published.train_length for length in published.lengths]
     rows = []
     for method, values in published.rows.items():
         cells = []
-        for times, value in zip(multiples, values, strict=True):
-            cell = layout.cells.get((method, layout.train_length * times))
-            theirs = "–" if value is None else metric.shown(value)
-            place = layout.train_length * times
-            ours = str(cell).rstrip("*") if cell is not None else "–"
-            if cell is None and method in layout.methods and place in layout.places:
-                ours = layout.missing(method, place)
-            cells.append(f"{theirs} | {ours}")
+        for length_ratio, value in zip(length_ratios, values, strict=True):
+            cell = table.cells.get((method, table.train_length * length_ratio))
+            published_text = "–" if value is None else metric.format_value(value)
+            length_here = table.train_length * length_ratio
+            measured_text = str(cell).rstrip("*") if cell is not None else "–"
+            if cell is None and method in table.methods and length_here in table.x_values:
+                measured_text = table.get_missing_text(method, length_here)
+            cells.append(f"{published_text} | {measured_text}")
         rows.append((method, tuple(cells)))
-    order = []
-    for times in multiples:
-        known = agreed.get(times)
-        text = "–" if known is None else f"{known.tau:+.2f}"
-        if known is not None and known.interval is not None:
-            text += f" [{known.interval[0]:+.2f}, {known.interval[1]:+.2f}]"
-        order.append(text + count_note(None if known is None else layout.few(known.seeds)))
-    rows.append(("order agreement τ", tuple(order)))
-    return Grid(
-        title=f"Theirs | ours: {published.source}; ours: {layout.title}",
-        corner="method",
-        heads=tuple(
-            f"{multiple(times)} ({length:,} | {layout.train_length * times:,.0f})"
-            for times, length in zip(multiples, published.lengths, strict=True)
+    agreement_cells = []
+    for length_ratio in length_ratios:
+        rank_agreement_here = agreements.get(length_ratio)
+        text = "–" if rank_agreement_here is None else f"{rank_agreement_here.tau:+.2f}"
+        if rank_agreement_here is not None and rank_agreement_here.interval is not None:
+            text += f" [{rank_agreement_here.interval[0]:+.2f}, {rank_agreement_here.interval[1]:+.2f}]"
+        agreement_cells.append(
+            text
+            + format_partial_seeds(
+                None if rank_agreement_here is None else table.get_partial_num_seeds(rank_agreement_here.num_seeds)
+            )
+        )
+    rows.append(("order agreement τ", tuple(agreement_cells)))
+    return TextTable(
+        title=f"Theirs | ours: {published.source}; ours: {table.title}",
+        corner_header="method",
+        column_headers=tuple(
+            f"{format_multiple(length_ratio)} ({length:,} | {table.train_length * length_ratio:,.0f})"
+            for length_ratio, length in zip(length_ratios, published.lengths, strict=True)
         ),
         rows=tuple(rows),
         notes=(
             "Single numbers are not comparable; orders of methods are.",
             "τ is Kendall's, 1 for the same order and −1 for the reverse; its 95% interval is a bootstrap over our "
             "seeds, or over blocks of our text where there is one seed.",
-            *(["It takes the seeds that all our methods share at a length."] if layout.repeats > 1 else []),
+            *(["It takes the seeds that all our methods share at a length."] if table.max_seeds > 1 else []),
         ),
     )

@@ -28,18 +28,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron.errors import UserError
 from megatron.files import parse_json, write_text
-from megatron.reports import axes, metrics
+from megatron.reports import metrics, x_axes
 from megatron.reports.metrics import METRICS, Metric
 from megatron.suggest import did_you_mean
 
-RESULTS = "results.json"
-LENGTH = ("axis", "length")
+RESULTS_FILE = "results.json"
+DEFAULT_AXIS_FIELD = ("axis", "length")
 """What files leave out."""
 
-FLOOR = "floor: "
+TRIVIAL_BASELINE_PREFIX = "floor: "
 """How the names of methods begin that learned nothing: what a constant answer, or a guess, reaches."""
 
-APART = ("block_sums", "block_tokens", "remark")
+NON_TABULAR_FIELDS = ("block_sums", "block_tokens", "remark")
 """Fields that are lists or sentences, which tables of fields leave out."""
 
 
@@ -106,19 +106,19 @@ class Record(BaseModel):
     date: str | None = Field(default=None, description="when, ISO 8601, UTC")
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_values(self) -> Self:
         """The values are such that the metric has."""
-        metric, axis = metrics.find(self.metric), axes.find(self.axis)
+        metric, axis = metrics.get_metric(self.metric), x_axes.get_x_axis(self.axis)
         if (self.place is None) != (self.axis == "length"):
             raise ValueError(f"axis {self.axis} has {'a' if self.axis != 'length' else 'no'} place")
-        if not axis.lowest <= self.at <= axis.highest:
-            raise ValueError(f"place must be between {axis.lowest:g} and {axis.highest:g}, not {self.at:g}")
+        if not axis.min_value <= self.x_value <= axis.max_value:
+            raise ValueError(f"place must be between {axis.min_value:g} and {axis.max_value:g}, not {self.x_value:g}")
         for value in (self.value, self.low, self.high):
-            if value is not None and (reason := metric.refusal(value)) is not None:
+            if value is not None and (reason := metric.invalid_reason(value)) is not None:
                 raise ValueError(f"{reason}, not {value:g}")
         for name in ("change", "change_low", "change_high"):
             change = getattr(self, name)
-            if change is not None and metric.compared == "ratio" and change <= 0:
+            if change is not None and metric.comparison == "ratio" and change <= 0:
                 raise ValueError(f"{name} is a ratio and must be greater than 0, not {change:g}")
         if self.block_tokens is not None and len(self.block_tokens) != len(self.block_sums or ()):
             raise ValueError("block_tokens must be as many as block_sums")
@@ -129,44 +129,44 @@ class Record(BaseModel):
         return Record.model_validate(self.model_dump(exclude_unset=True) | fields)
 
     @property
-    def chosen_targets(self) -> int | None:
+    def targets_per_window(self) -> int | None:
         """Tokens scored in each window, where that is a choice and not the window's length."""
         return None if self.protocol == "nonoverlapping" else self.targets
 
     @property
-    def is_floor(self) -> bool:
+    def is_trivial_baseline(self) -> bool:
         """Is it of no model, but of a predictor that learned nothing?"""
-        return self.run is None and self.method.startswith(FLOOR)
+        return self.run is None and self.method.startswith(TRIVIAL_BASELINE_PREFIX)
 
     @property
-    def measure(self) -> Metric:
+    def metric_info(self) -> Metric:
         """The metric, with its unit and its better direction."""
-        return metrics.find(self.metric)
+        return metrics.get_metric(self.metric)
 
     @property
-    def at(self) -> float:
+    def x_value(self) -> float:
         """Where the value stands on its axis."""
         return self.length if self.place is None else self.place
 
     @property
-    def block_counts(self) -> list[int] | None:
+    def tokens_per_block(self) -> list[int] | None:
         """Tokens of each block whose sum is kept, or None if none is."""
         if not self.block_sums:
             return None
-        blocks = len(self.block_sums)
-        return self.block_tokens or [self.tokens // blocks] * blocks
+        num_blocks = len(self.block_sums)
+        return self.block_tokens or [self.tokens // num_blocks] * num_blocks
 
     @property
-    def bootstrapped(self) -> tuple[float, float] | None:
+    def bootstrap_interval(self) -> tuple[float, float] | None:
         """95% bootstrap interval of the value over blocks, if known."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95% interval of the value over windows: by bootstrap, else from stderr, else None."""
-        if self.bootstrapped is not None or self.stderr is None:
-            return self.bootstrapped
-        return self.measure.interval(self.value, self.stderr)
+        if self.bootstrap_interval is not None or self.stderr is None:
+            return self.bootstrap_interval
+        return self.metric_info.compute_interval(self.value, self.stderr)
 
     @property
     def change_interval(self) -> tuple[float, float] | None:
@@ -175,65 +175,69 @@ class Record(BaseModel):
 
     @property
     def verdict(self) -> str | None:
-        """What the change's interval says (`Metric.verdict`), or None if it is not known."""
+        """What the change's interval says (`Metric.classify_change`), or None if it is not known."""
         if self.change is None or self.change_interval is None:
             return None
-        return self.measure.verdict(self.change, *self.change_interval)
+        return self.metric_info.classify_change(self.change, *self.change_interval)
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """The record as it stands in files: named by its metric, without the fields that are unknown."""
-        names = _names(self.metric)
+        file_names = _file_field_names(self.metric)
         fields = self.model_dump(exclude_none=True, exclude={"metric"})
-        return {names.get(field, field): value for field, value in fields.items() if (field, value) != LENGTH}
+        return {
+            file_names.get(field, field): value
+            for field, value in fields.items()
+            if (field, value) != DEFAULT_AXIS_FIELD
+        }
 
 
-def of_row(row: dict[str, Any]) -> Record:
+def record_from_row(row: dict[str, Any]) -> Record:
     """The record of an object in a file.
 
     Raises:
         UserError: it has no value or several, or a field is unknown, missing or of the wrong kind.
     """
-    given = [name for name in METRICS if name in row]
-    if len(given) > 1:
-        raise UserError(f"values of {' and '.join(given)}; a record holds one metric")
-    names = _names(given[0]) if given else {}
-    fields = {file: field for field, file in names.items()}
-    known = _columns(given or METRICS)
+    metric_names = [name for name in METRICS if name in row]
+    if len(metric_names) > 1:
+        raise UserError(f"values of {' and '.join(metric_names)}; a record holds one metric")
+    file_names = _file_field_names(metric_names[0]) if metric_names else {}
+    fields = {file_name: field for field, file_name in file_names.items()}
+    columns = _file_columns(metric_names or METRICS)
     for name in row:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"fields are {', '.join(known)}"
+        if name not in columns:
+            hint = did_you_mean(name, columns) or f"fields are {', '.join(columns)}"
             raise UserError(f"unknown field {name}; {hint}")
-    if not given:
+    if not metric_names:
         raise UserError(f"no value; give one of {', '.join(METRICS)}")
     try:
-        return Record.model_validate({"metric": given[0]} | {fields.get(name, name): row[name] for name in row})
+        return Record.model_validate({"metric": metric_names[0]} | {fields.get(name, name): row[name] for name in row})
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "missing":
+        first_error = error.errors()[0]
+        field = ".".join(str(part) for part in first_error["loc"])
+        if first_error["type"] == "missing":
             raise UserError(f"{field} is missing") from error
-        reason = first["msg"].removeprefix("Value error, ")
+        reason = first_error["msg"].removeprefix("Value error, ")
         if not field:
             raise UserError(reason) from error
-        name = names.get(field, field)
+        name = file_names.get(field, field)
         raise UserError(f"{name} = {row.get(name)!r}: {reason.lower()}") from error
 
 
-def _names(metric: str) -> dict[str, str]:
+def _file_field_names(metric: str) -> dict[str, str]:
     """What the fields that hold the value and its interval are called in files."""
     return {"value": metric, "low": f"{metric}_low", "high": f"{metric}_high"}
 
 
-def _columns(given: Iterable[str]) -> list[str]:
+def _file_columns(metric_names: Iterable[str]) -> list[str]:
     """The names of all fields in files that hold these metrics."""
     columns: list[str] = []
     for field in Record.model_fields:
         if field != "metric":
-            columns += dict.fromkeys(_names(metric).get(field, field) for metric in given)
+            columns += dict.fromkeys(_file_field_names(metric).get(field, field) for metric in metric_names)
     return columns
 
 
-def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> list[Record]:
+def merge_records(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
     """Old records but for those that the new ones measure again, then the new ones.
 
     The same is measured again if metric, axis, run, position method (with the window of the evaluation), protocol, text
@@ -241,26 +245,26 @@ def replaced(old: Sequence[Record], new: Sequence[Record], *, one_run: bool) -> 
 
     Args:
         old, new: in the order in which they are to stand.
-        one_run: all are of the same run, whatever they call it; else `run` tells.
+        same_run: all are of the same run, whatever they call it; else `run` tells.
     """
 
     def identity(record: Record) -> tuple[str | int | None, ...]:
-        run = None if one_run or record.run is None else os.path.realpath(record.run)
+        run = None if same_run or record.run is None else os.path.realpath(record.run)
         method = record.method if record.position is None else record.position
         text = record.text_digest or record.dataset
-        return record.metric, record.axis, run, method, record.protocol, text, record.chosen_targets
+        return record.metric, record.axis, run, method, record.protocol, text, record.targets_per_window
 
-    again = {identity(record) for record in new}
-    return [*(record for record in old if identity(record) not in again), *new]
+    remeasured = {identity(record) for record in new}
+    return [*(record for record in old if identity(record) not in remeasured), *new]
 
 
-def write(path: str | Path, records: Sequence[Record]) -> Path:
+def write_records(path: str | Path, records: Sequence[Record]) -> Path:
     """Write records as a JSON list, one object per record, without the fields that are unknown."""
-    rows = [json.dumps(record.row(), ensure_ascii=False) for record in records]
+    rows = [json.dumps(record.to_row(), ensure_ascii=False) for record in records]
     return write_text(path, "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n")
 
 
-def read(path: str | Path) -> list[Record]:
+def read_records(path: str | Path) -> list[Record]:
     """Read a JSON list of records.
 
     Raises:
@@ -278,31 +282,33 @@ def read(path: str | Path) -> list[Record]:
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
-        raise UserError(f"{path}: should be a list of records, is {_kind(content)}")
-    return [_record(path, number, item) for number, item in enumerate(content, start=1)]
+        raise UserError(f"{path}: should be a list of records, is {_json_type_name(content)}")
+    return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
-def write_csv(path: str | Path, records: Sequence[Record]) -> Path:
+def write_records_csv(path: str | Path, records: Sequence[Record]) -> Path:
     """Write records as CSV, a column per field, empty where unknown; values stand under their metrics' names."""
     text = io.StringIO()
     columns = [
-        name for name in _columns(dict.fromkeys(record.metric for record in records) or METRICS) if name not in APART
+        name
+        for name in _file_columns(dict.fromkeys(record.metric for record in records) or METRICS)
+        if name not in NON_TABULAR_FIELDS
     ]
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    writer.writerows(record.row() for record in records)
+    writer.writerows(record.to_row() for record in records)
     return write_text(path, text.getvalue())
 
 
-def _record(path: Path, number: int, item: Any) -> Record:
+def _parse_record(path: Path, index: int, item: Any) -> Record:
     if not isinstance(item, dict):
-        raise UserError(f"{path}: record {number}: should be an object, is {_kind(item)}")
+        raise UserError(f"{path}: record {index}: should be an object, is {_json_type_name(item)}")
     try:
-        return of_row(item)
+        return record_from_row(item)
     except UserError as error:
-        raise UserError(f"{path}: record {number}: {error}") from error
+        raise UserError(f"{path}: record {index}: {error}") from error
 
 
-def _kind(value: Any) -> str:
+def _json_type_name(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a truth value"}
     return names.get(type(value), "a number")

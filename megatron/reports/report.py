@@ -12,23 +12,22 @@ from string import Template
 from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.reports import plots
-from megatron.reports.axes import multiple
-from megatron.reports.document import document, machine_and_software
-from megatron.reports.html_tables import Cell, Column, table
-from megatron.reports.layout import Layout, count_note, layouts
-from megatron.reports.missing import grid as missing_grid
-from megatron.reports.pictures import embedded
+from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
+from megatron.reports.html_page import embed_picture, render_environment, render_page
+from megatron.reports.html_tables import HtmlCell, HtmlColumn, render_html_table
+from megatron.reports.missing_results import build_missing_table as missing_grid
 from megatron.reports.records import Record
-from megatron.reports.section import Section
-from megatron.reports.tables import html_table
+from megatron.reports.section import ReportSection
+from megatron.reports.table_formats import render_comparison_html
+from megatron.reports.x_axes import format_multiple
 
-NAMED = 4
+MAX_NAMED_METHODS = 4
 """Methods that a title names; more are counted."""
 
-CURVES = 9
+MAX_DESCRIBED_CURVES = 9
 """Of which a picture's alternative text tells the course; of more, the best and the worst."""
 
-_PROTOCOLS = {
+_PROTOCOL_DESCRIPTIONS = {
     "last": (
         "Only the last $targets tokens of each window are scored. Windows of all lengths end at the same "
         "${windows}places of the text, so every length predicts the same $tokens tokens and differs in the context "
@@ -51,12 +50,12 @@ _PROTOCOLS = {
 }
 
 
-def write(
+def write_report(
     path: str | Path,
-    sections: Sequence[Section],
+    sections: Sequence[ReportSection],
     *,
     title: str | None = None,
-    missing: int = 0,
+    num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the report.
@@ -66,169 +65,203 @@ def write(
         sections: what to show, under each other.
         title: heading of the page; if None, that of its only section, or what is shown of which methods at which
             lengths.
-        missing: runs that are still to come, which the heading says.
+        num_pending_runs: runs that are still to come, which the heading says.
         configurations: name → text of a configuration file, shown folded at the end.
 
     Raises:
         UserError: there are no records.
     """
-    return write_text(path, render(sections, title=title, missing=missing, configurations=configurations))
+    return write_text(
+        path, render_report(sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations)
+    )
 
 
-def render(
-    sections: Sequence[Section],
+def render_report(
+    sections: Sequence[ReportSection],
     *,
     title: str | None = None,
-    missing: int = 0,
+    num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
 ) -> str:
     """The report as a string of HTML; arguments as for `write`."""
-    records = [record for each in sections for record in each.records]
+    records = [record for section in sections for record in section.records]
     if not records:
         raise UserError("no records to report")
-    groups = [layout for each in sections for layout in layouts(each.records, each.failures)]
-    metrics = list(dict.fromkeys(layout.metric for layout in groups))
-    to_come = f" ({missing} run{'s' * (missing > 1)} to come)" if missing else ""
-    defined = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
-    several = len(sections) > 1
+    tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
+    metrics = list(dict.fromkeys(table.metric for table in tables))
+    pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} to come)" if num_pending_runs else ""
+    definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
+    has_several_sections = len(sections) > 1
     if title is None:
-        title = _title(groups) if several or sections[0].title is None else sections[0].title
+        title = _build_title(tables) if has_several_sections or sections[0].title is None else sections[0].title
     parts = [
-        *([_contents(sections)] if several else []),
-        *(part for number, each in enumerate(sections) for part in _results(each, number, headed=several)),
+        *([_render_contents(sections)] if has_several_sections else []),
+        *(
+            part
+            for index, section in enumerate(sections)
+            for part in _render_section(section, index, has_heading=has_several_sections)
+        ),
         "<h2>What was measured</h2>",
-        *dict.fromkeys(f"<p>{_measured(layout)}</p>" for layout in groups),
+        *dict.fromkeys(f"<p>{_describe_measurement(table)}</p>" for table in tables),
         "<h2>Models</h2>",
-        _models(records),
-        machine_and_software(_facts(records)),
-        _configurations(configurations or {}),
-        f"<footer>{html.escape(defined)}</footer>",
+        _render_models(records),
+        render_environment(_collect_environment(records)),
+        _render_configurations(configurations or {}),
+        f"<footer>{html.escape(definitions)}</footer>",
     ]
-    return document(title + to_come, parts)
+    return render_page(title + pending_text, parts)
 
 
-def _contents(sections: Sequence[Section]) -> str:
+def _render_contents(sections: Sequence[ReportSection]) -> str:
     """Links to the sections."""
     items = "".join(
-        f'<li><a href="#section-{number}">{html.escape(_heading(each))}</a></li>'
-        for number, each in enumerate(sections)
+        f'<li><a href="#section-{index}">{html.escape(_section_title(section))}</a></li>'
+        for index, section in enumerate(sections)
     )
     return f"<ul>{items}</ul>"
 
 
-def _heading(section: Section) -> str:
-    return _title(layouts(section.records)) if section.title is None else section.title
+def _section_title(section: ReportSection) -> str:
+    return _build_title(build_comparison_tables(section.records)) if section.title is None else section.title
 
 
-def _results(section: Section, number: int, *, headed: bool) -> list[str]:
+def _render_section(section: ReportSection, index: int, *, has_heading: bool) -> list[str]:
     """A section's summary, picture and tables."""
-    groups = layouts(section.records, section.failures)
-    says = [] if headed or not section.grids else ["<h2>What it says</h2>"]
-    absent = missing_grid(groups)
-    lacks = [] if absent is None else [*([] if headed else ["<h2>What is missing</h2>"]), absent.html()]
+    tables = build_comparison_tables(section.records, section.failures)
+    verdict_heading = [] if has_heading or not section.text_tables else ["<h2>What it says</h2>"]
+    missing_table = missing_grid(tables)
+    missing_parts = (
+        []
+        if missing_table is None
+        else [*([] if has_heading else ["<h2>What is missing</h2>"]), missing_table.to_html()]
+    )
     return [
-        *([f'<h2 id="section-{number}">{html.escape(_heading(section))}</h2>'] if headed else []),
-        f"<p>{' '.join(html.escape(_summary(layout)) for layout in groups)}</p>",
-        embedded(lambda narrow: plots.png(section.records, narrow=narrow, failures=section.failures), alt_text(groups)),
-        *(html_table(layout) for layout in groups),
-        *lacks,
-        *says,
-        *(each.html() for each in section.grids),
+        *([f'<h2 id="section-{index}">{html.escape(_section_title(section))}</h2>'] if has_heading else []),
+        f"<p>{' '.join(html.escape(_summarize_table(table)) for table in tables)}</p>",
+        embed_picture(
+            lambda narrow: plots.render_plots_png(section.records, narrow=narrow, failures=section.failures),
+            describe_plots(tables),
+        ),
+        *(render_comparison_html(table) for table in tables),
+        *missing_parts,
+        *verdict_heading,
+        *(text_table.to_html() for text_table in section.text_tables),
     ]
 
 
-def alt_text(groups: Sequence[Layout]) -> str:
+def describe_plots(tables: Sequence[ComparisonTable]) -> str:
     """What a picture of tables shows, for those who do not see it: each panel, and how its curves run."""
-    return " ".join(_panel(layout) for layout in groups)
+    return " ".join(_describe_plot(table) for table in tables)
 
 
-def _panel(layout: Layout) -> str:
+def _describe_plot(table: ComparisonTable) -> str:
     """Each curve from its first place to its last, the best end first; of many the best and the worst alone."""
-    axis, metric = layout.axis, layout.metric
+    axis, metric = table.axis, table.metric
     curves = []
-    for method in layout.methods:
-        places = [place for place in layout.places if (method, place) in layout.cells]
-        if not places:
+    for method in table.methods:
+        x_values = [x for x in table.x_values if (method, x) in table.cells]
+        if not x_values:
             continue
-        first, last = layout.cells[method, places[0]], layout.cells[method, places[-1]]
-        short = "" if places[-1] == layout.places[-1] else f" at {axis.told(places[-1])}, where it ends"
-        start = "" if len(places) == 1 else f"{first.number} to "
-        curves.append((metric.rank(last.mean), f"{method} {start}{last.number}{short}"))
+        first, last = table.cells[method, x_values[0]], table.cells[method, x_values[-1]]
+        end_note = (
+            ""
+            if x_values[-1] == table.x_values[-1]
+            else f" at {axis.format_value_with_unit(x_values[-1])}, where it ends"
+        )
+        start = "" if len(x_values) == 1 else f"{first.mean_text} to "
+        curves.append((metric.get_sort_key(last.mean), f"{method} {start}{last.mean_text}{end_note}"))
     ordered = [text for _, text in sorted(curves)]
-    if len(ordered) > CURVES:
-        ordered = [*ordered[: CURVES - 1], f"{len(ordered) - CURVES} others between", ordered[-1]]
-    span = axis.told(layout.places[0])
-    if len(layout.places) > 1:
-        span = f"{axis.shown(layout.places[0])} to {axis.told(layout.places[-1])}"
-    what = metric.axis + layout.title.removeprefix(metric.heading)
-    return f"Plot of {what}, over {axis.name} {span}: {'; '.join(ordered)}."
+    if len(ordered) > MAX_DESCRIBED_CURVES:
+        ordered = [
+            *ordered[: MAX_DESCRIBED_CURVES - 1],
+            f"{len(ordered) - MAX_DESCRIBED_CURVES} others between",
+            ordered[-1],
+        ]
+    x_range = axis.format_value_with_unit(table.x_values[0])
+    if len(table.x_values) > 1:
+        x_range = f"{axis.format_value(table.x_values[0])} to {axis.format_value_with_unit(table.x_values[-1])}"
+    y_description = metric.axis_label + table.title.removeprefix(metric.title_with_unit)
+    return f"Plot of {y_description}, over {axis.name} {x_range}: {'; '.join(ordered)}."
 
 
-def _title(groups: Sequence[Layout]) -> str:
+def _build_title(tables: Sequence[ComparisonTable]) -> str:
     """What is measured, of which methods, at which lengths: the same words whatever the folder is called."""
-    floors = {method for layout in groups for method in layout.floors}
-    methods = [each for each in dict.fromkeys(method for layout in groups for method in layout.methods)
-               if each not in floors] or list(floors)  # fmt: skip
-    named = f"{len(methods)} methods" if len(methods) > NAMED else _listed(methods)
-    measured = _listed(list(dict.fromkeys(layout.metric.title for layout in groups)))
-    lengths = sorted({record.length for layout in groups for record in layout.records})
-    trained = sorted({layout.train_length for layout in groups})
-    span = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
-    return f"{measured} of {named} at {span} tokens, trained at {_listed([f'{length:,}' for length in trained])}"
+    trivial_baselines = {method for table in tables for method in table.trivial_baselines}
+    methods = [name for name in dict.fromkeys(method for table in tables for method in table.methods)
+               if name not in trivial_baselines] or list(trivial_baselines)  # fmt: skip
+    method_text = f"{len(methods)} methods" if len(methods) > MAX_NAMED_METHODS else _join_words(methods)
+    metric_text = _join_words(list(dict.fromkeys(table.metric.title for table in tables)))
+    lengths = sorted({record.length for table in tables for record in table.records})
+    train_lengths = sorted({table.train_length for table in tables})
+    length_range = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
+    return (
+        f"{metric_text} of {method_text} at {length_range} tokens, trained at "
+        f"{_join_words([f'{length:,}' for length in train_lengths])}"
+    )
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     """a, b and c."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _summary(layout: Layout) -> str:
+def _summarize_table(table: ComparisonTable) -> str:
     """The result in words: the ranking at the last place, and how far each is from its own start: beyond chance?"""
-    metric, axis, first, last = layout.metric, layout.axis, layout.places[0], layout.places[-1]
-    ends = [(cell, method) for method in layout.methods if (cell := layout.cells.get((method, last))) is not None]
+    metric, axis, first_x, last_x = table.metric, table.axis, table.x_values[0], table.x_values[-1]
+    last_cells = [(cell, method) for method in table.methods if (cell := table.cells.get((method, last_x))) is not None]
     parts = []
-    for cell, method in sorted(ends, key=lambda end: (metric.rank(end[0].mean), end[1])):
-        change = None if first == last else layout.change(method, first, last)
-        told = ""
+    for cell, method in sorted(
+        last_cells, key=lambda cell_and_method: (metric.get_sort_key(cell_and_method[0].mean), cell_and_method[1])
+    ):
+        change = None if first_x == last_x else table.compute_change(method, first_x, last_x)
+        change_text = ""
         if change is not None:
-            known = layout.changes.get(method)
-            verdict = "" if known is None or known.verdict is None else f", {known.verdict}"
-            distance = metric.shown_distance(change.mean, change.spread if change.interval else None)
-            told = f" ({distance} from {axis.told(first)}{verdict})"
-        parts.append(f"{method} {cell.number}{count_note(cell.few)}{told}")
-    where = axis.told(last) if axis.name == "length" else f"{axis.name} {axis.told(last)}"
-    times = f"{multiple(last / layout.train_length)}, " if axis.tokens else ""
+            reported_change = table.changes.get(method)
+            verdict = (
+                "" if reported_change is None or reported_change.verdict is None else f", {reported_change.verdict}"
+            )
+            relative_change = metric.format_relative_change(change.mean, change.half_width if change.interval else None)
+            change_text = f" ({relative_change} from {axis.format_value_with_unit(first_x)}{verdict})"
+        parts.append(f"{method} {cell.mean_text}{format_partial_seeds(cell.partial_num_seeds)}{change_text}")
+    x_text = (
+        axis.format_value_with_unit(last_x)
+        if axis.name == "length"
+        else f"{axis.name} {axis.format_value_with_unit(last_x)}"
+    )
+    multiple_text = f"{format_multiple(last_x / table.train_length)}, " if axis.in_tokens else ""
     return (
-        f"Trained at {layout.train_length:,} tokens; {metric.axis} at {where} ({times}{layout.how}): "
+        f"Trained at {table.train_length:,} tokens; {metric.axis_label} at {x_text} "
+        f"({multiple_text}{table.protocol_description}): "
         f"{', '.join(parts)}."
     )
 
 
-def _measured(layout: Layout) -> str:
-    record = layout.records[0]
+def _describe_measurement(table: ComparisonTable) -> str:
+    record = table.records[0]
     facts = {
         "targets": "few" if record.targets is None else f"{record.targets:,}",
         "windows": "" if record.windows is None else f"{record.windows:,} ",
         "tokens": f"{record.tokens:,}",
     }
-    explained = Template(_PROTOCOLS.get(layout.protocol, "")).safe_substitute(facts)
-    text = f"Protocol {layout.protocol}. {explained}"
+    protocol_text = Template(_PROTOCOL_DESCRIPTIONS.get(table.protocol, "")).safe_substitute(facts)
+    text = f"Protocol {table.protocol}. {protocol_text}"
     if record.dataset:
         text += f" Text: {record.dataset}"
         text += f" (tokenizer {record.tokenizer})." if record.tokenizer else "."
     if record.bits_per_byte is not None:
         text += " One token is one byte."
-    if layout.repeats > 1:
+    if table.max_seeds > 1:
         text += (
-            f" Cells are arithmetic means over {layout.repeats} seeds, or as many as their n says, with their standard "
+            f" Cells are arithmetic means over {table.max_seeds} seeds, or as many as their n says, with their "
+            f"standard "
             "deviation; bars span the seeds."
         )
-    elif any(entry.stderr is not None for entry in layout.records):
+    elif any(entry.stderr is not None for entry in table.records):
         text += (
             " Bars are 95% intervals over windows of text; all methods and lengths share the text, so differences "
             "between them are known better than the bars suggest."
         )
-    if record.protocol != "task" and any(entry.change_low is not None for entry in layout.records):
+    if record.protocol != "task" and any(entry.change_low is not None for entry in table.records):
         text += (
             " Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
             "lengths, so that what makes a window hard at every length cancels."
@@ -236,27 +269,32 @@ def _measured(layout: Layout) -> str:
     return html.escape(text)
 
 
-def _models(records: Sequence[Record]) -> str:
+def _render_models(records: Sequence[Record]) -> str:
     """One row per trained model."""
-    columns = [Column(head) for head in ("parameters", "seed", "steps", "tokens trained on")]
-    columns.append(Column("run, and how it was scored", kind="text wide"))
-    rows: dict[tuple[str, int, str | None], tuple[str, list[Cell]]] = {}
+    columns = [HtmlColumn(head) for head in ("parameters", "seed", "steps", "tokens trained on")]
+    columns.append(HtmlColumn("run, and how it was scored", css_class="text wide"))
+    rows: dict[tuple[str, int, str | None], tuple[str, list[HtmlCell]]] = {}
     for record in records:
         identity = (record.method, record.seed, record.run)
         if identity in rows:
             continue
-        same = [entry for entry in records if (entry.method, entry.seed, entry.run) == identity]
-        seconds = sum(entry.seconds or 0.0 for entry in same)
-        took = f"{seconds:,.1f} s" if seconds else None
-        scoring = ", ".join(part for part in (record.backend, record.dtype, took) if part)
-        values = (_known(record.parameters), str(record.seed), _known(record.step), _known(record.train_tokens))
-        run = f"{html.escape(record.run or '–')}<small>{html.escape(scoring)}</small>"
+        run_records = [entry for entry in records if (entry.method, entry.seed, entry.run) == identity]
+        seconds = sum(entry.seconds or 0.0 for entry in run_records)
+        duration = f"{seconds:,.1f} s" if seconds else None
+        scoring = ", ".join(part for part in (record.backend, record.dtype, duration) if part)
+        values = (
+            _format_optional(record.parameters),
+            str(record.seed),
+            _format_optional(record.step),
+            _format_optional(record.train_tokens),
+        )
+        run_cell = f"{html.escape(record.run or '–')}<small>{html.escape(scoring)}</small>"
         position = "" if record.position in (None, record.method) else f"<small>{html.escape(record.position)}</small>"
-        rows[identity] = f"{html.escape(record.method)}{position}", [*map(Cell, values), Cell(run)]
-    return table("method", columns, list(rows.values()))
+        rows[identity] = f"{html.escape(record.method)}{position}", [*map(HtmlCell, values), HtmlCell(run_cell)]
+    return render_html_table("method", columns, list(rows.values()))
 
 
-def _facts(records: Sequence[Record]) -> dict[str, str]:
+def _collect_environment(records: Sequence[Record]) -> dict[str, str]:
     """Machine, device, software and dates, each named once."""
     columns = {
         "machine": [record.machine for record in records],
@@ -273,7 +311,7 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     return facts
 
 
-def _configurations(configurations: Mapping[str, str]) -> str:
+def _render_configurations(configurations: Mapping[str, str]) -> str:
     if not configurations:
         return ""
     parts = [
@@ -283,5 +321,5 @@ def _configurations(configurations: Mapping[str, str]) -> str:
     return "<h2>Configurations</h2>\n" + "\n".join(parts)
 
 
-def _known(value: int | None) -> str:
+def _format_optional(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"

@@ -18,8 +18,8 @@ from megatron.config.settings import show
 from megatron.data.parts import sequence_range
 from megatron.errors import FarfieldError, UserError
 from megatron.files import parse_json, write_text
-from megatron.reports.failures import Failure
-from megatron.reports.records import RESULTS, Record, read
+from megatron.reports.failures import RunFailure
+from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.sweeps.spec import Member
 from megatron.training import records
 from megatron.training.records import recorded
@@ -50,7 +50,7 @@ def finished_steps(member: Member) -> int:
     return Progress.read(checkpoint).step
 
 
-def divergence(member: Member) -> Failure | None:
+def divergence(member: Member) -> RunFailure | None:
     """How the member's training ended, if its loss stayed bad: that is its result until it is asked for again.
 
     A folder whose run was configured otherwise says nothing of the member.
@@ -68,10 +68,10 @@ def divergence(member: Member) -> Failure | None:
     return failure(member, found[1], found[0])
 
 
-def failure(member: Member, reason: str, step: int | None = None) -> Failure:
+def failure(member: Member, reason: str, step: int | None = None) -> RunFailure:
     """A member that gave no result, as reports have it."""
     config = member.config
-    return Failure(
+    return RunFailure(
         member.variant, member.seed, reason, step, config.model.seq_length if config.data.task is None else None
     )
 
@@ -91,10 +91,10 @@ def lacks_test(member: Member) -> bool:
 
 def evaluated(member: Member) -> list[Record] | None:
     """The records of a member if it was scored in its way before and all of them are still in its results."""
-    results, known = member.results / RESULTS, _receipt(member.results / RECEIPT)
+    results, known = member.results / RESULTS_FILE, _receipt(member.results / RECEIPT)
     if known.get("how") != _how(member) or not results.is_file():
         return None
-    there = {_sha256(record): record for record in read(results)}
+    there = {_sha256(record): record for record in read_records(results)}
     wanted = known.get("records") or []
     return [there[name] for name in wanted] if wanted and all(name in there for name in wanted) else None
 
@@ -126,4 +126,4 @@ def _receipt(path: Path) -> dict[str, Any]:
 
 
 def _sha256(record: Record) -> str:
-    return hashlib.sha256(json.dumps(record.row()).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(record.to_row()).encode()).hexdigest()

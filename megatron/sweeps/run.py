@@ -41,10 +41,10 @@ from megatron.launch.prepare import metered
 from megatron.meter import Job, Meter, seconds_left
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.quantities import duration, flop
-from megatron.reports import tables
-from megatron.reports.failures import Failure
-from megatron.reports.folder import refuse_results_of_others
-from megatron.reports.records import RESULTS, Record
+from megatron.reports import table_formats
+from megatron.reports.failures import RunFailure
+from megatron.reports.records import RESULTS_FILE, Record
+from megatron.reports.results_folder import check_no_foreign_results
 from megatron.stopping.signals import Stopped, acknowledged
 from megatron.sweeps import receipts, slurm_array, supervision
 from megatron.sweeps.estimate import Work, work
@@ -120,11 +120,11 @@ def run(
 
 def _refuse_files_of_others(sweep: Sweep) -> None:
     """Refuse an output that holds files by the names of a sweep's which no sweep wrote. Raises UserError."""
-    from megatron.reports.document import is_document
+    from megatron.reports.html_page import is_generated_page
 
     key, output = "sweep.output", sweep.output
-    refuse_results_of_others(key, output)
-    refuse_files_of_others(key, [output / REPORT], is_document)
+    check_no_foreign_results(key, output)
+    refuse_files_of_others(key, [output / REPORT], is_generated_page)
     for member in sweep.members:
         begun = (member.folder / LOCK).exists() or bool(checkpoints(member.folder))
 
@@ -133,7 +133,7 @@ def _refuse_files_of_others(sweep: Sweep) -> None:
 
         refuse_files_of_others(key, [member.beside(".yml"), member.beside(".txt")], ours)
     configured = any(member.beside(".yml").exists() for member in sweep.members)
-    refuse_files_of_others(key, [output / RESULTS], lambda _: configured or (output / REPORT).exists())
+    refuse_files_of_others(key, [output / RESULTS_FILE], lambda _: configured or (output / REPORT).exists())
 
 
 def _run(
@@ -164,7 +164,7 @@ def _run(
         with Meter(console, [todo[member].training, todo[member].evaluation]) as meter:
             return _member(member, todo[member], meter)
     found: list[Record] = []
-    failed: list[Failure] = []
+    failed: list[RunFailure] = []
     jobs = [job for member, each in todo.items() if member not in known for job in (each.training, each.evaluation)]
     pending = {member: each for member, each in todo.items() if member not in known}
     with Meter(console, jobs, forecast=lambda left: meter.say(_forecast(pending, left))) as meter:
@@ -198,19 +198,19 @@ def _run(
     return found
 
 
-def _show(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure], console: Console) -> None:
+def _show(sweep: Sweep, found: Sequence[Record], failed: Sequence[RunFailure], console: Console) -> None:
     """The tables of a sweep, on the console."""
-    tables.show(console, found, failed)
+    table_formats.print_comparison_tables(console, found, failed)
     options = sweep.options
     for grid in (
-        _experiment(sweep).grids(found, failures=failed)
+        _experiment(sweep).build_tables(found, failures=failed)
         if options.published or options.against or options.differences
         else ()
     ):
-        console.print(f"\n{grid.plain()}", end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\n{grid.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
 
 
-def _told(failed: Sequence[Failure], diverged: int, members: int) -> str:
+def _told(failed: Sequence[RunFailure], diverged: int, members: int) -> str:
     """One line for all that failed: how many, and each with its reason."""
     each = "; ".join(f"{one.method}, seed {one.seed}: {one}" for one in failed[:NAMED])
     more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
@@ -304,41 +304,41 @@ def floors_last(found: Sequence[Record]) -> list[Record]:
     return [*runs, *(each for index, each in enumerate(floors) if each not in floors[:index])]
 
 
-def _write(sweep: Sweep, found: Sequence[Record], failed: Sequence[Failure]) -> None:
+def _write(sweep: Sweep, found: Sequence[Record], failed: Sequence[RunFailure]) -> None:
     """Rewrite the results and the report of what is measured so far."""
     from megatron.reports import experiment, report
-    from megatron.reports.folder import write_results
-    from megatron.reports.section import Section
+    from megatron.reports.results_folder import write_results
+    from megatron.reports.section import ReportSection
 
     output = sweep.output
     found = floors_last(found)
     write_results(output, found, failed)
     told = _experiment(sweep)
-    if told.of_a_paper:  # the results of other sweeps may be put together with others
-        experiment.write(output / RESULTS, told)
+    if told.has_paper_comparison:  # the results of other sweeps may be put together with others
+        experiment.write_experiment(output / RESULTS_FILE, told)
     measured = {(record.method, record.seed) for record in found}
     texts = dict(sweep.texts)
     done = [member for member in sweep.members if (member.variant, member.seed) in measured]
     texts |= {str(member.beside(".yml")): member.text for member in done}
     missing = len(sweep.members) - len(done) - len(failed)
-    report.write(
+    report.write_report(
         output / REPORT,
-        [Section(sweep.options.title, found, told.grids(found, failures=failed), failed)],
-        missing=missing,
+        [ReportSection(sweep.options.title, found, told.build_tables(found, failures=failed), failed)],
+        num_pending_runs=missing,
         configurations=texts,
     )
 
 
 def _experiment(sweep: Sweep) -> "Experiment":
     from megatron.reports.experiment import Experiment
-    from megatron.reports.published import Published
+    from megatron.reports.published import PublishedTable
 
     options = sweep.options
-    tables = tuple(
-        Published(each.source, each.train_length, each.metric, tuple(each.lengths), dict(each.rows))
+    table_formats = tuple(
+        PublishedTable(each.source, each.train_length, each.metric, tuple(each.lengths), dict(each.rows))
         for each in options.published
     )
-    return Experiment(options.title, options.against, tables, tuple(options.differences))
+    return Experiment(options.title, options.against, table_formats, tuple(options.differences))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from megatron.data.vocabulary import vocabulary
 from megatron.distributed import seeds
 from megatron.distributed.surroundings import told
 from megatron.errors import FarfieldError, RunError, lacks_memory
-from megatron.planning.memory import memory
+from megatron.planning.memory_estimate import estimate_memory
 from megatron.quantities import size
 from megatron.stopping.signals import StopRequest
 from megatron.training import outline
@@ -106,7 +106,7 @@ def _memory_line(config: Config, error: BaseException) -> str:
     started = told(port=config.launch.master_port)
     try:
         sizes = mesh_sizes(config, 1 if started is None else started.place.world)
-        planned = memory(config, sizes, vocabulary(config.data).size).total
+        planned = estimate_memory(config, sizes, vocabulary(config.data).size).total
         line += f"; this configuration is planned to need {size(planned)} on each rank (./deepy.py plan)"
     except FarfieldError:  # an encoding of which nothing is known
         pass

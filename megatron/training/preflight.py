@@ -15,7 +15,7 @@ from megatron.config.schema import Config
 from megatron.distributed.devices import PROCESSES_PER_CORE, Machine
 from megatron.distributed.place import Place
 from megatron.errors import UserError
-from megatron.planning.parameters import whole
+from megatron.planning.parameter_count import count_parameters
 from megatron.quantities import size
 
 
@@ -180,7 +180,7 @@ def _check_memory(config: Config, machine: Machine, device: str, here: int, rank
     if machine.memory is None:
         return
     try:
-        parameters = whole(config, vocabulary=1)
+        parameters = count_parameters(config, vocab_size=1)
     except UserError:  # an encoding whose parameters nobody has counted
         return
     # At least once over all ranks, of which these are here.

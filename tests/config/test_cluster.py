@@ -7,7 +7,7 @@ import pytest
 from megatron.config.load import SHIPPED, load
 from megatron.config.ranks import mesh_sizes
 from megatron.distributed.devices import Machine
-from megatron.planning.memory import memory
+from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.preflight import preflight
 from tools.make_parallel import GPT2_VOCABULARY, GPUS, METHOD, MODELS, OVERLAYS, PAGE, ROOT, estimates, markdown
 
@@ -35,7 +35,7 @@ def test_what_the_table_names_fits(model: str, overlay: str, gpus: int, gib: flo
         assert on_site.config.launch.num_gpus == gpus
         from_afar = preflight(config.replace(num_gpus=gpus, device="cuda"), Machine(gpus=0, cores=2), dry=True)
         assert from_afar.config.training == on_site.config.training
-        found = memory(on_site.config, mesh_sizes(on_site.config, gpus), GPT2_VOCABULARY)
+        found = estimate_memory(on_site.config, mesh_sizes(on_site.config, gpus), GPT2_VOCABULARY)
         assert found.fits(gib), found
         if method == METHOD:
             assert found.total / 2**30 == pytest.approx(estimate, abs=0.051)

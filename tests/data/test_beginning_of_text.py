@@ -10,16 +10,16 @@ import sentencepiece
 import tokenizers as hf
 from tokenizer_files import SAMPLE
 
+from megatron.conversion.hf_tokenizer import write_hf_tokenizer
+from megatron.conversion.imported_run import resolve_tokenizer
+from megatron.conversion.model_source import ModelSource
 from megatron.data.corpus import prepare
 from megatron.data.run_tokenizer import keep_tokenizer, run_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
 from megatron.data.vocabulary import vocabulary
 from megatron.errors import UserError
 from megatron.evaluation.harness import HarnessModel
-from megatron.export.tokenizer import write_tokenizer
 from megatron.generation.writer import Writer
-from megatron.importing.run_folder import tokenizer_of
-from megatron.importing.source import Source
 from megatron.options.data import CorpusOptions, DataOptions
 from megatron.options.generation import GenerationOptions
 from tools.export_cases import Case, gpt_of
@@ -84,8 +84,8 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return request.param, folder
 
 
-def source(folder: Path) -> Source:
-    return Source(folder, "a", {}, None, folder, ())  # type: ignore[arg-type]
+def source(folder: Path) -> ModelSource:
+    return ModelSource(folder, "a", {}, None, folder, ())  # type: ignore[arg-type]
 
 
 def of_transformers(folder: Path) -> Any:
@@ -96,7 +96,7 @@ def of_transformers(folder: Path) -> Any:
 
 def test_an_import_reads_as_the_source_and_so_does_its_export(published: tuple[str, Path], tmp_path: Path) -> None:
     style, folder = published
-    tokenizer = tokenizer_of(source(folder), None, None, None)
+    tokenizer = resolve_tokenizer(source(folder), None, None, None)
     assert tokenizer.bos == STYLES[style]
     theirs = of_transformers(folder)
     if tokenizer.type != "SPMTokenizer":  # no class of theirs reads a SentencePiece file as it is
@@ -105,24 +105,24 @@ def test_an_import_reads_as_the_source_and_so_does_its_export(published: tuple[s
     copy = run_tokenizer(keep_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
     assert (copy.bos, copy.name) == (tokenizer.bos, tokenizer.name)
     (tmp_path / "export").mkdir()
-    write_tokenizer(copy, tmp_path / "export", 64)
+    write_hf_tokenizer(copy, tmp_path / "export", 64)
     exported = of_transformers(tmp_path / "export")
     for text in TEXTS:
         assert exported(text).input_ids == copy.encode_with_bos(text)
         assert exported(text, add_special_tokens=False).input_ids == copy.encode(text)
     assert exported.bos_token_id == tokenizer.bos
-    again = tokenizer_of(source(tmp_path / "export"), None, None, None)
+    again = resolve_tokenizer(source(tmp_path / "export"), None, None, None)
     assert again.bos == tokenizer.bos
-    other = tokenizer_of(source(folder), None, None, None, add_bos=tokenizer.bos is None)
+    other = resolve_tokenizer(source(folder), None, None, None, add_bos=tokenizer.bos is None)
     assert (other.bos is None) == (tokenizer.bos is not None)
     (tmp_path / "other").mkdir()
-    write_tokenizer(other, tmp_path / "other", 64)  # whatever the file says, the run's decision goes with it
+    write_hf_tokenizer(other, tmp_path / "other", 64)  # whatever the file says, the run's decision goes with it
     assert of_transformers(tmp_path / "other")("the").input_ids == other.encode_with_bos("the")
 
 
 def test_prompts_and_tasks_begin_as_the_text_does(published: tuple[str, Path]) -> None:
     style, folder = published
-    tokenizer = tokenizer_of(source(folder), None, None, None)
+    tokenizer = resolve_tokenizer(source(folder), None, None, None)
     begin = [] if STYLES[style] is None else [STYLES[style]]
     gpt = gpt_of(Case("none", {"pos_emb": "none"}), tokenizer.vocab_size)
     writer = Writer(gpt, tokenizer, GenerationOptions())

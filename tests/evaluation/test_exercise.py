@@ -22,8 +22,8 @@ from megatron.evaluation.subject import Scoring
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.model import PositionOptions
-from megatron.reports import tables
-from megatron.reports.layout import layouts
+from megatron.reports import table_formats
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.tasks.chosen import exercise
 from megatron.tasks.floors import CONSTANT, PLACE
 
@@ -158,8 +158,8 @@ def test_floors_stand_beside_the_models() -> None:
     recall = questions(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
     assert {record.value for record in recall.beside() if "values" in record.method} == {0.25}
     model = asked.score(loaded(Oracle(asked, wrong=0), of), Scoring())
-    (table, _) = layouts([*model, *found])
-    text = tables.markdown(table)
+    (table, _) = build_comparison_tables([*model, *found])
+    text = table_formats.render_comparison_markdown(table)
     assert text.count("floor: ") == 2
     assert "causal decoder" in text
     assert "encoder" in text
@@ -235,12 +235,12 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
     found = evaluate_runs(["runs/a"], EvaluationOptions(windows=16), console=Console(file=out, width=200))
     assert [r.length for r in found if r.method == "alibi" and r.metric == "accuracy"] == [4, 8, 16, 32]
     assert {r.method for r in found} == {"alibi", f"floor: {CONSTANT}", f"floor: {PLACE}"}
-    assert records.read("runs/a/results.json") == found
+    assert records.read_records("runs/a/results.json") == found
     assert "causal decoder" in out.getvalue()
     assert not Path("runs/a/tokenizer").exists()
     other = evaluate_runs(["runs/a"], EvaluationOptions(windows=8))
-    assert records.read("runs/a/results.json") == other  # other sequences of the same task
+    assert records.read_records("runs/a/results.json") == other  # other sequences of the same task
     again = evaluate_runs(["runs/a"], EvaluationOptions(windows=16, multiples=[1.0, 8.0]))
-    assert records.read("runs/a/results.json") == again  # the same is replaced
+    assert records.read_records("runs/a/results.json") == again  # the same is replaced
     same = {(r.method, r.metric, r.length): r.value for r in found}
     assert all(r.value == same[r.method, r.metric, r.length] for r in again if r.metric == "accuracy")

@@ -23,7 +23,7 @@ from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.reports import plots
-from megatron.reports.records import Record, read
+from megatron.reports.records import Record, read_records
 from tools.rounding import apart, sums_of_gpt
 
 pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
@@ -79,7 +79,7 @@ metric_list: [{metric: exact_match}]
 def _no_pictures() -> Iterator[None]:
     """Drawing costs more than the tasks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "png", lambda found, **_: b"\x89PNG")
+        patch.setattr(plots, "render_plots_png", lambda found, **_: b"\x89PNG")
         yield
 
 
@@ -247,7 +247,7 @@ def test_groups_limits_examples_and_a_folder_that_keeps_perplexities(place: Path
     assert re.search(r"asked: \d of 3 requests were cut on the left to 12 tokens", said)
     assert "Task accuracy in %, trained at 12 tokens, protocol both, 1-shot\n" in said
     given(place, run, "texts", output=tmp_path)
-    assert {record.protocol for record in read(tmp_path / "results.json")} == {"both, 1-shot", "texts, 0-shot"}
+    assert {record.protocol for record in read_records(tmp_path / "results.json")} == {"both, 1-shot", "texts, 0-shot"}
 
 
 def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,11 +355,11 @@ def test_an_export_gives_the_same_answers(place: Path, run: Path) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
+    from megatron.conversion.export_model import export_model
     from megatron.data.tokenizers import ByteTokenizer
     from megatron.evaluation.harness import HarnessModel
-    from megatron.export.run import export
 
-    export(str(run), place / "exported")
+    export_model(str(run), place / "exported")
     exported = HFLM(
         pretrained=str(place / "exported"),
         trust_remote_code=True,

@@ -13,8 +13,8 @@ from megatron.errors import UserError
 from megatron.evaluation.measures import check_measures, position_bins
 from megatron.evaluation.protocols import plan_of
 from megatron.options.evaluation import EvaluationOptions as Options
-from megatron.reports.bootstrap import quantiles, resampled
-from megatron.reports.records import Record, read, write
+from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
+from megatron.reports.records import Record, read_records, write_records
 
 from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored
 from .test_perplexity import ROUNDING, STREAM, by_hand, one_loss
@@ -57,7 +57,7 @@ def test_delta_perplexity(running_mean: RunningMean) -> None:
             extremes = [math.exp(a) - math.exp(b) for a, b in zip(alone, rows, strict=True)]
         assert record.value == pytest.approx(value, abs=2 * VOCABULARY_ROUNDING)
         # Of three blocks the same block thrice comes once in 27; what lies beyond all of them is never drawn.
-        low, high = record.bootstrapped
+        low, high = record.bootstrap_interval
         assert min(extremes) - 2 * VOCABULARY_ROUNDING <= low <= record.value <= high
         assert high <= max(extremes) + 2 * VOCABULARY_ROUNDING
 
@@ -82,7 +82,7 @@ def test_position(running_mean: RunningMean) -> None:
             expected = losses[round(record.place)]
             assert record.tokens == len(expected)
             assert record.nll == pytest.approx(statistics.fmean(expected), abs=ROUNDING)
-            low, high = record.bootstrapped
+            low, high = record.bootstrap_interval
             assert low < record.value < high
         total = sum(record.nll * record.tokens for record in here)
         (whole,) = (record for record in of(found, "perplexity") if record.length == length)
@@ -102,7 +102,9 @@ def test_a_bin_is_as_sure_as_all_blocks_with_tokens_in_it(running_mean: RunningM
                 counts[block] += 1
     assert first.tokens < 8
     assert (last.place, last.tokens) == (24, counts.sum())
-    assert last.bootstrapped == pytest.approx(np.exp(quantiles(resampled(sums, counts)[0])), rel=ROUNDING)
+    assert last.bootstrap_interval == pytest.approx(
+        np.exp(compute_percentile_interval(draw_bootstrap_means(sums, counts)[0])), rel=ROUNDING
+    )
 
 
 @given(st.integers(1, 4096), st.integers(1, 5000))
@@ -131,7 +133,7 @@ def test_strided_with_stride_one_is_the_sliding_window(running_mean: RunningMean
 def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_path) -> None:
     found = scored(loaded(running_mean), STREAM, Options(lengths=[9], targets=5, windows=3))
     rows = by_hand(running_mean, [9, 9 + 193 // 2, 202], 9, 5)
-    (record,) = read(write(tmp_path / "results.json", found))
+    (record,) = read_records(write_records(tmp_path / "results.json", found))
     assert record.block_sums == pytest.approx([sum(row) for row in rows], abs=5 * ROUNDING + 1e-6)
     assert record.block_tokens is None
     masked = loaded(running_mean, eod_mask_loss=True)
@@ -169,8 +171,8 @@ def test_lists_of_options() -> None:
 def test_a_place_belongs_to_an_axis_that_has_some() -> None:
     known = {"method": "a", "train_length": 8, "length": 16, "protocol": "last", "metric": "perplexity", "value": 2.0,
              "tokens": 4, "seed": 1}  # fmt: skip
-    assert Record(**known).at == 16
-    assert Record(**known, axis="position", place=4.0).at == 4
+    assert Record(**known).x_value == 16
+    assert Record(**known, axis="position", place=4.0).x_value == 4
     for wrong in (
         {"place": 4.0},
         {"axis": "position"},
@@ -179,4 +181,4 @@ def test_a_place_belongs_to_an_axis_that_has_some() -> None:
     ):
         with pytest.raises(ValueError, match=r"has no place|has a place|between 0 and 1|did you mean depth"):
             Record(**known, **wrong)
-    assert np.isfinite(Record(**known, axis="depth", place=0.5).at)
+    assert np.isfinite(Record(**known, axis="depth", place=0.5).x_value)

@@ -63,7 +63,7 @@ def test_last_equals_a_plain_loop(model: nn.Module) -> None:
         assert record.value == pytest.approx(math.exp(nll), rel=ROUNDING)
         assert record.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(3), abs=ROUNDING)
         # Of three blocks the most extreme resample, the same block thrice, comes once in 27: beyond 2.5%.
-        assert record.bootstrapped == pytest.approx((math.exp(min(means)), math.exp(max(means))), rel=ROUNDING)
+        assert record.bootstrap_interval == pytest.approx((math.exp(min(means)), math.exp(max(means))), rel=ROUNDING)
         assert record.change_from == (None if record.length == 5 else 5)
         if record.length > 5:
             assert record.change == pytest.approx(record.value / records[0].value)

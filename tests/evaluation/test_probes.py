@@ -20,7 +20,7 @@ from megatron.evaluation.probes.repeated import Repeated
 from megatron.evaluation.subject import Scoring
 from megatron.options import evaluation
 from megatron.options.evaluation import EvaluationOptions as Options
-from megatron.reports.layout import layouts
+from megatron.reports.comparison_table import build_comparison_tables
 
 from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
 from .test_perplexity import ROUNDING, one_loss
@@ -82,7 +82,7 @@ def test_a_model_that_copies_so_far_is_seen_to() -> None:
         near = record.place <= 20
         assert record.value == pytest.approx(0.01 if near else math.log(4000), rel=1e-6)
         assert (record.axis, record.tokens, record.windows) == ("distance", 24, 6)
-    tables = layouts(found)
+    tables = build_comparison_tables(found)
     assert [(table.axis.name, table.records[0].length) for table in tables] == [("distance", 40), ("distance", 80)]
     assert "below 8.29" in tables[0].notes[-1]
 

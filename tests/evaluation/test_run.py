@@ -45,7 +45,7 @@ DATA = [f"{split}_data_paths=[corpus/{split}_text_document]" for split in ("trai
 def picture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Drawing costs more than the evaluation of such models: the numbers of records that were to be drawn instead."""
     asked: list[int] = []
-    monkeypatch.setattr(plots, "png", lambda found, **_: (asked.append(len(found)), b"\x89PNG")[1])
+    monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: (asked.append(len(found)), b"\x89PNG")[1])
     return asked
 
 
@@ -110,7 +110,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     direct = scored(loaded, token_stream(loaded.config.data, "test"), Options(lengths=[8, 32], windows=6))
     assert [r.value for r in found[2:]] == [r.value for r in direct]
 
-    assert records.read("results/results.json") == found
+    assert records.read_records("results/results.json") == found
     rows = csv.DictReader(Path("results/results.csv").read_text().splitlines())
     assert [float(row["perplexity"]) for row in rows] == [r.value for r in found]
     assert Path("results/results.png").read_bytes() == b"\x89PNG"
@@ -128,7 +128,7 @@ def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place
     run = make_run("runs/a", "pos_emb=t5")
     out = io.StringIO()
     evaluated([run], [8, 16], console=Console(file=out, width=200))
-    assert len(records.read(run / "results.json")) == 2
+    assert len(records.read_records(run / "results.json")) == 2
     assert out.getvalue().startswith(f"results will be written to {run}\n")
     before = (run / "results.json").read_text()
     out = io.StringIO()
@@ -145,13 +145,13 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
     spans = evaluated([run], [8], protocol="nonoverlapping")
     train = evaluated([run], [8], data="corpus/train_text_document")
     window = evaluated([run], [8], window=4)
-    assert records.read(run / "results.json") == [*first, *spans, *train, *window]
+    assert records.read_records(run / "results.json") == [*first, *spans, *train, *window]
     out = io.StringIO()
     again = evaluated([run], [8, 32], console=Console(file=out, width=200))
     assert out.getvalue().startswith(
         f"results will be written to {run}; the 5 there stay, unless this measures the same again\n"
     )
-    assert records.read(run / "results.json") == [*spans, *train, *window, *again]
+    assert records.read_records(run / "results.json") == [*spans, *train, *window, *again]
     assert len(list(csv.DictReader((run / "results.csv").read_text().splitlines()))) == 5
     # Three tables, as numbers of other protocols and texts cannot be compared; the shown one is of this evaluation.
     assert (run / "results.md").read_text().count("| method |") == len({r.target_digest for r in [*again, *train]}) + 2
@@ -160,7 +160,7 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
     monkeypatch.chdir(place.parent)
     moved = evaluated([place / run], [8, 32])
     assert [r.value for r in moved] == [r.value for r in again]
-    assert records.read(place / run / "results.json") == [*spans, *train, *window, *moved]
+    assert records.read_records(place / run / "results.json") == [*spans, *train, *window, *moved]
 
 
 def test_a_folder_gathers_runs(place: Path) -> None:
@@ -168,9 +168,9 @@ def test_a_folder_gathers_runs(place: Path) -> None:
     make_run("runs/b", "pos_emb=alibi")
     (a,) = evaluated(["runs/a"], [8], output="out")
     (b,) = evaluated(["runs/b"], [8], output="out")
-    assert records.read("out/results.json") == [a, b]
+    assert records.read_records("out/results.json") == [a, b]
     (again,) = evaluated(["./runs/a"], [8], output="out")
-    assert records.read("out/results.json") == [b, again]
+    assert records.read_records("out/results.json") == [b, again]
     Path("out/results.json").write_text("[")
     with pytest.raises(UserError, match=r"out/results.json: not JSON"):  # what is not understood is not replaced
         evaluated(["runs/a"], [8], output="out")
@@ -397,7 +397,7 @@ def test_a_failure_keeps_the_runs_before_it(place: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(RunError):
         evaluated(["runs/a", "runs/b"], [8], output="results")
-    assert [r.method for r in records.read("results/results.json")] == ["rotary"]
+    assert [r.method for r in records.read_records("results/results.json")] == ["rotary"]
 
 
 def test_bfloat16_weights_are_asked_for_by_name(place: Path) -> None:

@@ -16,8 +16,8 @@ from megatron.distributed.places import held
 from megatron.model import attention
 from megatron.model.attention import AttentionContext
 from megatron.planning import activations
-from megatron.planning.memory import memory
-from megatron.planning.positions import ENCODINGS
+from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.position_costs import ENCODING_COSTS
 from megatron.position.shape import PositionRange
 from megatron.position.stretches import build_segments, concatenate_ranges
 
@@ -69,7 +69,9 @@ def copied_places(monkeypatch: pytest.MonkeyPatch):
 )
 def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: str, length: int) -> None:
     wanted = config(length, **METHODS[method], attention_backend=backend, precision=precision)
-    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+        measured(wanted), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("precision", TYPES)
@@ -79,7 +81,7 @@ def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: s
 def test_ranks_that_share_a_sequence(method: str, backend: str, precision: str, copied_places: None) -> None:
     wanted = config(512, **METHODS[method], attention_backend=backend, precision=precision)
     for index in range(2):
-        estimate = activations.layer(wanted, Sizes(context=2), context_index=index).kept
+        estimate = activations.estimate_layer_activations(wanted, Sizes(context=2), context_rank=index).saved_bytes
         found = measured(wanted, Axis(index, 2), arguments=(method, backend) == ("cdape", "chunked"))
         assert estimate == pytest.approx(found, rel=0.1)
 
@@ -89,7 +91,9 @@ def test_ranks_that_share_a_sequence(method: str, backend: str, precision: str, 
 def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> None:
     """Although blocks of rows are recomputed inside them: nothing of these stays either."""
     wanted = config(256, **METHODS[method], checkpoint_activations=True, attention_backend=backend)
-    assert activations.layer(wanted, Sizes()).entry == pytest.approx(measured(wanted), rel=0.01)
+    assert activations.estimate_layer_activations(wanted, Sizes()).input_bytes == pytest.approx(
+        measured(wanted), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("precision", TYPES)
@@ -105,7 +109,9 @@ def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> 
 )
 def test_other_layers(keys: dict[str, Any], precision: str) -> None:
     wanted = config(256, pos_emb="none", precision=precision, **keys)
-    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.02)
+    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+        measured(wanted), rel=0.02
+    )
 
 
 @pytest.mark.parametrize("precision", TYPES)
@@ -117,26 +123,32 @@ def test_other_layers(keys: dict[str, Any], precision: str) -> None:
 def test_grouped_queries(method: str, backend: str, groups: int, precision: str) -> None:
     keys = {"attention_backend": backend, "precision": precision, "num_kv_heads": groups, "use_bias_in_qkv": True}
     wanted = config(256, **METHODS.get(method, {"pos_emb": "none"}), **keys, use_bias_in_attn_linear=False)
-    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+        measured(wanted), rel=0.1
+    )
 
 
 def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> None:
     wanted = config(512, **METHODS["rotary"], num_kv_heads=2, attention_backend="sdpa")
     for index in range(2):
-        estimate = activations.layer(wanted, Sizes(context=2), context_index=index).kept
+        estimate = activations.estimate_layer_activations(wanted, Sizes(context=2), context_rank=index).saved_bytes
         assert estimate == pytest.approx(measured(wanted, Axis(index, 2)), rel=0.1)
 
 
 @pytest.mark.parametrize("precision", TYPES)
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", ENCODING_COSTS)
 def test_every_encoding(name: str, precision: str) -> None:
     wanted = config(256, pos_emb=name, attention_backend="eager", precision=precision)
-    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+        measured(wanted), rel=0.1
+    )
 
 
 def test_a_window_leaves_out_columns() -> None:
     wanted = config(512, **METHODS["cdape"], attention_window=100)
-    assert activations.layer(wanted, Sizes()).kept == pytest.approx(measured(wanted), rel=0.1)
+    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+        measured(wanted), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -154,8 +166,8 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
         output = gpt._run_layers(hidden, AttentionContext(build_segments(1024)))
         tracked.most = tracked.now
         output.sum().backward()
-    estimate = activations.layer(wanted, Sizes())
-    assert estimate.kept + estimate.working == pytest.approx(tracked.most, rel=0.1)
+    estimate = activations.estimate_layer_activations(wanted, Sizes())
+    assert estimate.saved_bytes + estimate.workspace_bytes == pytest.approx(tracked.most, rel=0.1)
 
 
 @pytest.mark.parametrize("keys", [{}, {"checkpoint_activations": True}, {"no_weight_tying": True, "precision": "bf16"}])
@@ -170,5 +182,5 @@ def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
         tokens = torch.zeros(2, 256, dtype=torch.int64)
         with Peak() as tracked:
             gpt(tokens, labels=tokens).sum().backward()
-        estimate = memory(wanted, Sizes(), vocabulary)
+        estimate = estimate_memory(wanted, Sizes(), vocabulary)
         assert estimate.activations + max(estimate.logits, estimate.working) == pytest.approx(tracked.most, rel=0.1)

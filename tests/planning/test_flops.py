@@ -7,19 +7,21 @@ import pytest
 from models import build_model
 from tiny_runs import VOCABULARY, tiny_config
 
-from megatron.planning.flops import flops
-from megatron.planning.positions import ENCODINGS, KERNELS
+from megatron.planning.flops import estimate_forward_flops
+from megatron.planning.position_costs import DEFAULT_KERNEL_SIZES, ENCODING_COSTS
 
 
 def check(**keys: Any) -> None:
     config = tiny_config(Path(), **keys)
     gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
-    assert flops(config, VOCABULARY).per_token == pytest.approx(gpt.flops_per_token(config.model.seq_length), rel=1e-12)
+    assert estimate_forward_flops(config, VOCABULARY).training_flops_per_token == pytest.approx(
+        gpt.flops_per_token(config.model.seq_length), rel=1e-12
+    )
 
 
-@pytest.mark.parametrize("processor", ["none", *KERNELS])
+@pytest.mark.parametrize("processor", ["none", *DEFAULT_KERNEL_SIZES])
 def test_every_method(processor: str) -> None:
-    for name in ENCODINGS:
+    for name in ENCODING_COSTS:
         check(pos_emb=name, score_processor=processor)
 
 

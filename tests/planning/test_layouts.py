@@ -9,8 +9,8 @@ from megatron.config.load import load
 from megatron.distributed.devices import Machine
 from megatron.distributed.gpus import named
 from megatron.errors import UserError
-from megatron.planning.layouts import as_configured, candidates, layouts
-from megatron.planning.plan import plan
+from megatron.planning.parallel_layouts import build_configured_layout, find_fastest_layouts, iter_layouts
+from megatron.planning.plan import make_plan
 from megatron.planning.step_time import Cluster
 from megatron.training.preflight import preflight
 
@@ -38,10 +38,10 @@ CASES = {
 def test_train_accepts_what_is_proposed(case: str) -> None:
     files, pairs, gpus = CASES[case]
     config = load(files, [*pairs, *DATA]).config
-    found = layouts(config, VOCABULARY, Cluster(A100, gpus))
+    found = find_fastest_layouts(config, VOCABULARY, Cluster(A100, gpus))
     assert found
     for layout in found:
-        written = load(files, [*pairs, *DATA, *as_pairs(layout.keys)]).config
+        written = load(files, [*pairs, *DATA, *as_pairs(layout.config_keys)]).config
         settled = preflight(written, Machine(gpus=8, cores=8), dry=True)
         assert layout.config.training.model_dump() == settled.config.training.model_dump()
         assert layout.memory.fits(A100.gib)
@@ -49,14 +49,14 @@ def test_train_accepts_what_is_proposed(case: str) -> None:
 
 
 def sizes_of(files: Sequence[str], gpus: int, *pairs: str, **cluster: Any) -> set[tuple[int, int, int]]:
-    found = candidates(load(files, pairs).config, VOCABULARY, Cluster(A100, gpus, **cluster))
+    found = iter_layouts(load(files, pairs).config, VOCABULARY, Cluster(A100, gpus, **cluster))
     return {(layout.sizes.tensor, layout.sizes.context, layout.sizes.pipeline) for layout in found}
 
 
 def test_tensor_ranks_stay_inside_a_node() -> None:
     files = ["6-7B", "rotary", "a100_2k"]
     assert max(tensor for tensor, _, _ in sizes_of(files, 16)) == 8
-    assert max(tensor for tensor, _, _ in sizes_of(files, 16, per_node=4)) == 4
+    assert max(tensor for tensor, _, _ in sizes_of(files, 16, gpus_per_node=4)) == 4
 
 
 def test_everything_that_divides_is_looked_at() -> None:
@@ -67,39 +67,39 @@ def test_everything_that_divides_is_looked_at() -> None:
 def test_the_fastest_is_first_and_stands_once() -> None:
     cluster = Cluster(A100, 16)
     config = load(["2-7B", "cdape_kerple_log", "a100_2k"]).config
-    found = layouts(config, VOCABULARY, cluster)
-    times = [float(f"{layout.time.total:.4g}") for layout in found]
+    found = find_fastest_layouts(config, VOCABULARY, cluster)
+    times = [float(f"{layout.step_time.total:.4g}") for layout in found]
     assert times == sorted(times)
     assert len({layout.sizes for layout in found}) == len(found)
-    fitting = [layout for layout in candidates(config, VOCABULARY, cluster) if layout.memory.fits(A100.gib)]
-    assert found[0].time.total == pytest.approx(min(layout.time.total for layout in fitting), rel=1e-3)
+    fitting = [layout for layout in iter_layouts(config, VOCABULARY, cluster) if layout.memory.fits(A100.gib)]
+    assert found[0].step_time.total == pytest.approx(min(layout.step_time.total for layout in fitting), rel=1e-3)
 
 
 def test_a_layout_that_train_refuses_is_told_with_its_words() -> None:
     config = load(["125M", "rotary", "a100_128k"]).config
     with pytest.raises(UserError, match="does not divide the 4 processes"):
-        as_configured(config, VOCABULARY, Cluster(A100, 4))
-    made = plan(config, VOCABULARY, Cluster(A100, 4))
-    assert "does not divide the 4 processes" in (made.refusal or "")
-    assert made.detailed is made.fitting[0]
+        build_configured_layout(config, VOCABULARY, Cluster(A100, 4))
+    made = make_plan(config, VOCABULARY, Cluster(A100, 4))
+    assert "does not divide the 4 processes" in (made.config_error or "")
+    assert made.detailed_layout is made.fitting_layouts[0]
 
 
 def test_gpus_are_whole_nodes() -> None:
     with pytest.raises(UserError, match="12 GPUs are not whole nodes of 8"):
-        plan(load(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 12))
+        make_plan(load(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 12))
 
 
 def test_nothing_fits() -> None:
-    made = plan(load(["6-7B", "rotary", "a100_2k"]).config, VOCABULARY, Cluster(named("t4"), 2))
-    assert (made.fitting, made.given is not None) == ([], True)
-    assert not made.fits(made.given)  # type: ignore[arg-type]
-    impossible = plan(load(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 7))  # a batch of 256
-    assert (impossible.detailed, impossible.backends()) == (None, {})
+    made = make_plan(load(["6-7B", "rotary", "a100_2k"]).config, VOCABULARY, Cluster(named("t4"), 2))
+    assert (made.fitting_layouts, made.configured_layout is not None) == ([], True)
+    assert not made.fits_gpu(made.configured_layout)  # type: ignore[arg-type]
+    impossible = make_plan(load(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 7))  # a batch of 256
+    assert (impossible.detailed_layout, impossible.estimate_backend_memory()) == (None, {})
 
 
 def test_maps_are_told_apart() -> None:
     config = load(["125M", "cdape_kerple_log", "a100_512"], ["checkpoint_activations=false"]).config
-    found = plan(config, VOCABULARY, Cluster(A100, 8)).backends()
+    found = make_plan(config, VOCABULARY, Cluster(A100, 8)).estimate_backend_memory()
     assert list(found) == ["auto", "chunked", "eager"]  # fused attention cannot do it
     assert found["chunked"].kept_maps == 0 < found["chunked"].working_maps
     assert found["auto"].kept_maps > 0.5 * found["auto"].activations

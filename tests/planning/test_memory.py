@@ -13,8 +13,8 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import Sizes
 from megatron.errors import UserError
 from megatron.options.model import MAX_LOGITS
-from megatron.planning.memory import Memory, memory
-from megatron.planning.parameters import whole
+from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.parameter_count import count_parameters
 
 SCRIPT = Path(__file__).parents[1] / "support/planning_rank.py"
 
@@ -36,8 +36,8 @@ def test_states_are_those_of_the_engine(precision: str, stage: int, steps: int, 
         Path(), pos_emb="rotary", hidden_size=128, precision=precision, gradient_accumulation_steps=steps,
         train_batch_size=None, zero_optimization={"stage": stage},
     )  # fmt: skip
-    estimate, found = memory(config, Sizes(data=2), VOCABULARY), engines[f"{precision} {stage} {steps}"]
-    parameters = whole(config, VOCABULARY)
+    estimate, found = estimate_memory(config, Sizes(data=2), VOCABULARY), engines[f"{precision} {stage} {steps}"]
+    parameters = count_parameters(config, VOCABULARY)
     states = (estimate.weights + estimate.optimizer) / parameters
     gradients = estimate.gradients / parameters
     # Two in a hundred: gradients larger than a bucket are reduced alone, and DeepSpeed holds on to the last of them.
@@ -47,8 +47,8 @@ def test_states_are_those_of_the_engine(precision: str, stage: int, steps: int, 
     assert states + gradients >= found["between"] * 0.999
 
 
-def of(name: str, method: str, sizes: Sizes, **keys: Any) -> Memory:
-    return memory(settled(name, method, **keys), sizes, 50257)
+def of(name: str, method: str, sizes: Sizes, **keys: Any) -> MemoryEstimate:
+    return estimate_memory(settled(name, method, **keys), sizes, 50257)
 
 
 def settled(name: str, method: str, **keys: Any) -> Config:
@@ -58,13 +58,13 @@ def settled(name: str, method: str, **keys: Any) -> Config:
 
 def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:
     one, eight = (of("2-7B", "rotary", sizes) for sizes in (Sizes(), Sizes(data=4, context=2)))
-    assert one.optimizer == 12 * whole(settled("2-7B", "rotary"), 50257)
+    assert one.optimizer == 12 * count_parameters(settled("2-7B", "rotary"), 50257)
     assert eight.optimizer == pytest.approx(one.optimizer / 8)
     assert eight.weights == one.weights
 
 
 def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
-    def stage_3(*offloaded: str) -> Memory:
+    def stage_3(*offloaded: str) -> MemoryEstimate:
         zero = {"stage": 3} | {name: {"device": "cpu"} for name in offloaded}
         return of("2-7B", "rotary", Sizes(data=4), zero_optimization=zero)
 
@@ -80,16 +80,18 @@ def test_the_parts_add_up_to_the_worst_moment() -> None:
     gib = found.total / 2**30
     assert found.fits(gib / 0.89)
     assert not found.fits(gib / 0.91)
-    assert found.fits(gib, spare=0)
+    assert found.fits(gib, reserved_fraction=0)
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
     config = settled("2-7B", "rotary", gradient_accumulation_steps=8, checkpoint_activations=False)
-    first, last = (memory(config, Sizes(pipeline=4), 50257, stage=stage) for stage in (0, 3))
+    first, last = (estimate_memory(config, Sizes(pipeline=4), 50257, pipeline_stage=stage) for stage in (0, 3))
     assert first.activations == pytest.approx(4 * last.activations, rel=0.05)
     assert (first.logits, last.logits > 0) == (0, True)
-    worst = memory(config, Sizes(pipeline=4), 50257)
-    assert worst.total == max(memory(config, Sizes(pipeline=4), 50257, stage=stage).total for stage in range(4))
+    worst = estimate_memory(config, Sizes(pipeline=4), 50257)
+    assert worst.total == max(
+        estimate_memory(config, Sizes(pipeline=4), 50257, pipeline_stage=stage).total for stage in range(4)
+    )
 
 
 @pytest.mark.parametrize("method", ["rotary", "cdape_kerple_log"])
@@ -110,11 +112,11 @@ def test_memory_is_linear_in_the_length_where_rows_are_recomputed() -> None:
 
 def test_a_backend_may_be_named() -> None:
     config = settled("125M", "kerple_log", checkpoint_activations=False)
-    kept = memory(config, Sizes(), 50257, backend="eager").activations
-    assert kept > memory(config, Sizes(), 50257, backend="chunked").activations
+    kept = estimate_memory(config, Sizes(), 50257, backend="eager").activations
+    assert kept > estimate_memory(config, Sizes(), 50257, backend="chunked").activations
 
 
 def test_an_encoding_of_ones_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(Path(), pos_emb="mine")
-    with pytest.raises(UserError, match=r"pos_emb mine is not known: megatron/planning/positions\.py"):
-        memory(config, Sizes(), VOCABULARY)
+    with pytest.raises(UserError, match=r"pos_emb mine is not known: megatron/planning/position_costs\.py"):
+        estimate_memory(config, Sizes(), VOCABULARY)

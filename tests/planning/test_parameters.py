@@ -14,8 +14,8 @@ from megatron.distributed.mesh import Mesh, Sizes
 from megatron.distributed.parameters import division, whole_size
 from megatron.distributed.processes import Processes
 from megatron.model import build
-from megatron.planning.parameters import held, whole
-from megatron.planning.positions import ENCODINGS, KERNELS
+from megatron.planning.parameter_count import count_parameters, count_rank_parameters
+from megatron.planning.position_costs import DEFAULT_KERNEL_SIZES, ENCODING_COSTS
 
 VOCABULARY = 50257
 MODELS = sorted(path.stem for path in (SHIPPED / "model").glob("*.yml"))
@@ -32,10 +32,10 @@ def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
 def test_shipped_models(name: str) -> None:
     config = load([name, "cdape_kerple_log"]).config
     gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
-    assert whole(config, VOCABULARY) == gpt.num_parameters()
+    assert count_parameters(config, VOCABULARY) == gpt.num_parameters()
     for tensor in (2, 4):
         parts = {p: p.numel() // (1 if division(p) is None else tensor) for p in gpt.parameters()}
-        assert held(config, Sizes(tensor=tensor), VOCABULARY) == sum(parts.values())
+        assert count_rank_parameters(config, Sizes(tensor=tensor), VOCABULARY) == sum(parts.values())
         assert whole_size(gpt.embedding.word_embeddings.weight, Mesh(0, Sizes(tensor=tensor))) % tensor == 0
 
 
@@ -46,18 +46,18 @@ def test_every_stage(method: str, tied: bool, tensor: int, stages: int) -> None:
     config = load(["125M", method]).config.replace(no_weight_tying=not tied)
     sizes = Sizes(tensor=tensor, pipeline=stages, data=2)
     for stage in sorted({0, 1, stages - 1}):
-        assert held(config, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), stage
+        assert count_rank_parameters(config, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), stage
 
 
 def counted(**keys: Any) -> tuple[int, int]:
     """Parameters as we count them, and as the model does."""
     config = tiny_config(Path(), **keys)
     gpt = build_model(config.model, config.position, 61, device="meta")
-    return whole(config, 61), gpt.num_parameters()
+    return count_parameters(config, 61), gpt.num_parameters()
 
 
 def test_every_method() -> None:
-    assert (set(ENCODINGS), set(KERNELS)) == (set(names.encodings()), set(names.processors()[1:]))
+    assert (set(ENCODING_COSTS), set(DEFAULT_KERNEL_SIZES)) == (set(names.encodings()), set(names.processors()[1:]))
     for encoding in names.encodings():
         for processor in names.processors():
             estimate, built = counted(pos_emb=encoding, score_processor=processor)

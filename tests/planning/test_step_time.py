@@ -8,9 +8,9 @@ from megatron.config.load import load
 from megatron.config.schema import Config
 from megatron.distributed.gpus import Gpu, named
 from megatron.distributed.mesh import Sizes
-from megatron.planning.flops import flops
-from megatron.planning.layouts import as_configured
-from megatron.planning.step_time import REACHED, Cluster, StepTime, step_time
+from megatron.planning.flops import estimate_forward_flops
+from megatron.planning.parallel_layouts import build_configured_layout
+from megatron.planning.step_time import LINK_EFFICIENCY, Cluster, StepTime, estimate_step_time
 from megatron.training.pipeline import bubble
 
 VOCABULARY = 50257
@@ -23,28 +23,28 @@ def timed(sizes: Sizes, method: str = "rotary", **keys: Any) -> StepTime:
         "checkpoint_activations": False, "train_batch_size": 8 * sizes.data,
     }  # fmt: skip
     config = load(["2-7B", method]).config.replace(**(flat | keys))
-    return step_time(config, sizes, VOCABULARY, Cluster(A100, sizes.world))
+    return estimate_step_time(config, sizes, VOCABULARY, Cluster(A100, sizes.world))
 
 
 def test_one_gpu_computes_at_its_mfu() -> None:
     found = timed(Sizes(), "none")
     assert (found.waiting, found.communicating) == (0, 0)
     # Fused attention computes q·k once more: half of a forward pass of the scores.
-    one = flops(load(["2-7B", "none"]).config, VOCABULARY)
-    again = 0.5 * one.scores * one.layers / one.per_token
+    one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
+    again = 0.5 * one.attention * one.num_layers / one.training_flops_per_token
     assert found.mfu == pytest.approx(0.45 / (1 + again))
 
 
 def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
-    one = flops(load(["2-7B", "none"]).config, VOCABULARY)
-    forward = one.layers * (one.matrices + one.scores)
+    one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
+    forward = one.num_layers * (one.linear + one.attention)
     plain, again = (timed(Sizes(), "none", checkpoint_activations=value) for value in (False, True))
     tokens = 8 * 2048
     assert again.total - plain.total == pytest.approx(forward * tokens / (0.45 * 312e12))
 
 
 def test_an_output_layer_whose_logits_are_too_many_is_computed_once_more() -> None:
-    one = flops(load(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
     # 10 sequences of 2,048 tokens have fewer than 2^30 logits, 11 have more.
     fits, exceeds = (timed(Sizes(), "none", train_micro_batch_size_per_gpu=n, train_batch_size=8 * n) for n in (10, 11))
     more = exceeds.computing - fits.computing * 11 / 10
@@ -77,16 +77,16 @@ def test_bytes_of_gradients() -> None:
         timed(Sizes(data=16), zero_optimization={"stage": stage}, gradient_accumulation_steps=4, train_batch_size=64)
         for stage in range(4)
     ]
-    once = 2 * 2.78e9 * 15 / 16 / (REACHED * 25e9)
+    once = 2 * 2.78e9 * 15 / 16 / (LINK_EFFICIENCY * 25e9)
     times = [step.communicating / once for step in zero]
     assert times == pytest.approx([2, 2, 5, 12], rel=0.01)
 
 
 def test_groups_that_leave_a_node_share_its_network() -> None:
-    cluster = Cluster(Gpu(1, 1, 1, link=300), gpus=64, per_node=8, network=40)
-    inside, over, four = cluster.rate(1, 8), cluster.rate(1, 64), cluster.rate(4, 16)
-    assert [rate / REACHED / 1e9 for rate in (inside, over, four)] == [300, 40, 10]
-    assert cluster.rate(32, 2) / REACHED / 1e9 == 5  # every GPU of the node has its own partner
+    cluster = Cluster(Gpu(1, 1, 1, link=300), num_gpus=64, gpus_per_node=8, network_gb_per_s=40)
+    inside, over, four = cluster.ring_bandwidth(1, 8), cluster.ring_bandwidth(1, 64), cluster.ring_bandwidth(4, 16)
+    assert [rate / LINK_EFFICIENCY / 1e9 for rate in (inside, over, four)] == [300, 40, 10]
+    assert cluster.ring_bandwidth(32, 2) / LINK_EFFICIENCY / 1e9 == 5  # every GPU of the node has its own partner
 
 
 PYTHIA = {
@@ -115,6 +115,6 @@ def test_published_gpu_hours(name: str) -> None:
     """Within 15% from 1.0B on; the smaller one took a third longer than its FLOPs say."""
     layers, width, heads, gpus, micro, tensor, steps, hours = PYTHIA[name]
     config = pythia(layers, width, heads, micro, tensor, steps)
-    found = as_configured(config, 50277, Cluster(A100, gpus, network=50))
-    ours = found.time.total * 143000 * gpus / 3600
+    found = build_configured_layout(config, 50277, Cluster(A100, gpus, network_gb_per_s=50))
+    ours = found.step_time.total * 143000 * gpus / 3600
     assert ours == pytest.approx(hours, rel=0.25 if name == "410M" else 0.15)

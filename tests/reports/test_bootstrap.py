@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.reports import bootstrap
-from megatron.reports.bootstrap import LEVEL, RESAMPLES, resampled
+from megatron.reports.bootstrap import CONFIDENCE_LEVEL, NUM_RESAMPLES, draw_bootstrap_means
 
 
 class Intervals(NamedTuple):
@@ -22,10 +22,12 @@ class Intervals(NamedTuple):
 
 def intervals(sums: np.ndarray, counts: np.ndarray, **choices: int) -> Intervals | None:
     """The intervals of each row's mean, and of its difference from the first."""
-    draws = resampled(sums, counts, **choices)
+    draws = draw_bootstrap_means(sums, counts, **choices)
     if draws is None:
         return None
-    return Intervals(*(np.array([bootstrap.quantiles(row) for row in rows]) for rows in (draws, draws - draws[0])))
+    return Intervals(
+        *(np.array([bootstrap.compute_percentile_interval(row) for row in rows]) for rows in (draws, draws - draws[0]))
+    )
 
 
 def quantiles(values: list[float], weights: list[float]) -> tuple[float, float]:
@@ -34,7 +36,7 @@ def quantiles(values: list[float], weights: list[float]) -> tuple[float, float]:
     reached = list(itertools.accumulate(weight for _, weight in ordered))
     low, high = (
         next(value for (value, _), sum_ in zip(ordered, reached, strict=True) if sum_ >= share * reached[-1])
-        for share in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
+        for share in ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2)
     )
     return low, high
 
@@ -46,7 +48,7 @@ def test_against_every_possible_resample() -> None:
         for length in range(2):
             means[length].append(sum(sums[length][b] for b in drawn) / sum(counts[b] for b in drawn))
     differences = [after - before for before, after in zip(*means, strict=True)]
-    found = intervals(np.array(sums), np.array(counts), resamples=200_000)
+    found = intervals(np.array(sums), np.array(counts), num_resamples=200_000)
     alike = [1.0] * 4**4
     # 256 resamples have atoms of probability 1/256 and more, so a quantile is exact once it is not at a jump.
     assert found.nll[0] == pytest.approx(quantiles(means[0], alike))
@@ -71,7 +73,7 @@ def test_against_a_plain_loop() -> None:
             pairs.append((found.change[length], [a - b for a, b in zip(drawn[length], drawn[0], strict=True)]))
         for ends, values in pairs:
             # A quantile q of n draws scatters by √(q(1 − q)/n)/density; at 2.5% of a normal the density is 0.058/σ.
-            scatter = math.sqrt(0.025 * 0.975 * (1 / RESAMPLES + 1 / 20_000)) / 0.058 * statistics.stdev(values)
+            scatter = math.sqrt(0.025 * 0.975 * (1 / NUM_RESAMPLES + 1 / 20_000)) / 0.058 * statistics.stdev(values)
             ordered = sorted(values)
             assert ends == pytest.approx([ordered[500], ordered[-500]], abs=5 * scatter)
 
@@ -84,10 +86,10 @@ def test_the_truth_is_covered_as_often_as_promised() -> None:
         hard = generator.normal(2, 0.4, blocks)  # of a block, at both lengths
         counts = generator.integers(40, 65, blocks)
         before, after = hard, hard + generator.normal(0.03, 0.1, blocks)
-        found = intervals(np.array([before * counts, after * counts]), counts, resamples=1000)
+        found = intervals(np.array([before * counts, after * counts]), counts, num_resamples=1000)
         covered += [found.nll[0, 0] < 2 < found.nll[0, 1], found.change[1, 0] < 0.03 < found.change[1, 1]]
     # A share of 400 scatters by √(0.95 · 0.05/400) = 1.1%; the percentile method lies a percent below with 64 blocks.
-    assert np.all(np.abs(covered / repetitions - LEVEL) < 0.01 + 3 * 0.011)
+    assert np.all(np.abs(covered / repetitions - CONFIDENCE_LEVEL) < 0.01 + 3 * 0.011)
 
 
 def test_difficulty_that_both_lengths_share_cancels() -> None:
@@ -113,8 +115,8 @@ def test_difficulty_that_both_lengths_share_cancels() -> None:
 )
 def test_intervals_are_ordered_repeatable_and_within_the_blocks(drawn: tuple[list[float], list[int]]) -> None:
     losses, counts = np.array(drawn[0]).reshape(2, -1), np.array(drawn[1])
-    first = intervals(losses * counts, counts, resamples=200)
-    second = intervals(losses * counts, counts, resamples=200)
+    first = intervals(losses * counts, counts, num_resamples=200)
+    second = intervals(losses * counts, counts, num_resamples=200)
     assert np.array_equal(first.nll, second.nll)
     assert np.array_equal(first.change, second.change)
     assert np.all(first.nll[:, 0] <= first.nll[:, 1])
@@ -126,7 +128,7 @@ def test_intervals_are_ordered_repeatable_and_within_the_blocks(drawn: tuple[lis
 def test_work_in_pieces_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sums, counts = np.random.default_rng(5).random((3, 40)) * 9, np.full(40, 4)
     whole = intervals(sums, counts)
-    monkeypatch.setattr(bootstrap, "CHUNK", 40 * 77)
+    monkeypatch.setattr(bootstrap, "MAX_DRAWS_PER_CHUNK", 40 * 77)
     pieces = intervals(sums, counts)
     assert np.array_equal(whole.nll, pieces.nll)
     assert np.array_equal(whole.change, pieces.change)

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from pages import page_of
 
 from megatron.errors import UserError
-from megatron.reports import plots, records, tables
-from megatron.reports.layout import layouts
-from megatron.reports.metrics import METRICS, Metric, find, number, percent
-from megatron.reports.records import Record, of_row
+from megatron.reports import plots, records, table_formats
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.metrics import METRICS, Metric, format_number, format_percent, get_metric
+from megatron.reports.records import Record, record_from_row
 
 ROOT = Path(__file__).parents[2]
 COMMON = {"train_length": 40, "protocol": "task", "tokens": 512, "seed": 1}
@@ -23,19 +23,41 @@ def accuracies() -> list[Record]:
     """Two methods at 40 and 160: one keeps its accuracy, one loses half of it."""
     found = []
     for method, start, end, low, high in (("rotary", 1.0, 0.5, -0.56, -0.44), ("cdape", 0.96, 0.97, -0.01, 0.03)):
-        found.append(of_row({**COMMON, "method": method, "length": 40, "accuracy": start, "accuracy_low": start - 0.05,
-                             "accuracy_high": min(start + 0.03, 1.0)}))  # fmt: skip
-        found.append(of_row({**COMMON, "method": method, "length": 160, "accuracy": end, "change": end - start,
-                             "change_low": low, "change_high": high, "change_from": 40}))  # fmt: skip
+        found.append(
+            record_from_row(
+                {
+                    **COMMON,
+                    "method": method,
+                    "length": 40,
+                    "accuracy": start,
+                    "accuracy_low": start - 0.05,
+                    "accuracy_high": min(start + 0.03, 1.0),
+                }
+            )
+        )
+        found.append(
+            record_from_row(
+                {
+                    **COMMON,
+                    "method": method,
+                    "length": 160,
+                    "accuracy": end,
+                    "change": end - start,
+                    "change_low": low,
+                    "change_high": high,
+                    "change_from": 40,
+                }
+            )
+        )
     return found
 
 
 def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
-    found = records.read(records.write(tmp_path / "results.json", accuracies()))
+    found = records.read_records(records.write_records(tmp_path / "results.json", accuracies()))
     assert found == accuracies()
-    assert [(r.value, r.bootstrapped) for r in found[:2]] == [(1.0, (0.95, 1.0)), (0.5, None)]
-    (layout,) = layouts(found)
-    assert [line.rstrip() for line in tables.plain(layout).splitlines()] == [
+    assert [(r.value, r.bootstrap_interval) for r in found[:2]] == [(1.0, (0.95, 1.0)), (0.5, None)]
+    (layout,) = build_comparison_tables(found)
+    assert [line.rstrip() for line in table_formats.render_comparison_text(layout).splitlines()] == [
         "Accuracy in %, trained at 40 tokens, protocol task",
         "method     1×      4×   change",
         "           40     160   1× to 4×",
@@ -51,8 +73,8 @@ def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
 
 def test_accuracy_in_a_plot_and_a_page() -> None:
     axes = Figure().add_subplot()
-    (layout,) = layouts(accuracies())
-    plots._draw(axes, layout)
+    (layout,) = build_comparison_tables(accuracies())
+    plots._draw_panel(axes, layout)
     assert axes.get_ylabel() == "accuracy in %"
     assert axes.get_yscale() == "linear"
     assert axes.yaxis.get_major_formatter()(0.5, 0) == "50"
@@ -65,24 +87,24 @@ def test_accuracy_in_a_plot_and_a_page() -> None:
 
 
 def test_metrics_never_share_a_table_and_both_are_shown(tmp_path: Path) -> None:
-    both = [*accuracies(), of_row({**COMMON, "method": "cdape", "length": 40, "perplexity": 5.5})]
-    assert [layout.metric.name for layout in layouts(both)] == ["accuracy", "perplexity"]
-    one, two = plots.png(accuracies()), plots.png(both)
+    both = [*accuracies(), record_from_row({**COMMON, "method": "cdape", "length": 40, "perplexity": 5.5})]
+    assert [layout.metric.name for layout in build_comparison_tables(both)] == ["accuracy", "perplexity"]
+    one, two = plots.render_plots_png(accuracies()), plots.render_plots_png(both)
     assert struct.unpack(">I", two[20:24])[0] == 2 * struct.unpack(">I", one[20:24])[0]
-    head, *rows = records.write_csv(tmp_path / "r.csv", both).read_text().splitlines()
+    head, *rows = records.write_records_csv(tmp_path / "r.csv", both).read_text().splitlines()
     assert head.startswith("method,train_length,length,protocol,accuracy,perplexity,tokens,seed,")
     assert rows[-1].startswith("cdape,40,40,task,,5.5,512,1,")
     # What was measured again by one metric replaces nothing of the other.
     again = both[-1].replace(value=6.0)
-    assert records.replaced(both, [again], one_run=True) == [*accuracies(), again]
+    assert records.merge_records(both, [again], same_run=True) == [*accuracies(), again]
 
 
 def test_an_entry_of_the_registry_is_all_that_a_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     gain = Metric("gain", "Gain", "in nats", "Gain is what context is worth.", "higher", "difference", 0.01)
     monkeypatch.setitem(METRICS, "gain", gain)
-    found = [of_row({**COMMON, "method": m, "length": n, "gain": v, "stderr": 0.5})
+    found = [record_from_row({**COMMON, "method": m, "length": n, "gain": v, "stderr": 0.5})
              for m, n, v in (("a", 40, -0.25), ("b", 40, -740.5), ("a", 80, 0.002), ("b", 80, -1.5))]  # fmt: skip
-    (layout,) = layouts(found)
+    (layout,) = build_comparison_tables(found)
     assert [str(cell) for cell in layout.cells.values()] == ["-0.25*", "-740.5", "0.002*", "-1.50"]
     assert found[0].interval == (-0.25 - 0.98, -0.25 + 0.98)
     assert "Gain in nats" in page_of(found)
@@ -110,27 +132,27 @@ def test_no_metric_is_called_like_a_field_of_a_record() -> None:
 )
 def test_values_that_a_metric_cannot_have(row: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        of_row({**COMMON, "method": "x", "length": 40, **row})
+        record_from_row({**COMMON, "method": "x", "length": 40, **row})
 
 
 def test_find() -> None:
-    assert find("accuracy").better == "higher"
+    assert get_metric("accuracy").better == "higher"
     with pytest.raises(ValueError, match="'acuracy' is no metric; did you mean accuracy"):
-        find("acuracy")
+        get_metric("acuracy")
 
 
 def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: Path) -> None:
     """Perplexities written before there were other metrics: the same bytes; in CSV, what is newer is empty."""
     old = Path(__file__).with_name("results_of_2026.json")
-    found = records.read(old)
+    found = records.read_records(old)
     assert [(r.method, r.length, r.metric) for r in found] == [
         ("rotary", 64, "perplexity"), ("rotary", 2048, "perplexity"), ("cdape", 64, "perplexity"),
         ("cdape", 2048, "perplexity"), ("learned", 64, "perplexity"),
     ]  # fmt: skip
-    assert records.write(tmp_path / "results.json", found).read_bytes() == old.read_bytes()
+    assert records.write_records(tmp_path / "results.json", found).read_bytes() == old.read_bytes()
     before, now = (
         list(csv.DictReader(path.open(encoding="utf-8")))
-        for path in (old.with_suffix(".csv"), records.write_csv(tmp_path / "r.csv", found))
+        for path in (old.with_suffix(".csv"), records.write_records_csv(tmp_path / "r.csv", found))
     )
     assert [{name: value for name, value in row.items() if value} for row in now] == [
         {name: value for name, value in row.items() if value} for row in before
@@ -145,7 +167,7 @@ def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: P
      (0.0, "0.00"), (9_876_543.0, "9,876,543"), (3.2e17, "3.2e+17")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -155,27 +177,27 @@ def test_numbers_are_short(value: float, text: str) -> None:
 )  # fmt: skip
 def test_numbers_have_digits_enough_for_their_interval(value: float, spread: float, text: str) -> None:
     """The last digit counts at most half of the half-width, so that the ends differ from each other and the value."""
-    assert number(value, spread) == text
+    assert format_number(value, spread) == text
 
 
 def test_a_narrow_interval_shows_its_ends() -> None:
     rows = [{"length": 40, "perplexity": 5.0, "perplexity_low": 4.9994, "perplexity_high": 5.0006},
             {"length": 80, "perplexity": 5.001, "change": 1.0002, "change_low": 0.99992, "change_high": 1.00042,
              "change_from": 40}]  # fmt: skip
-    found = [of_row({**COMMON, "method": "a", **row}) for row in rows]
-    (layout,) = layouts(found)
+    found = [record_from_row({**COMMON, "method": "a", **row}) for row in rows]
+    (layout,) = build_comparison_tables(found)
     assert str(layout.cells["a", 40]) == "5.0000"
-    assert layout.cells["a", 40].ends == ("4.9994", "5.0006")
+    assert layout.cells["a", 40].interval_texts == ("4.9994", "5.0006")
     assert str(layout.changes["a"]) == "1.0002 [0.9999, 1.0004] holds"
-    assert "single cells are within -0.01% and +0.01%" in tables.plain(layout)
+    assert "single cells are within -0.01% and +0.01%" in table_formats.render_comparison_text(layout)
     assert "+0.02% from 40 tokens" in page_of(found)
 
 
 def test_large_changes_have_separators() -> None:
-    assert find("perplexity").shown_distance(165.43) == "+16,443%"
-    assert percent(165.4321, least=1) == "+16,543.2%"
-    assert find("perplexity").shown_change(16443.4) == "16,443"
-    assert (percent(0.0), percent(-1e-12), percent(0.003)) == ("0%", "0%", "+0.3%")
+    assert get_metric("perplexity").format_relative_change(165.43) == "+16,443%"
+    assert format_percent(165.4321, min_decimals=1) == "+16,543.2%"
+    assert get_metric("perplexity").format_change(16443.4) == "16,443"
+    assert (format_percent(0.0), format_percent(-1e-12), format_percent(0.003)) == ("0%", "0%", "+0.3%")
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -186,6 +208,6 @@ def test_every_metric_is_in_the_documentation(name: str) -> None:
 
 
 def test_titles_inside_sentences() -> None:
-    assert find("delta_perplexity").axis.startswith("ΔP")
-    assert find("perplexity").axis == "perplexity per token"
-    assert find("log_ratio").word.startswith("log-ratio")
+    assert get_metric("delta_perplexity").axis_label.startswith("ΔP")
+    assert get_metric("perplexity").axis_label == "perplexity per token"
+    assert get_metric("log_ratio").inline_title.startswith("log-ratio")

@@ -8,19 +8,29 @@ from pages import page_of
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.reports import across, extrapolation, failures, missing, published, records, report, significance, tables
-from megatron.reports.failures import Failure
-from megatron.reports.folder import write_results
-from megatron.reports.layout import Layout, layouts
-from megatron.reports.published import Published
+from megatron.reports import (
+    extrapolation,
+    failures,
+    missing_results,
+    published,
+    records,
+    report,
+    significance,
+    table_formats,
+    train_length_tables,
+)
+from megatron.reports.combine import combine_results
+from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
+from megatron.reports.failures import RunFailure
+from megatron.reports.published import PublishedTable
 from megatron.reports.records import Record
-from megatron.reports.section import Section
-from megatron.reports.significance import compare
-from megatron.reports.together import together
+from megatron.reports.results_folder import write_results
+from megatron.reports.section import ReportSection
+from megatron.reports.significance import compare_methods
 
 from .conftest import record
 
-DIVERGED = Failure("gone", 1, "the loss is not finite", step=1200)
+DIVERGED = RunFailure("gone", 1, "the loss is not finite", step=1200)
 
 
 def run(method: str, seed: int, start: float, end: float | None) -> list[Record]:
@@ -40,8 +50,8 @@ def holes() -> list[Record]:
     ]  # fmt: skip
 
 
-def layout_of(found: list[Record], lost: tuple[Failure, ...] = ()) -> Layout:
-    (layout,) = layouts(found, lost)
+def layout_of(found: list[Record], lost: tuple[RunFailure, ...] = ()) -> ComparisonTable:
+    (layout,) = build_comparison_tables(found, lost)
     return layout
 
 
@@ -56,10 +66,10 @@ def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: li
         ("alibi", 128): "8.40 (n 1)",
     }
     assert "Cells are mean ± standard deviation of 3 seeds, those with an n of so many." in layout.notes
-    assert "5.60 ± 0.57 (n 2)" in tables.markdown(layout)
-    assert "5.60 ± 0.57 (n 2)*" in tables.html_table(layout)
+    assert "5.60 ± 0.57 (n 2)" in table_formats.render_comparison_markdown(layout)
+    assert "5.60 ± 0.57 (n 2)*" in table_formats.render_comparison_html(layout)
     whole = [each for each in holes if each.method == "log" and each.seed < 3]
-    assert "(n" not in tables.plain(layout_of(whole)).replace("(n …)", "")
+    assert "(n" not in table_formats.render_comparison_text(layout_of(whole)).replace("(n …)", "")
 
 
 def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) -> None:
@@ -70,12 +80,12 @@ def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) 
     assert str(layout.changes["alibi"]) == "1.050 (n 1)"
     assert (
         "each seed's own: their geometric mean ×/÷ geometric standard deviation over the seeds with both"
-        in tables.plain(layout)
+        in table_formats.render_comparison_text(layout)
     )
-    found = {each.method: each for each in extrapolation.extrapolation(layout)}
+    found = {each.method: each for each in extrapolation.measure_extrapolation(layout)}
     for method in layout.methods:
-        assert found[method].ratios == {128: pytest.approx(layout.changes[method].mean - 1)}
-    grid = extrapolation.grid(layout)
+        assert found[method].relative_changes == {128: pytest.approx(layout.changes[method].mean - 1)}
+    grid = extrapolation.build_extrapolation_table(layout)
     assert grid is not None
     assert dict(grid.rows)["log"][0] == "+9.5% (n 2)"
     assert "log 5.60 (n 2) (+10% from 64 tokens)" in page_of(holes)
@@ -84,28 +94,28 @@ def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) 
 def test_one_definition_of_change_gives_one_number(holes: list[Record]) -> None:
     """From length to length and from method to method: the geometric mean of ratios, whichever is averaged first."""
     layout = layout_of([each for each in holes if each.seed < 3 and each.method != "alibi"])
-    by_length = {method: layout.change(method, 64, 128) for method in layout.methods}
-    by_method = {each.place: each.change for each in compare(layout, "log")}
+    by_length = {method: layout.compute_change(method, 64, 128) for method in layout.methods}
+    by_method = {each.x_value: each.change for each in compare_methods(layout, "log")}
     assert by_length["t5"].mean / by_length["log"].mean == pytest.approx(by_method[128] / by_method[64])
-    back = layout.change("t5", 128, 64)
+    back = layout.compute_change("t5", 128, 64)
     assert back is not None
     assert back.mean * by_length["t5"].mean == pytest.approx(1.0)
     gain = [each.replace(metric="delta_perplexity", change=None, change_from=None) for each in layout.records]
-    (differences,) = layouts(gain)
-    change = differences.change("t5", 64, 128)
+    (differences,) = build_comparison_tables(gain)
+    change = differences.compute_change("t5", 64, 128)
     assert change is not None
     assert change.mean == pytest.approx((3.0 + 0.8) / 2)
 
 
 def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]) -> None:
     layout = layout_of(holes)
-    found = {(each.method, each.place): each for each in compare(layout, "log")}
+    found = {(each.method, each.x_value): each for each in compare_methods(layout, "log")}
     t5 = found["t5", 64]
-    assert (t5.seeds, t5.few) == (2, None)
+    assert (t5.num_seeds, t5.partial_num_seeds) == (2, None)
     assert t5.change == pytest.approx(math.sqrt(6.0 / 5.0 * 6.4 / 5.2))
-    assert (found["alibi", 64].seeds, found["alibi", 64].few) == (1, 1)
+    assert (found["alibi", 64].num_seeds, found["alibi", 64].partial_num_seeds) == (1, 1)
     assert ("alibi", 128) not in found, "the only seed of alibi is the one that log lacks there"
-    grid = significance.grid(layout, "log")
+    grid = significance.build_significance_table(layout, "log")
     cells = dict(grid.rows)["alibi"]
     assert cells[0].endswith("(n 1)")
     assert cells[1] == "no seed in common"
@@ -117,16 +127,18 @@ def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
     """By the cells log would be behind t5 at 64 tokens, because of a seed that t5 does not have."""
     layout = layout_of(holes)
     assert layout.cells["log", 64].mean > layout.cells["t5", 64].mean
-    theirs = Published("A paper", 512, "perplexity", (512,), {"log": (3.0,), "t5": (4.0,)})
-    (found,) = published.agreement(theirs, layout)
-    assert (found.tau, found.seeds) == (1.0, 2)
-    assert dict(published.grids(theirs, [layout])[0].rows)["order agreement τ"] == ("+1.00 [+1.00, +1.00] (n 2)",)
-    apart = Published("A paper", 512, "perplexity", (512,), {"t5": (3.0,), "alibi": (4.0,)})
-    assert published.agreement(apart, layout) == []
+    theirs = PublishedTable("A paper", 512, "perplexity", (512,), {"log": (3.0,), "t5": (4.0,)})
+    (found,) = published.compute_rank_agreement(theirs, layout)
+    assert (found.tau, found.num_seeds) == (1.0, 2)
+    assert dict(published.build_published_tables(theirs, [layout])[0].rows)["order agreement τ"] == (
+        "+1.00 [+1.00, +1.00] (n 2)",
+    )
+    apart = PublishedTable("A paper", 512, "perplexity", (512,), {"t5": (3.0,), "alibi": (4.0,)})
+    assert published.compute_rank_agreement(apart, layout) == []
 
 
 def test_what_is_missing_is_listed(holes: list[Record]) -> None:
-    grid = missing.grid([layout_of(holes)])
+    grid = missing_results.build_missing_table([layout_of(holes)])
     assert grid is not None
     assert grid.rows == (
         ("log", ("3", "128 tokens", "no record of it")),
@@ -137,7 +149,7 @@ def test_what_is_missing_is_listed(holes: list[Record]) -> None:
     assert "<h2>What is missing</h2>" in page
     assert "128 tokens" in page
     console = Console(record=True, width=200)
-    tables.show(console, holes)
+    table_formats.print_comparison_tables(console, holes)
     assert "What is missing" in console.export_text()
 
 
@@ -145,15 +157,15 @@ def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: 
     whole = [each for each in holes if each.seed == 1]
     limited = [*whole, record("learned", 64, 5.0, max_length=64, target_digest="d")]
     floor = [record("floor: a guess", n, 4.0, seed=0, run=None, target_digest="d") for n in (64, 128)]
-    assert missing.grid(layouts([*limited, *floor])) is None
+    assert missing_results.build_missing_table(build_comparison_tables([*limited, *floor])) is None
     assert "What is missing" not in page_of([*limited, *floor])
 
 
 def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> None:
     """Two runs of somebody that were put side by side are no experiment with holes."""
     two = [*run("log", 1, 5.0, 6.0), *run("t5", 2, 6.0, 9.0)]
-    assert missing.grid(layouts(two)) is None
-    grid = missing.grid(layouts(two[:-1]))
+    assert missing_results.build_missing_table(build_comparison_tables(two)) is None
+    grid = missing_results.build_missing_table(build_comparison_tables(two[:-1]))
     assert grid is not None
     assert grid.rows == (("t5", ("2", "128 tokens", "no record of it")),)
 
@@ -162,64 +174,64 @@ def test_lengths_are_paired_within_a_run() -> None:
     """Two runs of one seed by one name, each scored at both lengths."""
     twice = [each.replace(run=place) for place, end in (("a", 6.0), ("b", 9.0)) for each in run("log", 1, 5.0, end)]
     twice[2] = twice[2].replace(value=6.0)
-    change = layout_of(twice).change("log", 64, 128)
+    change = layout_of(twice).compute_change("log", 64, 128)
     assert change is not None
     assert change.mean == pytest.approx(math.sqrt(6.0 / 5.0 * 9.0 / 6.0))
 
 
 def test_a_failed_run_stands_in_table_page_picture_and_statistics(holes: list[Record]) -> None:
-    lost = (DIVERGED, Failure("t5", 3, "killed by signal 9"))
+    lost = (DIVERGED, RunFailure("t5", 3, "killed by signal 9"))
     layout = layout_of(holes, lost)
-    lines = tables.plain(layout).splitlines()
+    lines = table_formats.render_comparison_text(layout).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("gone")]
     assert row == ["gone", "failed", "failed", "failed"]
-    grid = missing.grid([layout])
+    grid = missing_results.build_missing_table([layout])
     assert grid is not None
     assert ("t5", ("3", "everything", "failed: killed by signal 9")) in grid.rows
     assert ("gone", ("1", "everything", "failed at step 1,200: the loss is not finite")) in grid.rows
-    assert dict(significance.grid(layout, "log").rows)["gone"] == ("failed", "failed")
-    verdicts = extrapolation.grid(layout)
+    assert dict(significance.build_significance_table(layout, "log").rows)["gone"] == ("failed", "failed")
+    verdicts = extrapolation.build_extrapolation_table(layout)
     assert verdicts is not None
     assert dict(verdicts.rows)["gone"] == ("–", "–", "failed")
-    page = report.render([Section(None, holes, failures=lost)])
+    page = report.render_report([ReportSection(None, holes, failures=lost)])
     assert "failed at step 1,200: the loss is not finite" in page
-    assert not any(each.method == "gone" for each in compare(layout, "log"))
+    assert not any(each.method == "gone" for each in compare_methods(layout, "log"))
 
 
 def test_a_failed_method_is_in_tables_of_its_training_length_alone(holes: list[Record]) -> None:
     found = [*holes, record("log", 128, 4.0, train_length=128, target_digest="d")]
-    short, long_ = layouts(found, [Failure("gone", 1, "why", train_length=128)])
+    short, long_ = build_comparison_tables(found, [RunFailure("gone", 1, "why", train_length=128)])
     assert "gone" not in short.methods
     assert long_.methods == ("log", "gone")
-    (grid,) = across.grids([short, long_])
+    (grid,) = train_length_tables.build_train_length_tables([short, long_])
     assert ("gone", ("128", "failed", "failed")) in grid.rows
 
 
 def test_failures_lie_beside_results_and_a_report_reads_them(holes: list[Record], tmp_path: Path) -> None:
     write_results(tmp_path, holes, [DIVERGED])
-    assert failures.read(tmp_path / "results.json") == [DIVERGED]
+    assert failures.read_failures(tmp_path / "results.json") == [DIVERGED]
     assert "| gone | failed | failed | failed |" in (tmp_path / "results.md").read_text()
     assert "failed at step 1,200" in (tmp_path / "results.md").read_text()
     console = Console(record=True, width=200)
-    together([tmp_path, tmp_path / "results.failures.json"], console, output=tmp_path / "page.html")
+    combine_results([tmp_path, tmp_path / "results.failures.json"], console, output=tmp_path / "page.html")
     assert "failed at step 1,200" in console.export_text()
     assert "failed at step 1,200" in (tmp_path / "page.html").read_text()
     write_results(tmp_path, holes)
     assert not (tmp_path / "results.failures.json").exists(), "all members have run since"
-    assert records.read(tmp_path / "results.json") == holes
+    assert records.read_records(tmp_path / "results.json") == holes
 
 
 @pytest.mark.parametrize(
     "text", ["{}", "no JSON", "[1]", '[{"method": "a", "seed": "1", "reason": "x"}]', '[{"method": "a"}]']
 )
 def test_a_list_of_failures_that_is_none_is_refused(text: str, holes: list[Record], tmp_path: Path) -> None:
-    path = records.write(tmp_path / "results.json", holes)
-    failures.beside(path).write_text(text)
+    path = records.write_records(tmp_path / "results.json", holes)
+    failures.get_failures_path(path).write_text(text)
     with pytest.raises(UserError, match=r"results\.failures\.json: no list of failed runs"):
-        together([path], Console(record=True))
+        combine_results([path], Console(record=True))
     with pytest.raises(UserError, match="no list of failed runs"):
         write_results(tmp_path, holes)
-    assert failures.beside(path).read_text() == text, "somebody's own file"
+    assert failures.get_failures_path(path).read_text() == text, "somebody's own file"
 
 
 def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
@@ -228,12 +240,14 @@ def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
     found += [record("cdape", n, 0.6, seed, **shared) for n in (40, 80) for seed in (1, 2)]
     found += [record("floor: a guess", n, 0.9, 0, run=None, **shared) for n in (40, 80)]
     layout = layout_of(found)
-    assert {where for where, cell in layout.cells.items() if cell.best} == {("cdape", 40), ("cdape", 80)}
+    assert {where for where, cell in layout.cells.items() if cell.is_best} == {("cdape", 40), ("cdape", 80)}
     assert str(layout.cells["floor: a guess", 40]) == "90.00", "it has no seeds that others could have more of"
-    assert not {each.method for each in compare(layout, "rotary")} & set(layout.floors)
-    assert [name for name, _ in significance.grid(layout, "rotary").rows] == ["cdape"]
+    assert not {each.method for each in compare_methods(layout, "rotary")} & set(layout.trivial_baselines)
+    assert [name for name, _ in significance.build_significance_table(layout, "rotary").rows] == ["cdape"]
     alone = [each for each in found if each.method != "rotary"]
-    assert not any(cell.best for cell in layout_of(alone).cells.values()), "better than a floor is not best of several"
+    assert not any(cell.is_best for cell in layout_of(alone).cells.values()), (
+        "better than a floor is not best of several"
+    )
     other = [each.replace(train_length=20) for each in found]
-    (grid,) = across.grids(layouts([*found, *other]))
+    (grid,) = train_length_tables.build_train_length_tables(build_comparison_tables([*found, *other]))
     assert all("*" not in cell for name, cells in grid.rows if name.startswith("floor") for cell in cells)

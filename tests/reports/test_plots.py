@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from megatron.errors import UserError
 from megatron.reports import plots
-from megatron.reports.layout import layouts
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record
 
 from .conftest import record
@@ -17,8 +17,8 @@ from .conftest import record
 
 def axes_of(records: list[Record]):
     axes = Figure().add_subplot()
-    (layout,) = layouts(records)
-    plots._draw(axes, layout)
+    (layout,) = build_comparison_tables(records)
+    plots._draw_panel(axes, layout)
     return axes
 
 
@@ -28,7 +28,7 @@ def curves(axes) -> list:
 
 
 def test_png_is_whole_and_large_enough_to_read(story: list[Record]) -> None:
-    content = plots.png(story)
+    content = plots.render_plots_png(story)
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = struct.unpack(">II", content[16:24])
     assert width >= 1000
@@ -96,7 +96,7 @@ def test_five_overlapping_intervals_stand_side_by_side() -> None:
 
 
 def test_sixty_four_methods_have_sixty_four_pairs_of_colour_and_marker() -> None:
-    looks = [plots.style(index) for index in range(256)]
+    looks = [plots.get_curve_style(index) for index in range(256)]
     assert len({(look["color"], look["marker"]) for look in looks[:64]}) == 64
     assert len({tuple(look.values()) for look in looks}) == 256
     drawn = curves(axes_of([record(f"m{i}", length, 5 + i) for i in range(31) for length in (64, 2048)]))
@@ -104,7 +104,9 @@ def test_sixty_four_methods_have_sixty_four_pairs_of_colour_and_marker() -> None
 
 
 def test_a_narrow_plot_has_its_legend_below(story: list[Record]) -> None:
-    wide, narrow = (struct.unpack(">II", plots.png(story, narrow=narrow)[16:24]) for narrow in (False, True))
+    wide, narrow = (
+        struct.unpack(">II", plots.render_plots_png(story, narrow=narrow)[16:24]) for narrow in (False, True)
+    )
     assert narrow[0] <= 800 < wide[0]
     assert narrow[1] > narrow[0]
 
@@ -116,7 +118,7 @@ def test_many_methods_with_odd_names_stay_distinct() -> None:
     styles = {(line.get_color(), line.get_linestyle()) for line in curves(axes)}
     assert len(styles) == 11
     assert len(axes.get_legend().get_texts()) == 11
-    assert plots.png(records)  # a dollar sign in a name is no formula
+    assert plots.render_plots_png(records)  # a dollar sign in a name is no formula
 
 
 def test_many_methods_have_no_bars_and_a_legend_beside_the_panel() -> None:
@@ -133,10 +135,13 @@ def test_many_methods_have_no_bars_and_a_legend_beside_the_panel() -> None:
 
 
 def test_groups_that_cannot_be_compared_get_panels(story: list[Record]) -> None:
-    one, two = plots.png(story), plots.png([*story, record("rotary", 64, 5.0, protocol="nonoverlapping")])
+    one, two = (
+        plots.render_plots_png(story),
+        plots.render_plots_png([*story, record("rotary", 64, 5.0, protocol="nonoverlapping")]),
+    )
     assert struct.unpack(">I", two[20:24])[0] == 2 * struct.unpack(">I", one[20:24])[0]
 
 
 def test_nothing_to_draw() -> None:
     with pytest.raises(UserError, match="no records"):
-        plots.png([])
+        plots.render_plots_png([])

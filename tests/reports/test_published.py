@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.reports.layout import layouts
-from megatron.reports.published import Published, agreement, grids, kendall
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.published import PublishedTable, build_published_tables, compute_rank_agreement, kendall_tau
 from megatron.reports.records import Record
 
 from .conftest import record
 
-THEIRS = Published(
+THEIRS = PublishedTable(
     source="A paper, table 1",
     train_length=512,
     metric="perplexity",
@@ -35,32 +35,32 @@ def test_tau_counts_pairs(drawn: tuple[list[int], list[int]]) -> None:
     alike = sum((a[i] - a[j]) * (b[i] - b[j]) > 0 for i, j in pairs)
     unlike = sum((a[i] - a[j]) * (b[i] - b[j]) < 0 for i, j in pairs)
     untied = math.sqrt(sum(a[i] != a[j] for i, j in pairs) * sum(b[i] != b[j] for i, j in pairs))
-    assert kendall(a, b) == pytest.approx((alike - unlike) / untied if untied else 0.0)
+    assert kendall_tau(a, b) == pytest.approx((alike - unlike) / untied if untied else 0.0)
 
 
 def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> None:
     """Ours are trained at 64, and scored at 64, 512 and 2,048: 1, 8 and 32 training lengths."""
-    (layout,) = layouts(story)
-    (grid,) = grids(THEIRS, [layout])
-    assert grid.heads == ("1× (512 | 64)", "8× (4,096 | 512)", "32× (16,384 | 2,048)")
+    (layout,) = build_comparison_tables(story)
+    (grid,) = build_published_tables(THEIRS, [layout])
+    assert grid.column_headers == ("1× (512 | 64)", "8× (4,096 | 512)", "32× (16,384 | 2,048)")
     rows = dict(grid.rows)
     assert rows["rotary"] == ("5.00 | 5.25", "20.00 | 12.50", "90.00 | 29.75")
     assert rows["cdape"][2] == "– | 4.87"
     assert rows["fire"] == ("1.00 | –", "1.00 | –", "1.00 | –")
     assert rows["order agreement τ"] == ("+1.00", "+1.00", "+1.00")
     assert grid.notes[0] == "Single numbers are not comparable; orders of methods are."
-    tied = Published(**{**vars(THEIRS), "rows": {"rotary": (1.0, 1.0, 1.0), "cdape": (2.0, 2.0, 2.0)}})
-    assert [each.tau for each in agreement(tied, layout)] == [-1.0, -1.0, -1.0]
-    assert agreement(Published(**{**vars(THEIRS), "rows": {"cdape": (1.0, 2.0, 3.0)}}), layout) == []
-    assert grids(Published(**{**vars(THEIRS), "metric": "accuracy"}), [layout]) == []
+    tied = PublishedTable(**{**vars(THEIRS), "rows": {"rotary": (1.0, 1.0, 1.0), "cdape": (2.0, 2.0, 2.0)}})
+    assert [each.tau for each in compute_rank_agreement(tied, layout)] == [-1.0, -1.0, -1.0]
+    assert compute_rank_agreement(PublishedTable(**{**vars(THEIRS), "rows": {"cdape": (1.0, 2.0, 3.0)}}), layout) == []
+    assert build_published_tables(PublishedTable(**{**vars(THEIRS), "metric": "accuracy"}), [layout]) == []
 
 
 def test_the_interval_is_over_seeds() -> None:
     """Two methods, two seeds, each better once: of four resamples one has both alike, two are ties of a kind."""
     values = {"rotary": (5.0, 5.4), "cdape": (5.1, 5.2)}
     records = [record(name, 64, value, seed=seed) for name, pair in values.items() for seed, value in enumerate(pair)]
-    both = Published(**{**vars(THEIRS), "lengths": (512,), "rows": {"rotary": (5.0,), "cdape": (4.0,)}})
-    (found,) = agreement(both, layouts(records)[0])
+    both = PublishedTable(**{**vars(THEIRS), "lengths": (512,), "rows": {"rotary": (5.0,), "cdape": (4.0,)}})
+    (found,) = compute_rank_agreement(both, build_comparison_tables(records)[0])
     assert found.tau == 1.0  # 5.2 and 5.15 on average, as theirs
     assert found.interval == (-1.0, 1.0)  # seed 0 twice: the other order, in a quarter of all resamples
 
@@ -69,8 +69,12 @@ def test_the_interval_over_blocks() -> None:
     def made(name: str, sums: list[float]) -> Record:
         return record(name, 64, math.exp(sum(sums) / 8), tokens=8, target_digest="a", block_sums=sums)
 
-    both = Published(**{**vars(THEIRS), "lengths": (512,), "rows": {"rotary": (5.0,), "cdape": (4.0,)}})
-    (sure,) = agreement(both, layouts([made("rotary", [9.0, 9.1, 9.2, 9.0]), made("cdape", [8.0, 8.1, 8.3, 8.4])])[0])
-    (chance,) = agreement(both, layouts([made("rotary", [9.0, 9.1, 7.9, 8.6]), made("cdape", [8.0, 8.1, 9.3, 8.4])])[0])
+    both = PublishedTable(**{**vars(THEIRS), "lengths": (512,), "rows": {"rotary": (5.0,), "cdape": (4.0,)}})
+    (sure,) = compute_rank_agreement(
+        both, build_comparison_tables([made("rotary", [9.0, 9.1, 9.2, 9.0]), made("cdape", [8.0, 8.1, 8.3, 8.4])])[0]
+    )
+    (chance,) = compute_rank_agreement(
+        both, build_comparison_tables([made("rotary", [9.0, 9.1, 7.9, 8.6]), made("cdape", [8.0, 8.1, 9.3, 8.4])])[0]
+    )
     assert (sure.tau, sure.interval) == (1.0, (1.0, 1.0))
     assert (chance.tau, chance.interval) == (1.0, (-1.0, 1.0))

@@ -26,7 +26,7 @@ MINIMAL = {
 
 
 def made(**more: object) -> Record:
-    return records.of_row({**MINIMAL, **more})
+    return records.record_from_row({**MINIMAL, **more})
 
 
 numbers = st.floats(min_value=1e-6, max_value=1e300)
@@ -52,26 +52,26 @@ any_record = st.builds(
 @given(found=st.lists(any_record, max_size=4))
 def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, found: list[Record]) -> None:
     path = tmp_path_factory.mktemp("records") / "deep" / "results.json"
-    records.write(path, found)
-    assert records.read(path) == found
+    records.write_records(path, found)
+    assert records.read_records(path) == found
     assert isinstance(json.loads(path.read_text(encoding="utf-8")), list)
 
 
 def test_the_file_has_the_promised_fields(tmp_path: Path) -> None:
-    path = records.write(tmp_path / "results.json", [made()])
+    path = records.write_records(tmp_path / "results.json", [made()])
     assert json.loads(path.read_text()) == [MINIMAL]
 
 
 def test_writing_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    records.write(path, [made()] * 3)
-    records.write(path, [made()])
-    assert len(records.read(path)) == 1
+    records.write_records(path, [made()] * 3)
+    records.write_records(path, [made()])
+    assert len(records.read_records(path)) == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_csv_has_a_column_per_field(tmp_path: Path) -> None:
-    path = records.write_csv(tmp_path / "results.csv", [made(), made(nll=1.5, dataset="a,b")])
+    path = records.write_records_csv(tmp_path / "results.csv", [made(), made(nll=1.5, dataset="a,b")])
     rows = list(csv.DictReader(path.open(encoding="utf-8")))
     assert [row["nll"] for row in rows] == ["", "1.5"]
     assert rows[1]["dataset"] == "a,b"
@@ -86,16 +86,16 @@ def test_interval_is_symmetric_in_nats() -> None:
 
 
 def test_tokens_of_blocks() -> None:
-    assert made().block_counts is None
-    assert made(block_sums=[]).block_counts is None
-    assert made(block_sums=[5.0, 6.0], tokens=8).block_counts == [4, 4]
-    assert made(block_sums=[5.0, 6.0], block_tokens=[3, 5], tokens=8).block_counts == [3, 5]
+    assert made().tokens_per_block is None
+    assert made(block_sums=[]).tokens_per_block is None
+    assert made(block_sums=[5.0, 6.0], tokens=8).tokens_per_block == [4, 4]
+    assert made(block_sums=[5.0, 6.0], block_tokens=[3, 5], tokens=8).tokens_per_block == [3, 5]
 
 
 def test_the_bootstrap_interval_comes_first() -> None:
     both = made(stderr=0.5, perplexity_low=5.0, perplexity_high=6.5)
-    assert both.interval == both.bootstrapped == (5.0, 6.5)
-    assert made(stderr=0.5).bootstrapped is None
+    assert both.interval == both.bootstrap_interval == (5.0, 6.5)
+    assert made(stderr=0.5).bootstrap_interval is None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, content: str, message: str) -> N
     path = tmp_path / "results.json"
     path.write_text(content)
     with pytest.raises(UserError) as caught:
-        records.read(path)
+        records.read_records(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -142,24 +142,24 @@ def test_a_bad_file_is_one_line(tmp_path: Path, content: str, message: str) -> N
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        records.read(tmp_path / "none.json")
+        records.read_records(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
-        records.read(tmp_path / "binary")
+        records.read_records(tmp_path / "binary")
     with pytest.raises(UserError, match="is a folder"):
-        records.write(tmp_path, [])
+        records.write_records(tmp_path, [])
     with pytest.raises(UserError, match="cannot be written"):
-        records.write(tmp_path / "binary" / "results.json", [])
+        records.write_records(tmp_path / "binary" / "results.json", [])
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = records.write(tmp_path / "results.json", [made()])
+    path = records.write_records(tmp_path / "results.json", [made()])
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(RunError, match="No space left"):
-        records.write(path, [])
-    assert len(records.read(path)) == 1
+        records.write_records(path, [])
+    assert len(records.read_records(path)) == 1
     assert list(tmp_path.iterdir()) == [path]

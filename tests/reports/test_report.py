@@ -10,10 +10,10 @@ from pages import page_of
 
 from megatron.errors import UserError
 from megatron.reports import plots, report
-from megatron.reports.layout import layouts
-from megatron.reports.records import Record, of_row
-from megatron.reports.report import alt_text
-from megatron.reports.section import Section
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.records import Record, record_from_row
+from megatron.reports.report import describe_plots
+from megatron.reports.section import ReportSection
 
 from .conftest import record
 
@@ -48,7 +48,7 @@ class Page(HTMLParser):
 
 
 def test_it_stands_alone_and_embeds_the_plot(story: list[Record], tmp_path: Path) -> None:
-    path = report.write(tmp_path / "deep" / "report.html", [Section(None, story)])
+    path = report.write_report(tmp_path / "deep" / "report.html", [ReportSection(None, story)])
     content = path.read_text(encoding="utf-8")
     page = Page(content)
     assert "script" not in page.tags
@@ -57,9 +57,9 @@ def test_it_stands_alone_and_embeds_the_plot(story: list[Record], tmp_path: Path
     assert "url(" not in content
     (source,) = page.sources
     assert source.startswith("data:image/png;base64,")
-    assert base64.b64decode(source.split(",")[1], validate=True) == plots.png(story)
+    assert base64.b64decode(source.split(",")[1], validate=True) == plots.render_plots_png(story)
     (narrow,) = re.findall(r'srcset="data:image/png;base64,([^"]+)"', content)
-    assert base64.b64decode(narrow, validate=True) == plots.png(story, narrow=True)
+    assert base64.b64decode(narrow, validate=True) == plots.render_plots_png(story, narrow=True)
 
 
 def test_it_says_what_was_measured(story: list[Record]) -> None:
@@ -95,7 +95,7 @@ def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
     assert "over depth 25% to 100%: rotary 3.00 to 2.00." in page
     assert "at depth 100% (protocol last): rotary 2.00 (-1.00 from 25%)." in Page(page).text
     where = {"axis": "position", "place": 64.0}
-    (inside,) = layouts([record("rotary", 512, 5.0, **where, change=1.5, change_from=64)])
+    (inside,) = build_comparison_tables([record("rotary", 512, 5.0, **where, change=1.5, change_from=64)])
     assert inside.changes == {}, "a change is from another length, and this is none"
 
 
@@ -107,8 +107,17 @@ def test_the_summary_says_what_is_beyond_chance() -> None:
 
 
 def test_records_with_required_fields_only(story: list[Record]) -> None:
-    bare = of_row({"method": "x", "train_length": 64, "length": 64, "protocol": "mine", "perplexity": 5.0, "tokens": 10,
-                   "seed": 0})  # fmt: skip
+    bare = record_from_row(
+        {
+            "method": "x",
+            "train_length": 64,
+            "length": 64,
+            "protocol": "mine",
+            "perplexity": 5.0,
+            "tokens": 10,
+            "seed": 0,
+        }
+    )
     assert "Protocol mine" in Page(page_of([bare])).text
     with pytest.raises(UserError, match="no records"):
         page_of([])
@@ -127,16 +136,18 @@ def test_nothing_from_outside_becomes_markup() -> None:
 def test_the_alternative_text_tells_where_curves_end_and_does_not_grow_without_bound() -> None:
     gain = [record("a", 64, 5.0, metric="delta_perplexity"), record("short", 64, 6.0), record("short", 128, 6.5)]
     rows = [*gain[1:], record("long", 64, 5.0), record("long", 256, 4.0)]
-    assert alt_text(layouts(rows)).endswith(": long 5.00 to 4.00; short 6.00 to 6.50 at 128 tokens, where it ends.")
-    assert alt_text(layouts(gain[:1])).startswith("Plot of ΔP per token, trained at 64")
+    assert describe_plots(build_comparison_tables(rows)).endswith(
+        ": long 5.00 to 4.00; short 6.00 to 6.50 at 128 tokens, where it ends."
+    )
+    assert describe_plots(build_comparison_tables(gain[:1])).startswith("Plot of ΔP per token, trained at 64")
     many = [record(f"m{i}", 64, 5.0 + i) for i in range(30)]
-    assert alt_text(layouts(many)).endswith("m7 12.00; 21 others between; m29 34.00.")
+    assert describe_plots(build_comparison_tables(many)).endswith("m7 12.00; 21 others between; m29 34.00.")
 
 
 def test_the_title_says_what_is_shown(story: list[Record]) -> None:
     title = "<h1>Perplexity of rotary, kerple_log and cdape at 64 to 2,048 tokens, trained at 64"
     assert f"{title}</h1>" in page_of(story)
-    assert f"{title} (2 runs to come)</h1>" in page_of(story, missing=2)
+    assert f"{title} (2 runs to come)</h1>" in page_of(story, num_pending_runs=2)
     many = [record(f"m{i}", 64, 5.0) for i in range(5)]
     assert "<h1>Perplexity of 5 methods at 64 tokens, trained at 64</h1>" in page_of(many)
     assert "<h1>A &amp; B</h1>" in page_of(story, title="A & B")

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import UserError
-from megatron.reports.layout import layouts
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record
-from megatron.reports.significance import Comparison, compare, holm
+from megatron.reports.significance import MethodComparison, apply_holm_correction, compare_methods
 
 from .conftest import record
 
@@ -23,23 +23,23 @@ def runs(method: str, values: list[float], length: int = 64) -> list[Record]:
     return [record(method, length, value, seed=seed) for seed, value in enumerate(values)]
 
 
-def one(records: list[Record], against: str = "log") -> Comparison:
-    (layout,) = layouts(records)
-    (found,) = compare(layout, against)
+def one(records: list[Record], against: str = "log") -> MethodComparison:
+    (layout,) = build_comparison_tables(records)
+    (found,) = compare_methods(layout, against)
     return found
 
 
 def test_a_paired_t_test_by_the_formula() -> None:
     """t = mean d / (s / √n); two-sided p of 4 degrees of freedom in closed form."""
     found = one(runs("log", LOG) + runs("t5", T5))
-    for test, scale in ((found.values, float), (found.logarithms, math.log)):
+    for test, scale in ((found.value_test, float), (found.log_test, math.log)):
         differences = [scale(a) - scale(b) for a, b in zip(T5, LOG, strict=True)]
         t = statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(5))
         # Student's distribution with 4 degrees of freedom: F(t) = 1/2 + x (1 − x²/3) · 3/4 with x = t/√(t² + 4).
         x = t / math.sqrt(t * t + 4)
         assert test.t == pytest.approx(t)
         assert test.p == pytest.approx(2 * (0.5 - 0.75 * x * (1 - x * x / 3)), rel=1e-6)
-        assert test.holm == test.p, "a single test needs no correction"
+        assert test.holm_p == test.p, "a single test needs no correction"
     assert found.verdict == "worse"
     assert str(found).endswith("†")
     assert found.change == pytest.approx(math.prod(T5) ** 0.2 / math.prod(LOG) ** 0.2)
@@ -54,7 +54,7 @@ def test_the_critical_values_of_the_papers(seeds: int, critical: float) -> None:
         shift = factor * critical / math.sqrt(seeds)
         differences = 1e-4 * (spread + shift)  # so small that logarithms and values are alike
         found = one(runs("log", [5.0] * seeds) + runs("t5", [5.0 + each for each in differences]))
-        assert found.values.t == pytest.approx(factor * critical, rel=1e-6)
+        assert found.value_test.t == pytest.approx(factor * critical, rel=1e-6)
         assert found.verdict == verdict
 
 
@@ -66,14 +66,14 @@ def test_worse_and_not_significant_are_apart() -> None:
 
 def test_a_perplexity_that_explodes_is_judged_by_both_scales() -> None:
     found = one(runs("log", LOG) + runs("rotary", [30.0, 500.0, 2000.0, 90.0, 40.0]))
-    assert found.values.p > 0.05 > found.logarithms.p
+    assert found.value_test.p > 0.05 > found.log_test.p
     assert found.verdict == "not significant"
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_rejects_as_its_procedure_does(values: list[float]) -> None:
     """Step down: the smallest against α/n, the next against α/(n − 1), until one is not rejected."""
-    corrected = holm(values)
+    corrected = apply_holm_correction(values)
     for alpha in (0.01, 0.05, 0.3):
         order = sorted(range(len(values)), key=lambda index: values[index])
         rejected: set[int] = set()
@@ -87,10 +87,10 @@ def test_holm_rejects_as_its_procedure_does(values: list[float]) -> None:
 
 def test_holm_is_over_the_whole_table() -> None:
     records = runs("log", LOG) + runs("t5", T5) + runs("alibi", [5.0, 5.1, 5.2, 5.0, 5.3])
-    (layout,) = layouts(records)
-    t5, alibi = compare(layout, "log")
-    assert t5.values.holm == pytest.approx(2 * t5.values.p)
-    assert alibi.values.holm == pytest.approx(max(alibi.values.p, t5.values.holm))
+    (layout,) = build_comparison_tables(records)
+    t5, alibi = compare_methods(layout, "log")
+    assert t5.value_test.holm_p == pytest.approx(2 * t5.value_test.p)
+    assert alibi.value_test.holm_p == pytest.approx(max(alibi.value_test.p, t5.value_test.holm_p))
 
 
 def test_one_seed_is_compared_by_blocks() -> None:
@@ -114,17 +114,17 @@ def test_one_seed_is_compared_by_blocks() -> None:
 
 
 def test_without_pairs_nothing_is_claimed() -> None:
-    (layout,) = layouts([record("log", 64, 5.0), record("t5", 64, 6.0)])
-    (found,) = compare(layout, "log")
-    assert (found.interval, found.values, found.verdict) == (None, None, "not significant")
-    (layout,) = layouts([record("log", 64, 5.0, seed=1), record("t5", 64, 6.0, seed=2)])
-    assert compare(layout, "log") == []
+    (layout,) = build_comparison_tables([record("log", 64, 5.0), record("t5", 64, 6.0)])
+    (found,) = compare_methods(layout, "log")
+    assert (found.interval, found.value_test, found.verdict) == (None, None, "not significant")
+    (layout,) = build_comparison_tables([record("log", 64, 5.0, seed=1), record("t5", 64, 6.0, seed=2)])
+    assert compare_methods(layout, "log") == []
     with pytest.raises(UserError, match=r"--against lag: no such method .* did you mean log"):
-        compare(layout, "lag")
+        compare_methods(layout, "lag")
 
 
 def test_differences_that_are_all_equal() -> None:
     same = one(runs("log", LOG) + runs("t5", LOG))
-    assert (same.values.p, same.verdict) == (1.0, "not significant")
-    (record_,) = {one(runs("log", [5.0, 5.5, 6.0]) + runs("t5", [5.25, 5.75, 6.25])).values.p}
+    assert (same.value_test.p, same.verdict) == (1.0, "not significant")
+    (record_,) = {one(runs("log", [5.0, 5.5, 6.0]) + runs("t5", [5.25, 5.75, 6.25])).value_test.p}
     assert record_ == 0.0

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from megatron.reports import tables
-from megatron.reports.layout import layouts
+from megatron.reports import table_formats
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record
 
 from .conftest import record
@@ -17,33 +17,33 @@ from .conftest import record
 
 def shown(records: list[Record], **options: object) -> str:
     console = Console(file=io.StringIO(), **options)  # type: ignore[arg-type]
-    tables.show(console, records)
+    table_formats.print_comparison_tables(console, records)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_rows_and_columns(story: list[Record]) -> None:
-    (layout,) = layouts(list(reversed(story)))
+    (layout,) = build_comparison_tables(list(reversed(story)))
     assert layout.methods == ("cdape", "kerple_log", "rotary")  # in the order of the records
-    assert layout.places == (64, 512, 2048)
-    assert layout.heads() == [("1×", "64"), ("8×", "512"), ("32×", "2,048")]
+    assert layout.x_values == (64, 512, 2048)
+    assert layout.get_column_headers() == [("1×", "64"), ("8×", "512"), ("32×", "2,048")]
 
 
 def test_the_smallest_of_each_column_is_best(story: list[Record]) -> None:
     swapped = [r for r in story if (r.method, r.length) != ("rotary", 64)] + [record("rotary", 64, 4.0)]
-    (layout,) = layouts(swapped)
-    best = {(method, length) for (method, length), cell in layout.cells.items() if cell.best}
+    (layout,) = build_comparison_tables(swapped)
+    best = {(method, length) for (method, length), cell in layout.cells.items() if cell.is_best}
     assert best == {("rotary", 64), ("cdape", 512), ("cdape", 2048)}
 
 
 def test_a_lone_method_is_not_best(story: list[Record]) -> None:
-    (layout,) = layouts([r for r in story if r.method == "rotary"])
-    assert not any(cell.best for cell in layout.cells.values())
-    assert "best" not in tables.plain(layout)
+    (layout,) = build_comparison_tables([r for r in story if r.method == "rotary"])
+    assert not any(cell.is_best for cell in layout.cells.values())
+    assert "best" not in table_formats.render_comparison_text(layout)
 
 
 def test_plain_text_is_aligned_and_marked(story: list[Record]) -> None:
-    (layout,) = layouts(story)
-    assert tables.plain(layout).splitlines() == [
+    (layout,) = build_comparison_tables(story)
+    assert table_formats.render_comparison_text(layout).splitlines() == [
         "Perplexity per token, trained at 64 tokens, protocol last",
         "method        1×      8×     32×",
         "              64     512   2,048",
@@ -56,8 +56,8 @@ def test_plain_text_is_aligned_and_marked(story: list[Record]) -> None:
 
 
 def test_markdown(story: list[Record]) -> None:
-    (layout,) = layouts([*story, record("a|b", 64, 7.0)])
-    lines = tables.markdown(layout).splitlines()
+    (layout,) = build_comparison_tables([*story, record("a|b", 64, 7.0)])
+    lines = table_formats.render_comparison_markdown(layout).splitlines()
     assert lines[:3] == [
         "| method | 1× (64) | 8× (512) | 32× (2,048) |",
         "|---|--:|--:|--:|",
@@ -69,7 +69,7 @@ def test_markdown(story: list[Record]) -> None:
 
 def test_several_seeds_become_mean_and_deviation() -> None:
     perplexities = (5.0, 5.5, 6.3)
-    (layout,) = layouts([record("t5", 64, p, seed) for seed, p in enumerate(perplexities)])
+    (layout,) = build_comparison_tables([record("t5", 64, p, seed) for seed, p in enumerate(perplexities)])
     cell = layout.cells["t5", 64]
     assert cell.mean == pytest.approx(sum(perplexities) / 3)
     assert cell.deviation == pytest.approx(statistics.stdev(perplexities))
@@ -78,7 +78,7 @@ def test_several_seeds_become_mean_and_deviation() -> None:
 
 
 def test_a_repeated_measurement_replaces_the_first() -> None:
-    (layout,) = layouts([record("t5", 64, 5.0), record("t5", 64, 6.0)])
+    (layout,) = build_comparison_tables([record("t5", 64, 5.0), record("t5", 64, 6.0)])
     assert str(layout.cells["t5", 64]) == "6.00"
 
 
@@ -88,8 +88,8 @@ def test_numbers_that_cannot_be_compared_are_not_in_one_table(story: list[Record
         record("rotary", 64, 5.0, train_length=32),
         record("rotary", 64, 5.0, target_digest="abc"),
     ]
-    assert len(layouts(story + other)) == 4
-    assert layouts([]) == []
+    assert len(build_comparison_tables(story + other)) == 4
+    assert build_comparison_tables([]) == []
 
 
 @pytest.fixture
@@ -104,12 +104,12 @@ def judged() -> list[Record]:
 
 
 def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
-    (layout,) = layouts(judged)
+    (layout,) = build_comparison_tables(judged)
     assert [str(change) for change in layout.changes.values()] == [
         "6.000 [5.500, 6.500] rises",
         "1.004 [0.985, 1.023] holds",
     ]
-    lines = tables.plain(layout).splitlines()
+    lines = table_formats.render_comparison_text(layout).splitlines()
     assert [line.rstrip() for line in lines[1:7]] == [
         "method     1×       32×   change",
         "           64     2,048   1× to 32×",
@@ -118,16 +118,18 @@ def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
         "learned  5.10   max 100   –",
         "other       –      5.20   –",
     ]
-    assert "| type1 | **5.00** | **5.02** | 1.004 [0.985, 1.023] holds |" in tables.markdown(layout)
-    assert "| learned | 5.10 | max 100 | – |" in tables.markdown(layout)
-    assert tables.markdown(layout).splitlines()[:2] == [
+    assert "| type1 | **5.00** | **5.02** | 1.004 [0.985, 1.023] holds |" in table_formats.render_comparison_markdown(
+        layout
+    )
+    assert "| learned | 5.10 | max 100 | – |" in table_formats.render_comparison_markdown(layout)
+    assert table_formats.render_comparison_markdown(layout).splitlines()[:2] == [
         "| method | 1× (64) | 32× (2,048) | change 1× to 32× |",
         "|---|--:|--:|---|",
     ]
     assert "holds if 1 is inside" in " ".join(layout.notes)
     assert "within -10% and +15%" in " ".join(layout.notes)
     parser = Cells()
-    parser.feed(tables.html_table(layout))
+    parser.feed(table_formats.render_comparison_html(layout))
     assert parser.rows[0][-1] == ("text", "change1× to 32×")
     assert parser.rows[2][1:] == [
         ("best", "5.00*4.50 – 5.75"),
@@ -143,7 +145,7 @@ def test_changes_of_several_seeds() -> None:
         for seed, (low, change, high) in enumerate(changes):
             about = {"change": change, "change_low": low, "change_high": high, "change_from": 64}
             found += [record("t5", 64, 5.0, seed), record("t5", 128, 5 * change, seed, **about)]
-        (layout,) = layouts(found)
+        (layout,) = build_comparison_tables(found)
         return str(layout.changes["t5"])
 
     mean, factor = math.sqrt(1.2 * 1.4), math.exp(statistics.stdev(map(math.log, (1.2, 1.4))))
@@ -153,16 +155,18 @@ def test_changes_of_several_seeds() -> None:
 
 def test_a_change_from_another_length_is_not_shown() -> None:
     late = record("t5", 128, 5.0, change=1.5, change_from=32)
-    (layout,) = layouts([record("t5", 64, 5.0), late])
+    (layout,) = build_comparison_tables([record("t5", 64, 5.0), late])
     assert layout.changes == {}
-    assert "change" not in tables.plain(layout)
+    assert "change" not in table_formats.render_comparison_text(layout)
 
 
 def test_the_console_gets_a_frame_on_a_terminal_only(story: list[Record]) -> None:
     wide = shown(story, force_terminal=True, width=100)
     assert "┃" in wide
     assert "29.75" in wide
-    assert shown(story, width=20) == tables.plain(layouts(story)[0])  # a pipe: nothing cut, nothing coloured
+    assert shown(story, width=20) == table_formats.render_comparison_text(
+        build_comparison_tables(story)[0]
+    )  # a pipe: nothing cut, nothing coloured
     narrow = shown(story, force_terminal=True, width=30)
     assert "29.75" in narrow
     assert "…" not in narrow
@@ -190,9 +194,9 @@ class Cells(HTMLParser):
 
 
 def test_html(story: list[Record]) -> None:
-    (layout,) = layouts([*story, record("<i>&", 64, 7.0)])
+    (layout,) = build_comparison_tables([*story, record("<i>&", 64, 7.0)])
     parser = Cells()
-    parser.feed(tables.html_table(layout))
+    parser.feed(table_formats.render_comparison_html(layout))
     head, *body = parser.rows
     assert [text for _, text in head] == ["method", "1×64", "8×512", "32×2,048"]
     assert body[0] == [("", "rotary"), ("", "5.25"), ("", "12.50"), ("", "29.75")]

@@ -7,13 +7,13 @@ import pytest
 from rich.console import Console
 
 from megatron.errors import UserError
-from megatron.reports import across, experiment, extrapolation, records
+from megatron.reports import experiment, extrapolation, records, train_length_tables
+from megatron.reports.combine import combine_results
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.experiment import Experiment
-from megatron.reports.grids import Grid
-from megatron.reports.layout import layouts
-from megatron.reports.published import Published
+from megatron.reports.published import PublishedTable
 from megatron.reports.records import Record
-from megatron.reports.together import together
+from megatron.reports.text_table import TextTable
 
 from .conftest import record
 
@@ -24,15 +24,17 @@ def silent() -> Console:
 
 def test_the_criterion_by_hand(story: list[Record]) -> None:
     """rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and 2,048."""
-    (layout,) = layouts(story)
-    rotary, kerple, cdape = extrapolation.extrapolation(layout)
-    assert rotary.ratios == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})
-    assert (rotary.worst, rotary.holds(4.0), rotary.holds(5.0)) == (2048, False, True)
-    assert kerple.ratios[kerple.worst] == pytest.approx(-0.07 / 5.5), "a gain is signed, and counts by its size"
-    assert not kerple.holds(0.012)
-    assert kerple.holds(0.013)
+    (layout,) = build_comparison_tables(story)
+    rotary, kerple, cdape = extrapolation.measure_extrapolation(layout)
+    assert rotary.relative_changes == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})
+    assert (rotary.worst_length, rotary.extrapolates(4.0), rotary.extrapolates(5.0)) == (2048, False, True)
+    assert kerple.relative_changes[kerple.worst_length] == pytest.approx(-0.07 / 5.5), (
+        "a gain is signed, and counts by its size"
+    )
+    assert not kerple.extrapolates(0.012)
+    assert kerple.extrapolates(0.013)
     assert cdape.interval is None
-    lines = extrapolation.grid(layout, delta=0.013).plain().splitlines()
+    lines = extrapolation.build_extrapolation_table(layout, delta=0.013).to_text().splitlines()
     assert lines[0] == "Extrapolation beyond 64 tokens, protocol last"
     assert [line.split()[0] for line in lines[2:5]] == ["rotary", "cdape", "kerple_log"]
     assert "+466.7%" in lines[2]
@@ -46,14 +48,19 @@ def test_its_interval_is_that_of_the_change_from_the_training_length() -> None:
         rows = [record("a", length, 5.0) for length in sorted({base, 64})] + [
             record("a", 128, 6.0, **change, change_from=base)
         ]
-        (found,) = extrapolation.extrapolation(layouts(rows)[0])
+        (found,) = extrapolation.measure_extrapolation(build_comparison_tables(rows)[0])
         assert found.interval == (None if interval is None else pytest.approx(interval))
 
 
 def test_lengths_below_and_tables_of_something_else_have_none(story: list[Record]) -> None:
-    assert extrapolation.grid(layouts([record("a", 128, 5.0), record("a", 256, 5.0)])[0]) is None
+    assert (
+        extrapolation.build_extrapolation_table(
+            build_comparison_tables([record("a", 128, 5.0), record("a", 256, 5.0)])[0]
+        )
+        is None
+    )
     by_place = [each.replace(axis="position", place=float(each.length), length=2048) for each in story]
-    assert extrapolation.grid(layouts(by_place)[0]) is None
+    assert extrapolation.build_extrapolation_table(build_comparison_tables(by_place)[0]) is None
 
 
 def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() -> None:
@@ -64,8 +71,8 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
         record("c", 128, 4.0, train_length=128, **same), record("c", 128, 4.2, seed=2, train_length=128, **same),
         record("c", 256, 3.9, train_length=128, **same),
     ]  # fmt: skip
-    (grid,) = across.grids(layouts(rows))
-    assert grid.heads == ("trained at", "64", "128", "256")
+    (grid,) = train_length_tables.build_train_length_tables(build_comparison_tables(rows))
+    assert grid.column_headers == ("trained at", "64", "128", "256")
     assert dict(grid.rows) == {
         "a": ("32", "6.00 (n 1)", "max 64", "max 64"),
         "b": ("64", "5.00 (n 1)*", "4.50 (n 1)", "9.00 (n 1)"),
@@ -78,46 +85,50 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
         [each.replace(target_digest=None) for each in rows],
         [*rows[:3], rows[3].replace(target_digest="e")],
     ):
-        assert across.grids(layouts(other)) == []
+        assert train_length_tables.build_train_length_tables(build_comparison_tables(other)) == []
 
 
 def test_several_numbers_of_targets_are_told_apart_and_stay() -> None:
     few, many = (
         [record("a", length, 5.0 + n / 64, targets=n, target_digest=f"{n}") for length in (64, 128)] for n in (16, 64)
     )
-    told = [layout.title for layout in layouts([*few, *many])]
+    told = [layout.title for layout in build_comparison_tables([*few, *many])]
     assert [title.rpartition("protocol last")[2] for title in told] == [
         ", 16 tokens of a window",
         ", 64 tokens of a window",
     ]
-    titles = [grid.title for layout in layouts([*few, *many]) if (grid := extrapolation.grid(layout))]
+    titles = [
+        grid.title
+        for layout in build_comparison_tables([*few, *many])
+        if (grid := extrapolation.build_extrapolation_table(layout))
+    ]
     assert len(set(titles)) == 2
-    assert layouts(few)[0].title.endswith("protocol last")
-    assert records.replaced(few, many, one_run=True) == [*few, *many]
-    assert records.replaced([*few, *many], few[:1], one_run=True) == [*many, few[0]]
+    assert build_comparison_tables(few)[0].title.endswith("protocol last")
+    assert records.merge_records(few, many, same_run=True) == [*few, *many]
+    assert records.merge_records([*few, *many], few[:1], same_run=True) == [*many, few[0]]
 
 
 def test_a_method_whose_positions_end_at_the_training_length_is_named() -> None:
     rows = [record("learned", 64, 5.0, max_length=64), record("a", 64, 5.0), record("a", 128, 5.1)]
-    grid = extrapolation.grid(layouts(rows)[0])
+    grid = extrapolation.build_extrapolation_table(build_comparison_tables(rows)[0])
     assert grid is not None
     assert dict(grid.rows)["learned"][2] == "its positions end at 64"
 
 
 def test_a_grid_in_two_forms() -> None:
-    grid = Grid("A <b>", "method", ("x|y", "z"), (("one", ("1", "22")), ("three", ("<3", "4"))), ("Note.",))
-    assert grid.plain() == "A <b>\nmethod  x|y  z\none     1    22\nthree   <3   4\nNote.\n"
-    assert "&lt;3" in grid.html()
-    assert "A &lt;b&gt;. Note." in grid.html()
-    assert "<3" not in grid.html()
+    grid = TextTable("A <b>", "method", ("x|y", "z"), (("one", ("1", "22")), ("three", ("<3", "4"))), ("Note.",))
+    assert grid.to_text() == "A <b>\nmethod  x|y  z\none     1    22\nthree   <3   4\nNote.\n"
+    assert "&lt;3" in grid.to_html()
+    assert "A &lt;b&gt;. Note." in grid.to_html()
+    assert "<3" not in grid.to_html()
 
 
 def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
     seeds = [each.replace(seed=each.seed + 1, value=each.value * 1.01) for each in story]
-    records.write(tmp_path / "results.json", story)
-    records.write(tmp_path / "other.json", seeds)
+    records.write_records(tmp_path / "results.json", story)
+    records.write_records(tmp_path / "other.json", seeds)
     console = Console(record=True, width=200)
-    found = together(
+    found = combine_results(
         [tmp_path, tmp_path / "other.json"], console, output=tmp_path / "page.html", against="cdape", title="All of it"
     )
     assert found == [*story, *seeds]
@@ -129,18 +140,23 @@ def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
 
 
 def test_experiments_are_sections_with_their_papers_tables(story: list[Record], tmp_path: Path) -> None:
-    table = Published("A paper, table 1", 512, "perplexity", (512, 4096), {"rotary": [4.0, 9.0], "cdape": [3.0, None]})
+    table = PublishedTable(
+        "A paper, table 1", 512, "perplexity", (512, 4096), {"rotary": [4.0, 9.0], "cdape": [3.0, None]}
+    )
     told = Experiment("Its first table", "cdape", (table,), ("They had <more> text.",))
-    first = records.write(tmp_path / "first.json", story)
-    experiment.write(first, told)
-    assert experiment.read(first) == told
-    second = records.write(tmp_path / "second" / "results.json", story)
-    experiment.write(second, Experiment(None, "nobody yet"))
-    alone = records.write(tmp_path / "alone.json", story)
-    assert experiment.read(alone) is None
+    first = records.write_records(tmp_path / "first.json", story)
+    experiment.write_experiment(first, told)
+    assert experiment.read_experiment(first) == told
+    second = records.write_records(tmp_path / "second" / "results.json", story)
+    experiment.write_experiment(second, Experiment(None, "nobody yet"))
+    alone = records.write_records(tmp_path / "alone.json", story)
+    assert experiment.read_experiment(alone) is None
     console = Console(record=True, width=200)
-    found = together(
-        [first, experiment.beside(first), second.parent, alone], console, output=tmp_path / "page.html", title="All"
+    found = combine_results(
+        [first, experiment.get_experiment_path(first), second.parent, alone],
+        console,
+        output=tmp_path / "page.html",
+        title="All",
     )
     assert found == [*story] * 3
     page, printed = (tmp_path / "page.html").read_text(), console.export_text()
@@ -158,20 +174,20 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
     "text", ["{}", "no JSON", '{"title": "x", "against": null, "published": [{}], "differences": []}']
 )
 def test_an_experiment_that_is_none_is_refused(text: str, story: list[Record], tmp_path: Path) -> None:
-    path = records.write(tmp_path / "results.json", story)
+    path = records.write_records(tmp_path / "results.json", story)
     (tmp_path / "results.experiment.json").write_text(text)
     with pytest.raises(UserError, match=r"results\.experiment\.json: no experiment of a sweep"):
-        together([path], silent())
+        combine_results([path], silent())
 
 
 def test_what_cannot_be_put_together_is_one_line(story: list[Record], tmp_path: Path) -> None:
-    path = records.write(tmp_path / "results.json", story)
+    path = records.write_records(tmp_path / "results.json", story)
     for files, against, message in (
         ([tmp_path / "no.json"], None, "no such file"),
         ([path], "kerple", "nothing to compare with it; did you mean kerple_log"),
-        ([records.write(tmp_path / "one.json", story[:1])], "rotary", "it is alone in its table"),
-        ([records.write(tmp_path / "none.json", [])], None, "no results"),
+        ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "it is alone in its table"),
+        ([records.write_records(tmp_path / "none.json", [])], None, "no results"),
     ):
         with pytest.raises(UserError, match=message):
-            together(files, silent(), output=tmp_path / "page.html", against=against)
+            combine_results(files, silent(), output=tmp_path / "page.html", against=against)
     assert not (tmp_path / "page.html").exists()

@@ -22,7 +22,7 @@ from megatron.evaluation.lengths import wanted_lengths
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import plots
 from megatron.reports.records import Record
-from megatron.reports.records import write as write_records
+from megatron.reports.records import write_records as write_records
 from megatron.sweeps import run as sweeps
 from megatron.sweeps import supervision
 from megatron.training.preflight import preflight
@@ -143,7 +143,7 @@ class Initialiser(Trainer):
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture is drawn: that costs more than everything else here."""
-    monkeypatch.setattr(plots, "png", lambda *_, **__: b"\x89PNG")
+    monkeypatch.setattr(plots, "render_plots_png", lambda *_, **__: b"\x89PNG")
 
 
 @pytest.fixture

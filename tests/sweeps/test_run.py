@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron.checkpoint.lock import SWEEP_LOCK, RunLock
 from megatron.errors import RunError, UserError
-from megatron.reports.together import together
+from megatron.reports.combine import combine_results
 from megatron.stopping.signals import Stopped, unwinding
 from megatron.sweeps import run as sweeps
 from megatron.sweeps import supervision
@@ -280,7 +280,7 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
     for text in ("Ours and theirs", "A paper, table 2", "They had more text.", "compared with rotary", "99.50 |"):
         assert text in page
     assert "order agreement τ" in said
-    together([Path("out")], Console(quiet=True), output=Path("page.html"))
+    combine_results([Path("out")], Console(quiet=True), output=Path("page.html"))
     page = Path("page.html").read_text()
     assert "<h1>Ours and theirs</h1>" in page
     assert "A paper, table 2" in page

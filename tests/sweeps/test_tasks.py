@@ -6,7 +6,7 @@ import pytest
 
 from megatron.distributed.processes import alone
 from megatron.model.build import build_model
-from megatron.reports.records import of_row
+from megatron.reports.records import record_from_row
 from megatron.sweeps import receipts
 from megatron.sweeps.estimate import work
 from megatron.sweeps.run import floors_last
@@ -73,7 +73,7 @@ def test_shipped_sweeps_are_read() -> None:
 
 def test_floors_follow_the_runs_once() -> None:
     shared = {"train_length": 8, "length": 8, "protocol": "task", "accuracy": 0.5, "tokens": 9, "seed": 0}
-    floor, other = (of_row({**shared, "method": f"floor: {name}"}) for name in ("one", "other"))
-    runs = [of_row({**shared, "method": "alibi", "run": name}) for name in ("a", "b")]
+    floor, other = (record_from_row({**shared, "method": f"floor: {name}"}) for name in ("one", "other"))
+    runs = [record_from_row({**shared, "method": "alibi", "run": name}) for name in ("a", "b")]
     again = floor.replace()
     assert floors_last([runs[0], floor, other, runs[1], again]) == [*runs, floor, other]

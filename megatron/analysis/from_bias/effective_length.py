@@ -58,13 +58,13 @@ def _shown(length: float) -> str:
 
 def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> bytes:
     from megatron.analysis.drawing import legend, panels, png, titled
-    from megatron.reports.plots import style
+    from megatron.reports.plots import get_curve_style
 
     figure, (axes,) = panels(1, narrow, width=5.6, height=3.2, below=0.18 * len(found))
     for name, each in found.items():
         lengths = [length for _, heads in each for length in heads]
         curve = cumulative([length for length in lengths if length is not None])
-        look = style(names.index(name))
+        look = get_curve_style(names.index(name))
         across, up = zip(*curve, strict=True)
         axes.step(
             across, [100 * heads / len(lengths) for heads in up], where="post", color=look["color"],

@@ -7,7 +7,7 @@ import torch
 
 from megatron.analysis.analysis import Analysis, Block, LayerEncoding, Looked, NotApplicable, Picture, Table
 from megatron.analysis.bias import in_double, terms_at
-from megatron.reports.metrics import number
+from megatron.reports.metrics import format_number
 
 LOWEST = -12.0
 """Biases below are cut off in pictures: e^−12 = 6e-6."""
@@ -82,7 +82,7 @@ def _course(name: str, kernel: Kernel, which: str) -> str:
 
     def among_heads(column: int) -> str:
         ends = values[:, column].min().item(), values[:, column].max().item()
-        return " to ".join(dict.fromkeys(number(end) for end in ends))
+        return " to ".join(dict.fromkeys(format_number(end) for end in ends))
 
     where = "" if kernel.layer in ("", "all layers") else f", {kernel.layer}"
     return f"{which} of {name}{where}, from {among_heads(0)} at hand to {among_heads(-1)} at distance {far:,}"

@@ -86,11 +86,11 @@ class TheoreticalReceptiveField(Analysis):
 
 def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> bytes:
     from megatron.analysis.drawing import band, legend, panels, png, titled
-    from megatron.reports.plots import style
+    from megatron.reports.plots import get_curve_style
 
     figure, (axes,) = panels(1, narrow, width=5.6, height=3.4, below=0.18 * len(found))
     for name, each in found.items():
-        look = style(names.index(name))
+        look = get_curve_style(names.index(name))
         middle, low, high = band([[keys / each.length for keys in head.finite] for head in each.heads])
         axes.plot(PLOTTED, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6)
         axes.fill_between(PLOTTED, low, high, color=look["color"], alpha=0.15, linewidth=0)

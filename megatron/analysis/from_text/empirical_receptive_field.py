@@ -98,7 +98,7 @@ def _spread(mass: Mass, share: float) -> str:
 
 def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> bytes:
     from megatron.analysis.drawing import band, legend, panels, png, titled
-    from megatron.reports.plots import style
+    from megatron.reports.plots import get_curve_style
 
     lengths = sorted({length for each in found.values() for length in each})
     figure, axes = panels(len(lengths), narrow, width=4.0, height=3.2, below=0.18 * len(found))
@@ -107,7 +107,7 @@ def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> byt
         for name, each in found.items():
             if length not in each:
                 continue
-            shares, look = each[length].shares, style(names.index(name))
+            shares, look = each[length].shares, get_curve_style(names.index(name))
             near = shares.shape[-1]
             curves = [finite(terms) for terms in shares.flatten(0, 1)]
             middle, low, high = band([[keys / near for keys in curve] for curve in curves])

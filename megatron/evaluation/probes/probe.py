@@ -23,7 +23,7 @@ from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
 from megatron.evaluation.work import forward_flops, known_lengths
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.bootstrap import quantiles, resampled
+from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Probe(ABC):
     name: ClassVar[str]
     """Of its protocol."""
     axis: ClassVar[str]
-    """That its places stand on (`megatron.reports.axes`)."""
+    """That its places stand on (`megatron.reports.x_axes`)."""
 
     def __init__(self, lengths: Sequence[int], count: int, vocabulary: Vocabulary) -> None:
         self.lengths, self.count, self.vocabulary = tuple(lengths), count, vocabulary
@@ -151,9 +151,9 @@ class Probe(ABC):
 def _measured(losses: np.ndarray) -> dict[str, Any]:
     """Value and interval of losses [N, targets]; sequences are the independent samples."""
     sums, counts = losses.sum(axis=1), np.full(len(losses), losses.shape[1])
-    summary, draws = summary_of(sums, counts), resampled(sums[None], counts)
+    summary, draws = summary_of(sums, counts), draw_bootstrap_means(sums[None], counts)
     found: dict[str, Any] = {"value": summary.nll, "nll": summary.nll, "tokens": summary.tokens}
     if draws is not None:
-        low, high = quantiles(draws[0])
+        low, high = compute_percentile_interval(draws[0])
         found |= {"stderr": summary.stderr, "low": low, "high": high}
     return found

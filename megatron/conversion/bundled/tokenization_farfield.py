@@ -1,0 +1,58 @@
+"""A SentencePiece tokenizer for transformers, exactly as the training used it.
+
+None of transformers' own classes reads a SentencePiece file without changing what some texts become.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from transformers import PreTrainedTokenizer
+
+VOCAB_FILE = "tokenizer.model"
+
+
+class FarfieldTokenizer(PreTrainedTokenizer):
+    """Pieces of a SentencePiece model, after the token that stands before each text, where the training had one; no
+    special token is looked for in a text."""
+
+    vocab_files_names = {"vocab_file": VOCAB_FILE}  # noqa: RUF012 (transformers' own form)
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+
+    def __init__(self, vocab_file: str, add_bos_token: bool = False, **kwargs: Any) -> None:
+        self.vocab_file, self.add_bos_token = vocab_file, add_bos_token
+        self.sp_model = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
+        kwargs["split_special_tokens"] = True
+        super().__init__(add_bos_token=add_bos_token, **kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.sp_model.get_piece_size())
+
+    def get_vocab(self) -> dict[str, int]:
+        return {self.sp_model.id_to_piece(i): i for i in range(self.vocab_size)}
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        return [self.sp_model.id_to_piece(i) for i in self.sp_model.encode(text, out_type=int)]
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        bos = [self.bos_token_id] if self.add_bos_token else []
+        return bos + token_ids_0 + (bos + token_ids_1 if token_ids_1 is not None else [])
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return int(self.sp_model.piece_to_id(token))
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return str(self.sp_model.id_to_piece(index))
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return str(self.sp_model.decode([self.sp_model.piece_to_id(token) for token in tokens]))
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        target = Path(save_directory) / (f"{filename_prefix}-{VOCAB_FILE}" if filename_prefix else VOCAB_FILE)
+        if target.resolve() != Path(self.vocab_file).resolve():
+            shutil.copyfile(self.vocab_file, target)
+        return (str(target),)

@@ -1,0 +1,144 @@
+"""A run's tokenizer as transformers reads it, giving the same tokens for every text.
+
+| ours | written | read as |
+|---|---|---|
+| bytes | tokenizer.json: a BPE of the 256 bytes without merges | PreTrainedTokenizerFast |
+| HFTokenizer | its tokenizer.json, with what the run puts before a text | PreTrainedTokenizerFast |
+| GPT2BPETokenizer | tokenizer.json made of vocab and merges | PreTrainedTokenizerFast |
+| SPMTokenizer | tokenizer.model, and a class around it | FarfieldTokenizer, by remote code |
+
+Our own files lie beside, and tokenizer_config.json says our name of the kind, so that an import has the same tokenizer
+again.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers as hf
+
+from megatron.conversion.families.farfield import TOKENIZER_TYPE_KEY
+from megatron.conversion.modeling_code import BUNDLED_FOLDER, add_content_digest
+from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
+
+TOKENIZATION_FILE = BUNDLED_FOLDER / "tokenization_farfield.py"
+
+
+def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Write a tokenizer's files.
+
+    Args:
+        max_length: tokens of a training sequence, which transformers warns beyond.
+    """
+    tokenizer.copy_files(folder)
+    config = _WRITERS[tokenizer.type](tokenizer, folder)
+    common_keys = {
+        TOKENIZER_TYPE_KEY: tokenizer.type,
+        "add_bos_token": tokenizer.bos is not None,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**common_keys, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+
+
+def _write_byte_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    characters = _list_byte_characters()
+    model = hf.models.BPE({character: byte for byte, character in enumerate(characters)}, [])
+    hf_tokenizer = hf.Tokenizer(model)
+    hf_tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    hf_tokenizer.decoder = hf.decoders.ByteLevel()
+    hf_tokenizer.add_special_tokens([hf.AddedToken(END_OF_DOCUMENT[0], normalized=False, special=True)])
+    (folder / "tokenizer.json").write_text(hf_tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
+    return _fast_tokenizer_config(hf_tokenizer, tokenizer, parse_special_tokens=False)
+
+
+def _list_byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level BPE: itself where it can be printed, else one from U+0100
+    on, in order (GPT-2's released code)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]
+
+
+def _write_json_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer.json"
+    hf_tokenizer = hf.Tokenizer.from_file(str(path))
+    expected_prefix = [] if tokenizer.bos is None else [tokenizer.bos]
+    if tokenizer.added_before() != expected_prefix:  # the run's decision is another than the file's
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["post_processor"] = _build_post_processor(hf_tokenizer, tokenizer.bos)
+        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return _fast_tokenizer_config(hf_tokenizer, tokenizer, parse_special_tokens=True)
+
+
+def _build_post_processor(hf_tokenizer: hf.Tokenizer, bos: int | None) -> dict[str, Any] | None:
+    """What puts a token before every text, as tokenizer.json has it; None if nothing does."""
+    if bos is None:
+        return None
+    hf_tokenizer.post_processor = _build_template(hf_tokenizer.id_to_token(bos), bos)
+    return json.loads(hf_tokenizer.to_str())["post_processor"]
+
+
+def _build_template(token: str | None, token_id: int) -> hf.processors.TemplateProcessing:
+    assert token is not None
+    return hf.processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, token_id)]
+    )
+
+
+def _write_gpt2_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    vocab, merges = hf.models.BPE.read_file(*(str(path) for path in tokenizer.files.values()))
+    hf_tokenizer = hf.Tokenizer(hf.models.BPE(vocab, merges))
+    hf_tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf_tokenizer.decoder = hf.decoders.ByteLevel()
+    end_token = hf_tokenizer.id_to_token(tokenizer.eod)
+    hf_tokenizer.add_special_tokens([hf.AddedToken(end_token, normalized=False, special=True)])
+    if tokenizer.bos is not None:
+        hf_tokenizer.post_processor = _build_template(hf_tokenizer.id_to_token(tokenizer.bos), tokenizer.bos)
+    (folder / "tokenizer.json").write_text(hf_tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
+    return _fast_tokenizer_config(hf_tokenizer, tokenizer, parse_special_tokens=False)
+
+
+def _write_sentencepiece_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    import sentencepiece
+
+    files, suffix = add_content_digest({TOKENIZATION_FILE.name: TOKENIZATION_FILE.read_text(encoding="utf-8")})
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return {
+        "tokenizer_class": "FarfieldTokenizer",
+        "auto_map": {"AutoTokenizer": [f"{TOKENIZATION_FILE.stem}{suffix}.FarfieldTokenizer", None]},
+        **_special_token_config(processor.id_to_piece, tokenizer),
+    }
+
+
+def _fast_tokenizer_config(
+    hf_tokenizer: hf.Tokenizer, tokenizer: Tokenizer, *, parse_special_tokens: bool
+) -> dict[str, Any]:
+    """parses: do special tokens in a text become their ids?"""
+    special_tokens = _special_token_config(hf_tokenizer.id_to_token, tokenizer)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "split_special_tokens": not parse_special_tokens,
+        **special_tokens,
+    }
+
+
+def _special_token_config(id_to_token: Callable[[int], str | None], tokenizer: Tokenizer) -> dict[str, Any]:
+    end_token = id_to_token(tokenizer.eod)
+    bos_config = {} if tokenizer.bos is None else {"bos_token": id_to_token(tokenizer.bos)}
+    return {"eos_token": end_token, "pad_token": end_token, **bos_config}  # padding is masked, whatever its token
+
+
+_WRITERS: dict[str, Callable[[Tokenizer, Path], dict[str, Any]]] = {
+    "bytes": _write_byte_tokenizer,
+    "HFTokenizer": _write_json_tokenizer,
+    "GPT2BPETokenizer": _write_gpt2_tokenizer,
+    "SPMTokenizer": _write_sentencepiece_tokenizer,
+}

@@ -1,0 +1,149 @@
+"""A published family of models: what its files call things, and which models of ours it can express.
+
+family.read(keys)            their config.json → our keys
+family.why_not(config)       why a configuration of ours is none of this family, or None
+family.written(config, …)    our configuration → their config.json
+family.weights(config)       the table of weights, for both directions
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.schema import Config
+from megatron.conversion.hf_config_reader import HFConfigReader
+from megatron.conversion.transforms import Identity, Transform
+from megatron.options.model import has_qkv_bias, num_kv_heads
+
+HF_CONFIG_FILE = "config.json"
+"""What describes a model, beside its weights."""
+
+EMBEDDING_WEIGHT, OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Our names of the matrices at both ends."""
+
+
+IDENTITY = Identity()
+
+
+@dataclass(frozen=True)
+class WeightMapping:
+    """One weight of ours and the tensors of theirs that hold the same."""
+
+    megatron_name: str
+    hf_names: tuple[str, ...]
+    transform: Transform = IDENTITY
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """See the module's docstring."""
+
+    model_type: str
+    """In `model_type` of config.json."""
+    architecture: str
+    """In `architectures`: the class that computes a language model."""
+    base_model_prefix: str
+    """How names of tensors begin, in files of the language model; files of the base model leave it out."""
+    from_hf_config: Callable[[HFConfigReader], dict[str, Any]]
+    """Our keys of model and position. Raises UserError, naming the key, for what ours cannot express."""
+    supported_values: Callable[[Config], Mapping[str, tuple[Any, ...]]]
+    """For some of our keys, the values that this family has."""
+    to_hf_keys: Callable[[Config], dict[str, Any]]
+    """config.json, but for what all families share."""
+    weight_mappings: Callable[[Config], Iterator[WeightMapping]]
+    """Every weight of ours, in both directions."""
+    ignored_pattern: str = r"(?!)"
+    """A pattern of names, in their files, of what is computed anew and never read."""
+    tensor_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names that some versions write instead of those of the table."""
+    auto_map: Mapping[str, str] = field(default_factory=dict)
+    """Its `auto_map`: classes of code that travels with it. It is not run here."""
+    known_difference: str | None = None
+    """Where its class in transformers computes something else than we do, in words."""
+    find_other_conflict: Callable[[Config], str | None] = lambda config: None
+    """Further reasons why a configuration is none of this family."""
+
+    def unsupported_reason(self, config: Config) -> str | None:
+        """Why a configuration of ours is none of this family, in words; None if it is one, exactly."""
+        options = {**config.model.model_dump(), **config.position.model_dump()}
+        for key, values in {**COMMON_SUPPORTED_VALUES, **self.supported_values(config)}.items():
+            if options[key] not in values:
+                choices = " or ".join(_format_value(value) for value in values)
+                return f"{key} is {_format_value(options[key])}; {self.architecture} has {choices}"
+        return self.find_other_conflict(config)
+
+    def to_hf_config(self, config: Config, num_embeddings: int, **extra_keys: Any) -> dict[str, Any]:
+        """The content of config.json.
+
+        Args:
+            config: ours, of which `unsupported_reason` finds nothing.
+            num_embeddings: of the embedding, padding included.
+            extra_keys: keys to put beside them, such as bos_token_id and eos_token_id.
+        """
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": num_embeddings,
+            "tie_word_embeddings": not config.model.no_weight_tying,
+            "torch_dtype": "float32",
+            **self.to_hf_keys(config),
+            **extra_keys,
+        }
+
+
+def _format_value(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, dict) else "{}"
+
+
+COMMON_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "score_processor": ("none",), "attention_window": (None,), "randomized_positions": (None,)
+}  # fmt: skip
+"""What no family has."""
+
+
+def map_layers(
+    config: Config, layer_table: Callable[[str], Iterator[tuple[str, Any, Transform]]]
+) -> Iterator[WeightMapping]:
+    """The weights of all layers.
+
+    layer_table: of one layer's number as text: our name within the layer, their names, how the one is made of the
+    others.
+    """
+    for layer_idx in range(config.model.num_layers):
+        for megatron_name, hf_name, transform in layer_table(str(layer_idx)):
+            names = (hf_name,) if isinstance(hf_name, str) else tuple(hf_name)
+            yield WeightMapping(f"decoder.layers.{layer_idx}.{megatron_name}", names, transform)
+
+
+def map_linear_layers(
+    config: Config, hf_prefix: str, hf_names: Sequence[str], mlp_bias: bool
+) -> Iterator[tuple[str, str, Transform]]:
+    """The linear layers of one layer, for families that keep each as it is.
+
+    Args:
+        config: ours.
+        hf_prefix: how their names within the layer begin.
+        hf_names: theirs of the queries' keys' and values' projection, the output's, and the MLP's first and second.
+        mlp_bias: have the MLP's a bias?
+
+    Yields:
+        What the table of `layers` wants.
+    """
+    model = config.model
+    megatron_names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    biases = (has_qkv_bias(model), model.use_bias_in_attn_linear, mlp_bias, mlp_bias)
+    for megatron_name, hf_name, has_bias in zip(megatron_names, hf_names, biases, strict=True):
+        for part in ("weight", "bias") if has_bias else ("weight",):
+            yield f"{megatron_name}.{part}", f"{hf_prefix}.{hf_name}.{part}", IDENTITY
+
+
+def has_grouped_queries(config: Config) -> bool:
+    """Are there fewer heads of keys and values than of queries?"""
+    return num_kv_heads(config.model) != config.model.num_attention_heads
+
+
+def check_equal_biases(config: Config) -> str | None:
+    """For families whose queries, keys, values and output have a bias all alike."""
+    if has_qkv_bias(config.model) != config.model.use_bias_in_attn_linear:
+        return "use_bias_in_qkv is true without use_bias_in_attn_linear; only Qwen2 has that"
+    return None

@@ -1,0 +1,140 @@
+"""The modelling code that travels with an export: this project's own files, flat in one folder.
+
+transformers finds the files of a model by the text of their imports, one folder deep. So what an export needs of
+`megatron/position` is copied with one change: every import, however far it reaches, becomes one of a file beside it.
+The registry, which looks methods up by the files there are, is replaced by one that names the two of this model.
+
+transformers keeps the modules of a model by the name of its folder, whatever is in it. So the name of each file ends in
+a digest of all of them: two exports whose folders are called alike never run each other's code in one process.
+
+The files must be torch-only and import one another relatively, by lines of their own; `tests/conversion` holds that.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.position import registry
+from megatron.position.method import PositionModule
+
+BUNDLED_FOLDER = Path(__file__).parent / "bundled"
+MODELING_FILE, CONFIGURATION_FILE = (
+    BUNDLED_FOLDER / "modeling_farfield.py",
+    BUNDLED_FOLDER / "configuration_farfield.py",
+)
+_RELATIVE_IMPORT = re.compile(r"^from \.+(?:[\w.]*\.)?(\w+) import", re.MULTILINE)
+
+_IMPORT_ALL_TEMPLATE = """
+# transformers 4 copies the files that this one names, not those that they name in turn.
+{lines}
+"""
+
+_REGISTRY_TEMPLATE = '''"""The position methods of this model."""
+
+from typing import Any
+
+{imports}
+from .shape import AttentionDims
+
+ENCODINGS = {encodings}
+PROCESSORS = {processors}
+
+
+def build_encoding(name: str, dims: AttentionDims, options: dict[str, Any]) -> Encoding:
+    """The position encoding of that name."""
+    return _find(ENCODINGS, name)(dims, **options)
+
+
+def build_processor(name: str, dims: AttentionDims, options: dict[str, Any], *, has_bias: bool) -> Processor:
+    """The score processor of that name, for an encoding with or without a bias."""
+    return _find(PROCESSORS, name)(dims, has_bias=has_bias, **options)
+
+
+def _find(known: dict[str, Any], name: str) -> Any:
+    if name not in known:
+        raise ValueError(f"{{name!r}}: this export has the code of {{', '.join(known) or 'no such method'}} only")
+    return known[name]
+'''
+
+
+def bundle_modeling_code(encoding: str, processor: str) -> dict[str, str]:
+    """The files of a model's code, by name.
+
+    Args:
+        encoding, processor: the model's; `none` for no processor.
+    """
+    methods: list[type[PositionModule]] = [registry.load_encoding_class(encoding)]
+    if processor != "none":
+        methods.append(registry.load_processor_class(processor))
+    files = {CONFIGURATION_FILE.stem: CONFIGURATION_FILE.read_text(encoding="utf-8")}
+    pending = [MODELING_FILE, *(_get_source_file(method) for method in methods)]
+    while pending:
+        path = pending.pop()
+        if path.stem in files:
+            continue
+        if path == Path(registry.__file__):
+            files[path.stem] = _render_registry(methods)
+            continue
+        text = path.read_text(encoding="utf-8")
+        files[path.stem] = flatten_imports(text)
+        pending += [target for target in list_relative_imports(path) if target.stem not in files]
+    files[MODELING_FILE.stem] = _import_all_modules(
+        files[MODELING_FILE.stem], sorted(set(files) - {MODELING_FILE.stem})
+    )
+    return {f"{name}.py": text for name, text in sorted(files.items())}
+
+
+def add_content_digest(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The same files under names that no other content has, and what was put at the end of each name."""
+    content = "\0".join(f"{name}\0{text}" for name, text in sorted(files.items()))
+    suffix = f"_{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+    renamed_files = {}
+    for name, text in files.items():
+        renamed = _RELATIVE_IMPORT.sub(lambda match: f"from .{match[1]}{suffix} import", text)
+        renamed_files[f"{Path(name).stem}{suffix}.py"] = renamed
+    return renamed_files, suffix
+
+
+def list_relative_imports(path: Path) -> list[Path]:
+    """The files that a file imports relatively."""
+    paths = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1]
+            paths.append(folder.joinpath(*(node.module or "").split(".")).with_suffix(".py"))
+    return paths
+
+
+def flatten_imports(text: str) -> str:
+    """A file's text with every relative import reaching for a file beside it."""
+    return _RELATIVE_IMPORT.sub(r"from .\1 import", text)
+
+
+def _get_source_file(method: type[PositionModule]) -> Path:
+    return Path(registry.__file__).parent.joinpath(*method.__module__.split(".")[-2:]).with_suffix(".py")
+
+
+def _render_registry(methods: list[type[PositionModule]]) -> str:
+    class_names = {method.__module__.rpartition(".")[2]: method.__name__ for method in methods}
+    encoding, *processors = class_names.items()
+    lines = [f"from .{module} import {name}" for module, name in class_names.items()]
+    lines += ["from .encoding import Encoding", "from .processor import Processor"]
+    return _REGISTRY_TEMPLATE.format(
+        imports="\n".join(sorted(lines)),
+        encodings=_render_mapping([encoding]),
+        processors=_render_mapping(processors),
+    )
+
+
+def _render_mapping(entries: list[tuple[str, str]]) -> str:
+    return "{" + ", ".join(f'"{module}": {name}' for module, name in entries) + "}"
+
+
+def _import_all_modules(text: str, modules: list[str]) -> str:
+    """The modelling code with a line for each of the other files, after its imports."""
+    lines = "\n".join(f"from .{name} import __name__ as _  # noqa: F401" for name in modules)
+    end = max(node.end_lineno or 0 for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
+    lines_of_code = text.splitlines(keepends=True)
+    return "".join([*lines_of_code[:end], _IMPORT_ALL_TEMPLATE.format(lines=lines), *lines_of_code[end:]])

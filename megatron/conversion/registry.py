@@ -1,0 +1,36 @@
+"""The families that there are."""
+
+from typing import Any
+
+from megatron.config.schema import Config
+from megatron.conversion.families.farfield import FARFIELD
+from megatron.conversion.families.gpt2 import GPT2
+from megatron.conversion.families.gpt_neox import GPT_NEOX
+from megatron.conversion.families.llama import LLAMA, QWEN2
+from megatron.conversion.families.opt import OPT
+from megatron.conversion.model_family import ModelFamily
+from megatron.errors import UserError
+from megatron.suggest import choose_from
+
+HF_FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, OPT)}
+"""The published ones, by `model_type`. Of several that can express a configuration, `find_exact_family` takes the
+first."""
+
+IMPORTABLE_FAMILIES = {**HF_FAMILIES, FARFIELD.model_type: FARFIELD}
+"""Those that can be read."""
+
+
+def get_family(model_type: Any, source: str) -> ModelFamily:
+    """The family of a config.json's model_type. UserError names it and those that there are."""
+    if model_type not in IMPORTABLE_FAMILIES:
+        raise UserError(
+            f"{source}: model_type {model_type!r} is not known; {choose_from(str(model_type), IMPORTABLE_FAMILIES)}"
+        )
+    return IMPORTABLE_FAMILIES[model_type]
+
+
+def find_exact_family(config: Config) -> tuple[ModelFamily | None, dict[str, str]]:
+    """The family that expresses a configuration of ours exactly, and of each that does not, why."""
+    reasons = {name: family.unsupported_reason(config) for name, family in HF_FAMILIES.items()}
+    matching_family = next((HF_FAMILIES[name] for name, reason in reasons.items() if reason is None), None)
+    return matching_family, {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,0 +1,173 @@
+"""Which layouts a configuration could be trained in on so many GPUs, and which of them is best.
+
+Every layout trains the same thing: the same batch, length, steps and precision. What is searched is how ranks divide
+it (tensor inside a node, context, pipeline, data), ZeRO's stage, the size of a micro-batch (powers of two), and whether
+activations are recomputed. What `train` would refuse is left out by the same rules.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.checks import check
+from megatron.config.ranks import mesh_sizes, undivided, with_batch, with_zero
+from megatron.config.schema import Config
+from megatron.distributed.mesh import Sizes
+from megatron.errors import UserError
+from megatron.options.training import BATCH, MICRO, STEPS
+from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.step_time import Cluster, StepTime, estimate_step_time
+
+MAX_MICRO_BATCH = 128
+"""Sequences: beyond it nothing gets faster."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """A configuration in one layout, with what it needs."""
+
+    config: Config
+    sizes: Sizes
+    memory: MemoryEstimate
+    step_time: StepTime
+
+    @property
+    def config_keys(self) -> dict[str, Any]:
+        """The keys that say it, as they are written in a file or on the command line."""
+        launch, training = self.config.launch, self.config.training
+        return {
+            "nodes": launch.nodes,
+            "num_gpus": launch.num_gpus,
+            "model_parallel_size": launch.model_parallel_size,
+            "context_parallel_size": launch.context_parallel_size,
+            "pipe_parallel_size": launch.pipe_parallel_size,
+            "zero_optimization.stage": training.zero_optimization.stage,
+            MICRO: training.train_micro_batch_size_per_gpu,
+            STEPS: training.gradient_accumulation_steps,
+            BATCH: training.train_batch_size,
+            "checkpoint_activations": self.config.model.checkpoint_activations,
+        }
+
+
+def build_configured_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
+    """The layout that a configuration says.
+
+    Raises:
+        UserError: so many GPUs cannot have it; says why, as `train` would.
+    """
+    return _build_layout(fit_config_to_cluster(cluster, config), vocab_size, cluster)
+
+
+def find_fastest_layouts(config: Config, vocab_size: int, cluster: Cluster) -> list[ParallelLayout]:
+    """For each mesh that fits the GPUs' memory the fastest way to use it, the fastest mesh first.
+
+    Raises:
+        UserError: the configuration does not say how large a batch is; or nothing is known of its position encoding.
+    """
+    best: dict[Sizes, ParallelLayout] = {}
+    for layout in iter_layouts(config, vocab_size, cluster):
+        if layout.memory.fits(cluster.gpu.gib):
+            best[layout.sizes] = min(layout, best.get(layout.sizes, layout), key=_layout_sort_key)
+    return sorted(best.values(), key=_layout_sort_key)
+
+
+def _layout_sort_key(layout: ParallelLayout) -> tuple[float, ...]:
+    """Seconds to four digits; of equal ones the larger micro-batch, which GPUs like better, then less memory."""
+    micro_batch_size = layout.config.training.train_micro_batch_size_per_gpu
+    return float(f"{layout.step_time.total:.4g}"), -micro_batch_size, layout.memory.total
+
+
+def find_smallest_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout | None:
+    """The layout that needs least memory, whether it fits or not; None if so many GPUs divide nothing of it.
+
+    Raises:
+        UserError: as `layouts`.
+    """
+    return min(iter_layouts(config, vocab_size, cluster), key=lambda layout: layout.memory.total, default=None)
+
+
+def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[ParallelLayout]:
+    """All layouts that `train` accepts, in no order. Raises UserError as `layouts`."""
+    config = fit_config_to_cluster(cluster, config)
+    global_batch_size = _get_global_batch_size(config, cluster.num_gpus)
+    zero = config.training.zero_optimization
+    for sizes in _iter_mesh_sizes(cluster):
+        if global_batch_size % sizes.data:
+            continue
+        mesh_config = config.replace(
+            model_parallel_size=sizes.tensor, context_parallel_size=sizes.context, pipe_parallel_size=sizes.pipeline
+        )
+        replica_batch_size = global_batch_size // sizes.data
+        for stage in range(4):
+            zero_config = mesh_config.replace(
+                zero_optimization=zero.replace(stage=stage).model_dump(exclude_unset=True)
+            )
+            if any(undivided(zero_config)) or with_zero(zero_config)[1]:
+                continue
+            for micro_batch_size in _powers_of_two(min(replica_batch_size, MAX_MICRO_BATCH)):
+                if replica_batch_size % micro_batch_size or replica_batch_size // micro_batch_size < sizes.pipeline:
+                    continue
+                batch_options = {
+                    BATCH: global_batch_size,
+                    MICRO: micro_batch_size,
+                    STEPS: replica_batch_size // micro_batch_size,
+                }
+                for recompute in (False, True):
+                    try:
+                        yield _build_layout(
+                            zero_config.replace(checkpoint_activations=recompute, **batch_options), vocab_size, cluster
+                        )
+                    except UserError:
+                        continue
+
+
+def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
+    for _, problem in check(config):
+        raise UserError(problem)
+    sizes = mesh_sizes(config, cluster.num_gpus)
+    config = with_batch(with_zero(config)[0], sizes.data)
+    return ParallelLayout(
+        config,
+        sizes,
+        estimate_memory(config, sizes, vocab_size),
+        estimate_step_time(config, sizes, vocab_size, cluster),
+    )
+
+
+def fit_config_to_cluster(cluster: Cluster, config: Config) -> Config:
+    """The configuration for so many GPUs. Raises UserError if they are no whole nodes."""
+    num_gpus, gpus_per_node = cluster.num_gpus, min(cluster.num_gpus, cluster.gpus_per_node)
+    if num_gpus % gpus_per_node:
+        raise UserError(
+            f"{num_gpus} GPUs are not whole nodes of {gpus_per_node}; give another --gpus, or --gpus-per-node"
+        )
+    return config.replace(num_gpus=gpus_per_node, nodes=num_gpus // gpus_per_node, device="cuda")
+
+
+def _get_global_batch_size(config: Config, num_gpus: int) -> int:
+    """Sequences per step: the same for every layout."""
+    if config.training.train_batch_size is not None:
+        return config.training.train_batch_size
+    try:
+        return with_batch(config, mesh_sizes(config, num_gpus).data).training.train_batch_size or 0
+    except UserError as error:
+        raise UserError(f"{error}; or give train_batch_size, which every layout keeps") from None
+
+
+def _iter_mesh_sizes(cluster: Cluster) -> Iterator[Sizes]:
+    """Tensor ranks share a node."""
+    num_gpus = cluster.num_gpus
+    for tensor in _divisors(num_gpus):
+        if cluster.gpus_per_node % tensor:
+            continue
+        for context in _divisors(num_gpus // tensor):
+            for pipeline in _divisors(num_gpus // tensor // context):
+                yield Sizes.of(num_gpus, tensor=tensor, context=context, pipeline=pipeline)
+
+
+def _divisors(value: int) -> list[int]:
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def _powers_of_two(max_value: int) -> list[int]:
+    return [2**i for i in range(max_value.bit_length())]

@@ -1,0 +1,158 @@
+"""A plan in a terminal."""
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.options.training import MICRO, STEPS
+from megatron.planning.memory_estimate import RESERVED_FRACTION
+from megatron.planning.parallel_layouts import ParallelLayout
+from megatron.planning.plan import Plan
+from megatron.quantities import count, flop
+
+GIB = 2**30
+
+
+def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
+    """Print a plan.
+
+    Args:
+        plan: what to print.
+        console: where.
+        max_layouts: layouts that are listed.
+    """
+    _print_summary(plan, console)
+    if plan.config_error is not None:
+        console.print(f"\nas configured: refused: {plan.config_error}", markup=False)
+    if (layout := plan.detailed_layout) is not None:
+        layout_name = (
+            "as configured"
+            if plan.configured_layout
+            else "the best layout"
+            if plan.fitting_layouts
+            else "the layout that needs least"
+        )
+        console.print(f"\n[bold]memory of one GPU, GiB[/] ({layout_name}: {_describe_layout(layout)})")
+        console.print(_build_memory_table(plan))
+        fits = "fits" if plan.fits_gpu(layout) else "does not fit"
+        console.print(
+            f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB, of which {RESERVED_FRACTION:.0%} stay free for CUDA, "
+            f"NCCL and the "
+            "allocator; (…) is not held at the worst moment"
+        )
+    if not plan.fitting_layouts:
+        reason = "fits: take more GPUs, or GPUs of more memory"
+        if plan.detailed_layout is None:
+            reason = "divides the batch and the model: take another number of GPUs, or another train_batch_size"
+        console.print(f"\nno layout {reason}")
+        return
+    console.print(
+        f"\n[bold]layouts that fit[/], best first ({min(max_layouts, len(plan.fitting_layouts))} of "
+        f"{len(plan.fitting_layouts)})"
+    )
+    console.print(_build_layout_table(plan, max_layouts))
+    console.print(
+        "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: sequences × micro-batches; comp, wait, "
+        "comm: computing, the pipeline's bubble, communication; MFU: of the whole step, days: of all steps"
+    )
+    best = plan.fitting_layouts[0]
+    changed_keys = " ".join(f"{name}={_format_value(value)}" for name, value in best.config_keys.items())
+    console.print(f"the first one's keys: {changed_keys}", soft_wrap=True, highlight=False)
+
+
+def _print_summary(plan: Plan, console: Console) -> None:
+    config, cluster = plan.config, plan.cluster
+    training, model = config.training, config.model
+    layout = plan.configured_layout or plan.detailed_layout
+    global_batch_size = training.train_batch_size or (layout.config.training.train_batch_size if layout else 0) or 0
+    num_tokens = training.train_iters * global_batch_size * model.seq_length
+    peak_tflops = config.logging.peak_tflops or cluster.gpu.peak(training.compute_type)
+    num_nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
+    network_text = f" on {num_nodes} nodes joined by {cluster.network_gb_per_s:g} GB/s each" if num_nodes > 1 else ""
+    console.print(
+        f"{count(plan.num_parameters)} parameters in {training.compute_type}; {training.train_iters:,} steps of "
+        f"{global_batch_size:,} × {model.seq_length:,} tokens are {count(num_tokens)} tokens and "
+        f"{flop(num_tokens * plan.flops_per_token)}\n"
+        f"{cluster.num_gpus} GPUs of {cluster.gpu.gib:.1f} GiB and {peak_tflops:g} TFLOP/s{network_text}; they reach "
+        f"{cluster.mfu:.0%} of that while they compute (--mfu)",
+        highlight=False,
+    )
+
+
+def _describe_layout(layout: ParallelLayout) -> str:
+    sizes, training = layout.sizes, layout.config.training
+    recompute_text = ", activations recomputed" if layout.config.model.checkpoint_activations else ""
+    stage_text = f", stage {layout.memory.stage} of the pipeline" if sizes.pipeline > 1 else ""
+    return (
+        f"tensor {sizes.tensor} × context {sizes.context} × data {sizes.data} × pipeline {sizes.pipeline}, "
+        f"ZeRO {training.zero_optimization.stage}, micro-batch "
+        f"{training.train_micro_batch_size_per_gpu}{recompute_text}{stage_text}"
+    )
+
+
+def _build_memory_table(plan: Plan) -> Table:
+    memory_by_backend = plan.estimate_backend_memory()
+    processor_name = plan.config.position.score_processor
+    map_label = "  of these score maps" + ("" if processor_name == "none" else f" and those of {processor_name}")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("part")
+    for name in memory_by_backend:
+        table.add_column(name, justify="right")
+
+    def add_row(label: str, field_name: str, peak_part: str = "") -> None:
+        cells = []
+        for memory in memory_by_backend.values():
+            backward_peak = memory.activations + max(memory.logits, memory.working)
+            is_at_peak = {
+                "logits": backward_peak >= memory.step and memory.logits >= memory.working,
+                "working": backward_peak >= memory.step and memory.working > memory.logits,
+                "activations": backward_peak >= memory.step,
+                "step": memory.step > backward_peak,
+            }.get(peak_part, True)
+            text = f"{getattr(memory, field_name) / GIB:.2f}"
+            cells.append(text if is_at_peak else f"({text})")
+        table.add_row(label, *cells)
+
+    add_row("weights", "weights")
+    add_row("gradients", "gradients")
+    add_row("optimizer", "optimizer")
+    add_row("buffers", "buffers")
+    add_row("activations", "activations", "activations")
+    add_row(map_label, "kept_maps", "activations")
+    add_row("logits", "logits", "logits")
+    add_row("a layer's backward pass", "working", "working")
+    add_row(map_label, "working_maps", "working")
+    add_row("the optimizer's step", "step", "step")
+    add_row("[bold]at the worst moment[/]", "total")
+    return table
+
+
+def _build_layout_table(plan: Plan, max_layouts: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("tp", "cp", "dp", "pp", "ZeRO", "micro"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("recompute", no_wrap=True)
+    for name in ("GiB", "ms/step", "comp", "wait", "comm", "MFU", "days"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layout in plan.fitting_layouts[:max_layouts]:
+        sizes, keys, step_time = layout.sizes, layout.config_keys, layout.step_time
+        table.add_row(
+            *(str(n) for n in (sizes.tensor, sizes.context, sizes.data, sizes.pipeline)),
+            str(keys["zero_optimization.stage"]),
+            f"{keys[MICRO]}×{keys[STEPS]}",
+            "yes" if keys["checkpoint_activations"] else "no",
+            f"{layout.memory.total / GIB:.1f}",
+            f"{1e3 * step_time.total:,.0f}",
+            *(
+                f"{part / step_time.total:.0%}"
+                for part in (step_time.computing, step_time.waiting, step_time.communicating)
+            ),
+            f"{step_time.mfu:.0%}",
+            f"{plan.estimate_days(layout):,.2f}"
+            if plan.estimate_days(layout) < 10
+            else f"{plan.estimate_days(layout):,.0f}",
+        )
+    return table
+
+
+def _format_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,119 @@
+"""What leaves and comes back is the same model, bit for bit; and what leaves natively is transformers' own."""
+
+import json
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizer_files import open_tokenizers, write_tokenizers
+
+from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.trained import open_run
+from megatron.conversion.export_model import export_model
+from megatron.conversion.import_model import import_model
+from megatron.data.run_tokenizer import run_tokenizer
+from megatron.errors import RunError, UserError
+from megatron.position.registry import list_encodings, list_processors
+from tools.export_cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run
+from tools.rounding import assert_alike, sums_of_gpt
+
+TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)
+TOKENS = torch.arange(3 * LENGTH).reshape(3, LENGTH) * 7 % 257
+PLAIN = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+LLAMA = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 1, **PLAIN}
+ROUND = [
+    *(
+        Case(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
+        for encoding, processor in zip(list_encodings(), cycle(["none", *list_processors()]), strict=False)
+    ),
+    *list(places())[-6:],
+    *shapes(),
+]
+NATIVE = {
+    "GPTNeoXForCausalLM": {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.25}, "gpt_j_residual": True},
+    "GPT2LMHeadModel": {"pos_emb": "learned", "activation": "gelu_tanh"},
+    "LlamaForCausalLM": {**LLAMA, "no_weight_tying": True},
+    "Qwen2ForCausalLM": {**LLAMA, "use_bias_in_qkv": True},
+}
+
+
+def logits(run: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return load_model(run).model(TOKENS)
+
+
+@pytest.mark.parametrize("case", ROUND, ids=lambda case: case.title)
+def test_exported_and_imported(case: Case, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
+    assert torch.equal(logits(tmp_path / "again"), logits(run))
+    again = open_run(tmp_path / "again")
+    assert run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == "bytes"
+
+
+def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
+    """A flipped bit in a weight is a number like any other, so only a checksum tells."""
+    case = next(iter(shapes()))
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    target = export_model(run, tmp_path / "export", max_shard_size="30KB", log=lambda line: None)
+    weights = sorted(target.glob("*.safetensors"))[-1]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(RunError, match=rf"export: {weights.name} is not as it was written: .* delete checksums.json"):
+        import_model(target, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    (target / "checksums.json").write_text('{"files": {"../run/config.yml": {"bytes": 1, "crc32": "0"}}}')
+    with pytest.raises(RunError, match=r"checksums.json: cannot be read"):
+        import_model(target, tmp_path / "again")
+    (target / "checksums.json").unlink()
+    import_model(target, tmp_path / "again")
+
+
+@pytest.mark.parametrize("architecture", NATIVE)
+def test_native(architecture: str, tmp_path: Path) -> None:
+    case = Case(architecture, {**NATIVE[architecture], "hidden_size": 48, "score_processor": "none"})
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    lines: list[str] = []
+    target = export_model(run, tmp_path / "native", native=True, max_shard_size="30KB", log=lines.append)
+    assert json.loads((target / "config.json").read_text())["architectures"] == [architecture]
+    assert not list(target.glob("*.py"))
+    assert any("drift" in line for line in lines) == (architecture != "GPT2LMHeadModel")
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert type(model).__name__ == architecture
+    with torch.inference_mode():
+        assert_alike(model(TOKENS).logits, logits(run), *sums_of_gpt(48, LAYERS))
+    import_model(target, tmp_path / "again")
+    assert torch.equal(logits(tmp_path / "again"), logits(run))
+
+
+def test_no_native_model(tmp_path: Path) -> None:
+    case = Case("cdape", {"pos_emb": "rotary", "score_processor": "cdape"})
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    with pytest.raises(UserError, match=r"--native: no model .*/run: score_processor is cdape; leave --native out"):
+        export_model(run, tmp_path / "native", native=True)
+    case = Case("rmsnorm", {"pos_emb": "rotary", "norm": "rmsnorm"})
+    run = write_run(tmp_path / "other", case.config(), gpt_of(case, 257))
+    with pytest.raises(UserError, match=r"gpt_neox: norm is rmsnorm; .*, llama: activation is gelu"):
+        export_model(run, tmp_path / "native", native=True)
+    assert not (tmp_path / "native").exists()
+
+
+@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
+def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
+    tokenizer = open_tokenizers(write_tokenizers(tmp_path))[kind]
+    case = Case("alibi", {"pos_emb": "alibi"})
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, tokenizer.vocab_size), tokenizer)
+    import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
+    again = open_run(tmp_path / "again")
+    assert again.tokenizer_name == tokenizer.name
+    assert run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == tokenizer.name
+
+
+def test_every_encoding_and_processor_is_among_them() -> None:
+    sections = [case.config().position for case in ROUND]
+    assert {each.pos_emb for each in sections} == set(list_encodings())
+    assert {each.score_processor for each in sections} >= {"none", *list_processors()}

@@ -1,0 +1,58 @@
+"""The code that travels with an export: flat, whole, and of torch and transformers only."""
+
+import ast
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import megatron.position
+from megatron.conversion.modeling_code import BUNDLED_FOLDER, MODELING_FILE, bundle_modeling_code, flatten_imports
+from megatron.position.registry import list_encodings, list_processors
+
+POSITION = Path(next(iter(megatron.position.__path__)))
+PAIRS = list(product(list_encodings(), ["none", *list_processors()]))
+TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
+"""By which transformers finds the files of a model (`dynamic_module_utils.py`)."""
+
+
+@pytest.mark.parametrize(("encoding", "processor"), PAIRS)
+def test_a_bundle_is_flat_and_whole(encoding: str, processor: str) -> None:
+    files = bundle_modeling_code(encoding, processor)
+    names = {name.removesuffix(".py") for name in files}
+    for name, text in files.items():
+        found = set(TRANSFORMERS_IMPORT.findall(text))
+        assert found <= names, f"{name} names files that are not there (a line of a docstring counts)"
+        modules = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        for node in modules:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1
+                assert node.module in found, f"{name}: {node.module} is not seen by transformers"
+            else:
+                roots = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                outside = {str(root).split(".")[0] for root in roots} - {"torch", "transformers"}
+                assert not outside & {"megatron", "kernels", "einops", "numpy"}, f"{name} imports {outside}"
+    assert set(TRANSFORMERS_IMPORT.findall(files[MODELING_FILE.name])) == names - {MODELING_FILE.stem}
+
+
+def test_only_imports_differ_from_the_project() -> None:
+    files = bundle_modeling_code("kerple_log", "cdape")
+    for name in ("cdape.py", "scores.py", "rows.py", "kerple_log.py"):
+        original = next(POSITION.rglob(name)).read_text(encoding="utf-8")
+        assert files[name] == flatten_imports(original)
+        changed = [
+            line for line, other in zip(files[name].split("\n"), original.split("\n"), strict=True) if line != other
+        ]
+        assert all(line.startswith("from .") for line in changed)
+
+
+def test_other_methods_stay_at_home() -> None:
+    assert {"cdape.py", "alibi.py"}.isdisjoint(bundle_modeling_code("rotary", "none"))
+    assert "toeplitz.py" in bundle_modeling_code("rotary", "none")  # the scores' own code
+
+
+def test_names_of_files_are_unique() -> None:
+    files = [path for path in POSITION.rglob("*.py") if path.name != "__init__.py"]
+    files += [path for path in BUNDLED_FOLDER.glob("*.py") if path.name != "__init__.py"]
+    assert len({path.name for path in files}) == len(files)

@@ -1,0 +1,96 @@
+"""One table, read in both directions: nothing is lost on the way there and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from published import MODELS, ROWS, model_of
+
+from megatron.config.schema import Config
+from megatron.conversion.families.opt import POSITION_OFFSET
+from megatron.conversion.hf_config_reader import HFConfigReader
+from megatron.conversion.model_family import ModelFamily
+from megatron.conversion.registry import HF_FAMILIES, find_exact_family, get_family
+
+
+def read(name: str) -> tuple[ModelFamily, Config, dict[str, torch.Tensor]]:
+    """A model's family, its configuration as ours, and its tensors by their names."""
+    model = model_of(name)
+    values = json.loads(model.config.to_json_string(use_diff=False))
+    family = get_family(values["model_type"], name)
+    stored = dict(model.state_dict())
+    if values["tie_word_embeddings"]:
+        stored.pop("lm_head.weight", None), stored.pop("embed_out.weight", None)
+    renamed = {theirs: ours for ours, theirs in family.tensor_aliases.items()}
+    stored = {renamed.get(key, key): value for key, value in stored.items()}
+    return family, Config.of(family.from_hf_config(HFConfigReader(values, name))), stored
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_bit_for_bit(name: str) -> None:
+    family, config, stored = read(name)
+    for weight in family.weight_mappings(config):
+        theirs = [stored.pop(each) for each in weight.hf_names]
+        ours = weight.transform.to_megatron(theirs)
+        back = weight.transform.to_hf(ours)
+        assert torch.equal(weight.transform.to_megatron(back), ours)
+        for before, after in zip(theirs, back, strict=True):
+            assert after.is_contiguous()
+            skipped = POSITION_OFFSET if "embed_positions" in weight.hf_names[0] else 0
+            assert torch.equal(before[skipped:], after[skipped:])
+    assert stored == {}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_configuration_there_and_back(name: str) -> None:
+    family, config, _ = read(name)
+    assert family.unsupported_reason(config) is None
+    found, reasons = find_exact_family(config)
+    assert found is not None
+    assert (found is family) or family.model_type in ("opt", "qwen2")
+    assert set(reasons) == {other for other, each in HF_FAMILIES.items() if each.unsupported_reason(config) is not None}
+    values = json.loads(json.dumps(family.to_hf_config(config, ROWS, eos_token_id=0)))
+    again = Config.of(family.from_hf_config(HFConfigReader(values, name)))
+    assert {**again.model.model_dump(), **again.position.model_dump()} == {
+        **config.model.model_dump(), **config.position.model_dump()
+    }  # fmt: skip
+    assert HFConfigReader(values, name).unread_keys() != []  # before anybody has asked for them
+
+
+@pytest.mark.parametrize("name", ["pythia", "gpt2", "opt, no bias", "llama, yarn, biases", "llama3, tied", "qwen2"])
+def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
+    """The configuration, by its own class: it builds the same model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, config, stored = read(name)
+    (tmp_path / "config.json").write_text(json.dumps(family.to_hf_config(config, ROWS)))
+    wanted, model = model_of(name), AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    model.load_state_dict(wanted.state_dict())
+    tokens = torch.randint(ROWS, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, wanted(tokens).logits)
+    assert stored
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "reason"),
+    [
+        ("pythia", {"score_processor": "cdape"}, "score_processor is cdape; GPTNeoXForCausalLM has none"),
+        ("pythia", {"attention_window": 5}, "attention_window is 5"),
+        ("pythia", {"pos_emb": "kerple_log", "pos_emb_options": {}}, "pos_emb is kerple_log; .* has rotary"),
+        ("pythia", {"num_kv_heads": 2}, "num_kv_heads is 2"),
+        ("pythia", {"gpt_j_tied": True}, "gpt_j_tied is true; GPTNeoXForCausalLM has false"),
+        ("pythia", {"use_bias_in_attn_linear": False, "use_bias_in_qkv": True}, "use_bias_in_qkv is true without"),
+        ("gpt2", {"gpt_j_residual": True}, "gpt_j_residual is true; GPT2LMHeadModel has false"),
+        ("gpt2", {"use_bias_in_mlp": False}, "use_bias_in_mlp is false"),
+        ("opt", {"layernorm_epsilon": 1e-6}, "layernorm_epsilon is 1e-06; OPTForCausalLM has 1e-05"),
+        ("llama", {"pos_emb_options": {"fraction": 0.5}}, "this family turns whole heads"),
+        ("llama", {"norm": "layernorm"}, "norm is layernorm; LlamaForCausalLM has rmsnorm"),
+        ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases in queries, keys and values, and nowhere"),
+    ],
+)
+def test_what_a_family_cannot_express_is_said(name: str, keys: dict[str, object], reason: str) -> None:
+    family, config, _ = read(name)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(family.unsupported_reason(config.replace(**keys)))

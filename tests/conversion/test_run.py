@@ -1,0 +1,128 @@
+"""`export`: whole or not at all, and what is refused in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from full_disk import full_disk
+from safetensors.torch import load_file
+
+from megatron.checkpoint import folder, manifest
+from megatron.checkpoint.stored import config_of
+from megatron.conversion.export_model import export_model
+from megatron.conversion.families.farfield import FARFIELD
+from megatron.errors import RunError, UserError
+from megatron.reports.records import RESULTS_FILE
+from tools.export_cases import Case, gpt_of, write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    case = Case("fire", {"pos_emb": "fire", "pos_emb_per_layer": True, "no_weight_tying": True})
+    return write_run(tmp_path_factory.mktemp("runs") / "fire", case.config(), gpt_of(case, 257))
+
+
+def test_weights_are_the_same_bytes_under_other_names(run: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    target = export_model(run, tmp_path / "fire", log=lines.append)
+    ours = load_file(folder.resolve(run) / folder.WEIGHTS)
+    theirs = load_file(target / "model.safetensors")
+    names = {
+        weight.megatron_name: weight.hf_names[0] for weight in FARFIELD.weight_mappings(config_of(folder.resolve(run)))
+    }
+    assert {names[name] for name in ours} == set(theirs)
+    assert all(torch.equal(theirs[names[name]], tensor) for name, tensor in ours.items())
+    count = sum(tensor.numel() for tensor in ours.values())
+    assert lines[0].startswith(f"{target}: {count:,} parameters in float32")
+    assert (target / "model.safetensors").stat().st_mode & 0o044 == (target / "config.json").stat().st_mode & 0o044
+
+
+def test_half_precision(run: Path, tmp_path: Path) -> None:
+    target = export_model(run, tmp_path / "half", dtype="bfloat16", log=lambda line: None)
+    assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((target / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_card(run: Path, tmp_path: Path) -> None:
+    page = (export_model(run, tmp_path / "plain", log=lambda line: None) / "README.md").read_text()
+    assert "license: other" in page
+    assert "licence was not stated" in page
+    assert "`fire` positions" in page
+    assert "Measured" not in page
+    page = (export_model(run, tmp_path / "free", license="apache-2.0", log=lambda line: None) / "README.md").read_text()
+    assert "license: apache-2.0" in page
+    assert "not stated" not in page
+    assert RESULTS_FILE not in page
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"dtype": "float61"}, "--dtype is 'float61'; did you mean float16?"),
+        ({"max_shard_size": "big"}, "--shard is 'big'; write a size such as 500MB or 2GB"),
+        ({"max_shard_size": "0GB"}, "--shard is '0GB'"),
+    ],
+)
+def test_choices_that_are_wrong(run: Path, tmp_path: Path, choices: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        export_model(run, tmp_path / "no", **choices)
+    assert not (tmp_path / "no").exists()
+
+
+def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years")
+    with pytest.raises(UserError, match="is not empty; name another folder"):
+        export_model(run, tmp_path / "thesis")
+    with pytest.raises(UserError, match="no export: --overwrite replaces nothing else"):
+        export_model(run, tmp_path / "thesis", overwrite=True)
+    (tmp_path / "thesis" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="no export: --overwrite replaces nothing else"):
+        export_model(run, tmp_path / "thesis", overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        export_model(run, tmp_path / "file")
+    with pytest.raises(UserError, match="no such folder"):
+        export_model(tmp_path / "nowhere", tmp_path / "out")
+    target = export_model(run, tmp_path / "out", log=lambda line: None)
+    (target / "stale.py").write_text("")
+    (target / "thesis.tex").write_text("years")
+    with pytest.raises(UserError, match=r"holds thesis.tex beside an export"):
+        export_model(run, target, overwrite=True)
+    (target / "thesis.tex").unlink()
+    export_model(run, target, overwrite=True, log=lambda line: None)
+    assert not (target / "stale.py").exists()
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years"
+
+
+def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    case = Case("alibi", {"pos_emb": "alibi"})
+    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    checkpoint = folder.resolve(run)
+    manifest.write(checkpoint, manifest.seal(checkpoint, [checkpoint / name for name in manifest.MODEL_FILES]))
+    weights = checkpoint / folder.WEIGHTS
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(RunError, match=r"is damaged: .*model\.safetensors"):
+        export_model(run, tmp_path / "out")
+    weights.write_bytes(content[:100])
+    (checkpoint / manifest.MANIFEST).unlink()
+    with pytest.raises(RunError, match="cannot be read as safetensors"):
+        export_model(run, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_things_as_they_were(there: bool, run: Path, tmp_path: Path) -> None:
+    """In the middle of the weights, which safetensors writes and reports in its own way."""
+    target = tmp_path / "fire"
+    if there:
+        export_model(run, target, log=lambda line: None)
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = "what was there is kept as it was" if there else "nothing was kept of it"
+    with full_disk(100_000), pytest.raises(RunError, match=rf"fire: cannot be written: the disk is full; {kept}$"):
+        export_model(run, target, overwrite=there)
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -1,0 +1,251 @@
+"""An export in transformers: generation, training, loading, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.conversion.export_model import export_model
+from megatron.model.gpt import GPT
+from tools.export_cases import LAYERS, WIDTH, Case, gpt_of, write_run
+from tools.rounding import apart, assert_alike, sums_of_gpt
+
+VOCABULARY = 257
+TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)
+CASE = Case("cdape", {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"width": 8}})
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1, 1, 2, 3, 5]]
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, Path]:
+    """The project's model, and its export in shards of a few kilobytes."""
+    folder = tmp_path_factory.mktemp("run")
+    gpt = gpt_of(CASE, VOCABULARY)
+    run = write_run(folder / "run", CASE.config(), gpt)
+    return gpt, export_model(run, folder / "export", max_shard_size="20KB", log=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def model(transformers: Any, exported: tuple[GPT, Path]) -> Any:
+    return load(transformers, exported[1])
+
+
+def load(transformers: Any, folder: Path, **choices: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **choices)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[256] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    return {"input_ids": ids, "attention_mask": (torch.arange(longest) >= longest - lengths()[:, None]).long()}
+
+
+def lengths() -> torch.Tensor:
+    return torch.tensor([len(prompt) for prompt in PROMPTS])
+
+
+@torch.inference_mode()
+def greedy(gpt: GPT, prompt: list[int], count: int) -> list[int]:
+    """Each token the likeliest, by whole forward passes."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(gpt(torch.tensor([tokens]))[0, -1, :VOCABULARY].argmax()))
+        if tokens[-1] == VOCABULARY - 1:
+            break
+    return tokens[len(prompt) :]
+
+
+def test_weights_are_in_shards(exported: tuple[GPT, Path]) -> None:
+    assert len(list(exported[1].glob("model-*-of-*.safetensors"))) > 2
+
+
+def test_greedy_generation(model: Any, exported: tuple[GPT, Path]) -> None:
+    gpt, _ = exported
+    given = batch()
+    found = model.generate(**given, max_new_tokens=12, do_sample=False)[:, given["input_ids"].shape[1] :]
+    for row, prompt in zip(found.tolist(), PROMPTS, strict=True):
+        expected = greedy(gpt, prompt, 12)
+        assert row[: len(expected)] == expected
+        assert set(row[len(expected) :]) <= {VOCABULARY - 1}
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": True, "top_k": 9},
+        {"do_sample": False, "prompt_lookup_num_tokens": 2},
+    ],
+    ids=["beams", "sampling", "prompt lookup"],
+)
+def test_a_cache_changes_nothing(model: Any, choices: dict[str, Any]) -> None:
+    given = {key: tensor[:1] for key, tensor in batch().items()} if "prompt_lookup_num_tokens" in choices else batch()
+    found = []
+    for cached in (True, False):
+        if not cached and "prompt_lookup_num_tokens" in choices:  # which needs a cache: compare with plain greedy
+            choices = {"do_sample": False}
+        torch.manual_seed(7)
+        found.append(model.generate(**given, max_new_tokens=9, use_cache=cached, **choices))
+    assert torch.equal(*found)
+
+
+def test_only_tokens_of_the_vocabulary_are_drawn(model: Any) -> None:
+    torch.manual_seed(3)
+    found = model.generate(**batch(), max_new_tokens=40, do_sample=True, top_k=0, temperature=5.0)
+    assert found.max() < VOCABULARY
+
+
+def test_the_loss_is_the_project_s(model: Any, exported: tuple[GPT, Path]) -> None:
+    tokens = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = exported[0](tokens[:, :-1], tokens[:, 1:]).mean()
+        assert_alike(model(tokens, labels=tokens).loss, expected, TERMS, SUMS)
+
+
+def test_gradients_with_and_without_recomputation(transformers: Any, exported: tuple[GPT, Path]) -> None:
+    tokens = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
+    found = []
+    for recomputed in (False, True):
+        model = load(transformers, exported[1]).train()
+        if recomputed:
+            model.gradient_checkpointing_enable()
+        model(tokens, labels=tokens).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(grad is not None for grad in found[0].values())
+    # Not the same bits: where its factors lie at another place in memory, a product may add in another order.
+    # What moves nothing (a constant on all logits of a row) is held to a hundredth of the model's largest gradient.
+    largest = max(grad.abs().max().item() for grad in found[0].values())
+    for name, grad in found[0].items():
+        assert_alike(found[1][name], grad, TERMS, 2 * SUMS, size=largest / 100)
+
+
+def test_bfloat16(transformers: Any, exported: tuple[GPT, Path]) -> None:
+    gpt, folder = exported
+    model = load(transformers, folder, dtype=torch.bfloat16)
+    tokens = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        found, expected = model(tokens).logits.float(), gpt(tokens)
+    difference = (found - expected).abs().max() / expected.abs().max()
+    assert 0 < difference < apart(TERMS, SUMS, torch.bfloat16)
+
+
+def test_device_map_with_layers_on_disk(transformers: Any, exported: tuple[GPT, Path], tmp_path: Path) -> None:
+    gpt, folder = exported
+    places = {"model.embed": "cpu", "model.position": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = load(transformers, folder, device_map=places, offload_folder=tmp_path)
+    tokens = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        assert_alike(model(tokens).logits, gpt(tokens), TERMS, SUMS)
+
+
+def test_saved_and_loaded_again(transformers: Any, model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "again")
+    again = load(transformers, tmp_path / "again")
+    tokens = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("model.position.r1.value", 0.01, 2.0),
+        ("model.layers.1.attention.processor.hidden.weight", -1.0, 1.0),
+        ("model.layers.0.attention.qkv.bias", 0.0, 0.0),
+        ("model.layers.0.mlp.up.weight", -2.0, 2.0),
+        ("model.norm.weight", 1.0, 1.0),
+    ],
+)
+def test_a_missing_weight_has_its_start_value(
+    name: str, low: float, high: float, transformers: Any, exported: tuple[GPT, Path], tmp_path: Path
+) -> None:
+    """And is not what happened to be in memory."""
+    for path in exported[1].iterdir():
+        if path.suffix != ".safetensors" and "index" not in path.name:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights: dict[str, torch.Tensor] = {}
+    for path in exported[1].glob("*.safetensors"):
+        weights |= load_file(path)
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = dict(load(transformers, tmp_path).named_parameters())[name]
+    assert found.isfinite().all()
+    assert low <= found.min() <= found.max() <= high
+
+
+def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) -> None:
+    tokens = torch.tensor([PROMPTS[0]])
+    places = torch.arange(8)[None]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("takes no output_attentions", {"output_attentions": True}),
+        ("takes no block_table", {"block_table": torch.zeros(1)}),
+        ("masks of rows and columns", {"attention_mask": torch.ones(1, 1, 8, 8)}),
+        ("padding at the ends only", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])}),
+        ("position_ids must be those", {"position_ids": places + 3}),
+        ("must continue the tokens", {"cache_position": torch.arange(8) + 1}),
+        ("either input_ids or inputs_embeds", {"inputs_embeds": torch.zeros(1, 8, WIDTH)}),
+    ]
+    with pytest.raises(ValueError, match="there are no tokens"):
+        model(tokens[:, :0])
+    for words, arguments in refused:
+        with pytest.raises(ValueError, match=words):
+            model(tokens, **arguments)
+    model(tokens, position_ids=places, cache_position=places[0], output_attentions=False)
+    with pytest.raises(ValueError, match="masks of rows and columns"):
+        model.generate(tokens, max_new_tokens=2, do_sample=False, cache_implementation="static")
+
+
+def test_sdpa_is_not_put_in_the_place_of_our_attention(transformers: Any, exported: tuple[GPT, Path]) -> None:
+    with pytest.raises(ValueError, match="does not support an attention implementation"):
+        load(transformers, exported[1], attn_implementation="sdpa")
+
+
+def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, tmp_path: Path) -> None:
+    """transformers keeps code by the name of the model's folder, and every training calls its own `model` at times."""
+    tokens, models = torch.tensor([PROMPTS[0]]), {}
+    for place, keys in {"a": {"pos_emb": "kerple_log"}, "b": {"pos_emb": "rotary"}, "c": {"pos_emb": "alibi"}}.items():
+        case = Case(place, keys)
+        gpt = gpt_of(case, VOCABULARY)
+        run = write_run(tmp_path / place / "run", case.config(), gpt)
+        models[place] = gpt, load(transformers, export_model(run, tmp_path / place / "model", log=lambda line: None))
+    with torch.no_grad():
+        for gpt, model in models.values():
+            assert_alike(model(tokens).logits, gpt(tokens), TERMS, SUMS)
+    modules = [type(model).__module__ for _, model in models.values()]
+    assert len({*modules}) == 3
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_padded_row_is_what_it_is_alone_where_positions_are_drawn(
+    transformers: Any, tmp_path: Path, side: str
+) -> None:
+    case = Case("randomized", {"pos_emb": "rotary", "randomized_positions": 64})
+    gpt = gpt_of(case, VOCABULARY)
+    folder = export_model(write_run(tmp_path / "run", case.config(), gpt), tmp_path / "export", log=lambda line: None)
+    model = load(transformers, folder)
+    longest = max(map(len, PROMPTS)) + 2
+    before = [{"left": longest - n, "right": 0, "both": (longest - n) // 2}[side] for n in map(len, PROMPTS)]
+    tokens = torch.full((len(PROMPTS), longest), 256)
+    mask = torch.zeros_like(tokens)
+    for row, (start, prompt) in enumerate(zip(before, PROMPTS, strict=True)):
+        tokens[row, start : start + len(prompt)] = torch.tensor(prompt)
+        mask[row, start : start + len(prompt)] = 1
+    with torch.no_grad():
+        found = model(tokens, attention_mask=mask, use_cache=False).logits
+        ours = gpt(tokens, attention_mask=mask.bool())
+        for row, (start, prompt) in enumerate(zip(before, PROMPTS, strict=True)):
+            alone = gpt(torch.tensor([prompt]))[0]
+            assert_alike(found[row, start : start + len(prompt)], alone, TERMS, SUMS)
+            assert_alike(ours[row, start : start + len(prompt)], alone, TERMS, SUMS)
