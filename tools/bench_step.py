@@ -36,12 +36,12 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from kernels.runtime import interpreted  # noqa: E402
+from megatron.attention.segments import build_segments  # noqa: E402
 from megatron.distributed.processes import alone  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.precision import DTYPES  # noqa: E402
 from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
-from megatron.position.stretches import build_segments  # noqa: E402
 from megatron.training.hardware import peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402
 from tools.kernel_gate import in_a_line, products_in_full  # noqa: E402

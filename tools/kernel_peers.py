@@ -14,19 +14,19 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.runtime import interpreted
-from megatron.model.backends.backend import AttentionBackend
-from megatron.model.backends.choose import RowBlockBackend
-from megatron.model.backends.chunked import ChunkedBackend
-from megatron.model.backends.eager import EagerBackend
-from megatron.model.backends.kept import MAX_KEYS_KEPT
-from megatron.model.backends.native import NativeBackend
-from megatron.model.backends.triton import TritonBackend
+from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
+from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
+from megatron.attention.backends.registry import RowBlockBackend
+from megatron.attention.backends.triton import TritonBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import arange_distances
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
+from megatron.position.numerics import promote_to_float32
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
-from megatron.position.rows import AttentionInputs
-from megatron.position.scores import arange_distances
-from megatron.position.shape import AttentionDims, PositionRange, promote_to_float32
+from megatron.position.token_range import TokenRange
 from tools.plain_gpt import AppendixCdape
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -156,7 +156,7 @@ def compiled_peers(problem: Problem, compiler: Callable[..., Attention] = COMPIL
 
 def _backend(problem: Problem, backend: AttentionBackend) -> Attention:
     encoding, processor = problem.methods
-    span = PositionRange(0, problem.length)
+    span = TokenRange(0, problem.length)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return backend(AttentionInputs(q, k, v, span, span, encoding, processor))

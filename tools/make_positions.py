@@ -33,7 +33,7 @@ from megatron.config.schema import keys
 from megatron.config.settings import show
 from megatron.position import registry
 from megatron.position.encoding import Encoding
-from megatron.position.shape import ALL_HEADS, PositionRange
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 PAGE = Path("docs/positions.md")
 LAYERS = 12
@@ -70,7 +70,7 @@ Per layer and head, for query i and key j ≤ i at the distance n = i − j:
    whatever the compute type.
 
 A hook that a method does not define adds nothing, so encodings and processors combine freely.
-`megatron/position/scores.py` is this contract in executable form.
+`megatron/attention/reference.py` is this contract in executable form.
 """
 
 CHOOSING = """\
@@ -330,7 +330,7 @@ def _traits(encoding: Encoding) -> str:
     if type(encoding).overrides_hook("table"):
         terms = encoding.table(torch.zeros(1))
     else:
-        terms = encoding.dense(PositionRange(0, 1), PositionRange(0, 1), torch.zeros(()), ALL_HEADS)
+        terms = encoding.dense(TokenRange(0, 1), TokenRange(0, 1), torch.zeros(()), ALL_HEADS)
     given = [which for which, value in terms._asdict().items() if value is not None]
     said += [f"gives a {' and a '.join(given)}"] if given else []
     said.append("relative" if encoding.relative else "not relative: moving all positions changes the result")

@@ -13,11 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_attention, compute_dense_terms
 from megatron.position import registry
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.scores import attention_logits, compute_dense_terms, compute_table, softmax_attend
-from megatron.position.shape import ALL_HEADS, AttentionDims, PositionRange, causal_mask
+from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
 
 SHAPE = AttentionDims(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
 """The 125M model's."""
@@ -118,7 +120,7 @@ def _last_rows(encoding: Encoding) -> tuple[int, ...]:
 def _lower(square: Tensor) -> Tensor:
     """A square [T, T] with NaN where the key is in the future."""
     size = square.shape[-1]
-    return square.float().masked_fill(~causal_mask(PositionRange(0, size), PositionRange(0, size)), float("nan"))
+    return square.float().masked_fill(~causal_mask(TokenRange(0, size), TokenRange(0, size)), float("nan"))
 
 
 def _by_head(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
@@ -130,7 +132,7 @@ def _by_head(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
 
 def _embedded(encoding: Encoding) -> list[Panel]:
     """Directions of the added vectors: near 1 where two positions look alike, near 0 where they look unrelated."""
-    vectors = encoding.embed(PositionRange(0, _length(encoding, FAR)), LIKE)
+    vectors = encoding.embed(TokenRange(0, _length(encoding, FAR)), LIKE)
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
     lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _last_rows(encoding)}
     square = unit[:SIDE] @ unit[:SIDE].T
@@ -141,13 +143,13 @@ def _rotated(encoding: Encoding) -> list[Panel]:
     """Queries and keys that are all (1, …, 1) before they are turned: what remains is the positions' doing."""
     ones = torch.ones(1, SHAPE.num_heads, FAR, SHAPE.head_dim)
 
-    def product(query: PositionRange, key: PositionRange) -> Tensor:
+    def product(query: TokenRange, key: TokenRange) -> Tensor:
         q, k = (encoding.rotate(ones[:, :, : span.length], span)[0, 0] for span in (query, key))
         return q @ k.T / SHAPE.head_dim
 
     title = "q·k/|q||k| of equal vectors"
-    line = product(PositionRange(FAR - 1, 1), PositionRange(0, FAR))[0].flip(0)
-    square = product(PositionRange(0, SIDE), PositionRange(0, SIDE))
+    line = product(TokenRange(FAR - 1, 1), TokenRange(0, FAR))[0].flip(0)
+    square = product(TokenRange(0, SIDE), TokenRange(0, SIDE))
     return [Curves(title, {"every head": line}), Map(title, _lower(square), "signed")]
 
 
@@ -157,16 +159,16 @@ def _terms(encoding: Encoding) -> list[Panel]:
     far = _length(encoding, FAR)
     rows = (far - 1,) if toeplitz else _last_rows(encoding)
     heads = CURVE_HEADS if toeplitz else MAP_HEADS
-    side = PositionRange(0, _length(encoding, SIDE))
+    side = TokenRange(0, _length(encoding, SIDE))
 
-    def at(query: PositionRange, key: PositionRange, which: str) -> Tensor | None:
-        return getattr(compute_dense_terms(encoding, compute_table(encoding, query, key), query, key, LIKE), which)
+    def at(query: TokenRange, key: TokenRange, which: str) -> Tensor | None:
+        return getattr(compute_dense_terms(encoding, query, key, LIKE), which)
 
     panels: list[Panel] = []
     for which, title, factor in (("bias", "exp(bias)", torch.exp), ("weight", "weight", lambda x: x)):
         lines: dict[str, Tensor] = {}
         for row in rows:
-            values = at(PositionRange(row, 1), PositionRange(0, row + 1), which)
+            values = at(TokenRange(row, 1), TokenRange(0, row + 1), which)
             if values is not None:
                 where = "" if toeplitz else f", i = {row:,}"
                 found = _by_head(values[:, 0].flip(-1), heads)
@@ -189,10 +191,10 @@ def _random_qk(length: int) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _contextual_rows(encoding: Encoding, query: PositionRange, heads: slice) -> Tensor:
+def _contextual_rows(encoding: Encoding, query: TokenRange, heads: slice) -> Tensor:
     """Contextual terms [h, R, C] of some rows, every key up to the last of them being there."""
     q, k = _random_qk(FAR)
-    key = PositionRange(0, query.stop)
+    key = TokenRange(0, query.stop)
     q, k = encoding.rotate(q[:, heads, query.start : query.stop], query), encoding.rotate(k[:, heads, : key.stop], key)
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
     terms = encoding.contextual(q, k, scores, query, key, heads)
@@ -201,7 +203,7 @@ def _contextual_rows(encoding: Encoding, query: PositionRange, heads: slice) -> 
 
 def _wake(encoding: Encoding) -> str:
     """A term that is zero at the start says nothing: give the parameters values, and say so."""
-    last = PositionRange(SHAPE.train_length - 1, 1)
+    last = TokenRange(SHAPE.train_length - 1, 1)
     if _contextual_rows(encoding, last, ALL_HEADS).any():
         return ""
     generator = torch.Generator().manual_seed(SEED)
@@ -213,8 +215,8 @@ def _wake(encoding: Encoding) -> str:
 def _contextual(encoding: Encoding) -> list[Panel]:
     """The terms for queries and keys from N(0, 1)."""
     far = _length(encoding, FAR)
-    lines = _by_head(_contextual_rows(encoding, PositionRange(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS)
-    side = PositionRange(0, _length(encoding, SIDE))
+    lines = _by_head(_contextual_rows(encoding, TokenRange(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS)
+    side = TokenRange(0, _length(encoding, SIDE))
     head = MAP_HEADS[0]
     square = _contextual_rows(encoding, side, slice(head, head + 1))[0]
     return [
@@ -227,16 +229,15 @@ def _mask_alone(encoding: Encoding) -> list[Panel]:
     """A method without hooks: attention when all scores are equal."""
     zero = torch.zeros(1, 1, FAR, SHAPE.head_dim)
 
-    def attention(query: PositionRange, key: PositionRange) -> Tensor:
+    def attention(query: TokenRange, key: TokenRange) -> Tensor:
         q, k = zero[:, :, : query.length], zero[:, :, : key.length]
         one_hot = torch.eye(key.length)[None, None]  # values that read the attention off
-        return softmax_attend(attention_logits(q, k, query, key, encoding, None), one_hot)[0, 0]
+        return compute_attention(AttentionInputs(q, k, one_hot, query, key, encoding))[0, 0]
 
     lines = {
-        f"i = {row:,}": attention(PositionRange(row, 1), PositionRange(0, row + 1))[0].flip(0)
-        for row in _last_rows(encoding)
+        f"i = {row:,}": attention(TokenRange(row, 1), TokenRange(0, row + 1))[0].flip(0) for row in _last_rows(encoding)
     }
-    square = attention(PositionRange(0, SIDE), PositionRange(0, SIDE))
+    square = attention(TokenRange(0, SIDE), TokenRange(0, SIDE))
     return [
         Curves("attention when all scores are equal", lines),
         Map("attention when all scores are equal", _lower(square), "decades"),
@@ -249,8 +250,8 @@ def of_processor(name: str) -> list[Panel]:
     processor = build_processor(name)
     encoding = build_encoding(BASE)
     q, k = _random_qk(NEAR)
-    side = PositionRange(0, NEAR)
-    bias = compute_dense_terms(encoding, compute_table(encoding, side, side), side, side, LIKE).bias
+    side = TokenRange(0, NEAR)
+    bias = compute_dense_terms(encoding, side, side, LIKE).bias
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
     added = (processor(scores, bias, causal_mask(side, side)[None, None]) - scores - bias)[0]
     head = MAP_HEADS[0]

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatron.analysis.observe import block_size, from_row, read
 from megatron.analysis.receptive_field import TIE
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.reference import compute_logits, precompute_terms
 from megatron.model.gpt import GPT
-from megatron.position.rows import AttentionInputs, logits_of_rows, prepared_blocks
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def attention_mass(
         nonlocal seen
         late = from_row(rows, near - 1)
         done = 0
-        for block, table, share in reversed(prepared_blocks(late, block_size(late))):  # the largest first: see rows.py
-            attention = torch.softmax(logits_of_rows(block, table, share), dim=-1)
+        # The largest block first: see `compute_attention_in_blocks`.
+        for block in reversed(list(iter_row_blocks(precompute_terms(late), block_size(late)))):
+            attention = torch.softmax(compute_logits(block), dim=-1)
             sums[layer] += by_distance(attention, block, near).sum(dim=(0, 2), dtype=torch.float64).cpu()
             done += block.query.length
             progress((seen + done / late.query.length) / all_)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.shape import ALL_HEADS, PositionRange
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def terms_at(encoding: Encoding, distances: Tensor, row: int | None = None) -> S
     if row is None:
         raise ValueError("the bias depends on the query's position: name a row")
     like = torch.zeros((), dtype=torch.float64)
-    found = encoding.dense(PositionRange(row, 1), PositionRange(0, row + 1), like, ALL_HEADS)
+    found = encoding.dense(TokenRange(row, 1), TokenRange(0, row + 1), like, ALL_HEADS)
     return ScoreTerms(*(None if term is None else term[:, 0].flip(-1) for term in found))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.analysis.analysis import LayerEncoding, Looked, names, reads
 from megatron.analysis.request import Request
 from megatron.meter import Job
-from megatron.model.placement import resolve_device, resolve_dtype
+from megatron.model.device_dtype import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from megatron.config.schema import Config
@@ -93,7 +93,7 @@ def _fresh(config: Config) -> list[LayerEncoding]:
     """The encodings that training would begin with."""
     import torch
 
-    from megatron.model.methods import build_attention_dims, build_encoding_from_options
+    from megatron.model.position_modules import build_attention_dims, build_encoding_from_options
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)

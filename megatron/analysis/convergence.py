@@ -13,7 +13,7 @@ import torch
 
 from megatron.analysis.bias import bias_over_distance, windowed
 from megatron.position.encoding import Encoding
-from megatron.position.tails import SeriesTail, windowed_tail
+from megatron.position.series_tails import SeriesTail, windowed_tail
 
 TERMS = 1 << 16
 """Terms that are added up one by one."""

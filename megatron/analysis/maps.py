@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.observe import block_size, read
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.reference import compute_logits, compute_scores_and_bias, compute_visibility, precompute_terms
 from megatron.model.gpt import GPT
-from megatron.position.rows import AttentionInputs, logits_of_rows, prepared_blocks
-from megatron.position.scores import compute_scores_and_bias, visibility_mask
-from megatron.position.shape import ALL_HEADS
 
 SIDE = 64
 KINDS = ("score", "bias", "processor", "attention")
@@ -52,12 +51,13 @@ def layer_maps(model: GPT, window: np.ndarray, layers: Collection[int], heads: S
         if layer not in layers:
             return
         counts[layer] = torch.zeros(side, side, dtype=torch.float64)
-        for block, table, share in reversed(prepared_blocks(rows, block_size(rows))):  # the largest first: see rows.py
-            visible = visibility_mask(block.query, block.key, rows.q.device, block.window, block.key_mask)
+        # The largest block first: see `compute_attention_in_blocks`.
+        for block in reversed(list(iter_row_blocks(precompute_terms(rows), block_size(rows)))):
+            visible = compute_visibility(block)
             down = _pooling(block.query.indices(rows.q.device), length, side)
             across = _pooling(block.key.indices(rows.q.device), length, side)
             counts[layer] += (down.T @ visible[0, 0].double() @ across).cpu()
-            for kind, values in _block(block, table, share).items():
+            for kind, values in _block(block).items():
                 seen = values[:, list(heads)].double().masked_fill(~visible, 0)
                 pooled = (down.T @ seen[0] @ across).cpu()
                 sums[layer, kind] = sums.get((layer, kind), torch.zeros_like(pooled)) + pooled
@@ -69,12 +69,10 @@ def layer_maps(model: GPT, window: np.ndarray, layers: Collection[int], heads: S
     ]
 
 
-def _block(block: AttentionInputs, table: object, share: object) -> dict[str, Tensor]:
+def _block(block: AttentionInputs) -> dict[str, Tensor]:
     """Each kind of map of a block of rows, [1, H, R, C]."""
-    scores, bias = compute_scores_and_bias(
-        block.q, block.k, block.query, block.key, block.encoding, table, ALL_HEADS, block.dense  # type: ignore[arg-type]
-    )  # fmt: skip
-    logits = logits_of_rows(block, table, share)  # type: ignore[arg-type]
+    scores, bias = compute_scores_and_bias(block)
+    logits = compute_logits(block)
     found = {"score": scores, "attention": torch.softmax(logits, dim=-1)}
     if bias is not None:
         found["bias"] = bias[None]

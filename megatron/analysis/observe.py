@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.inputs import AttentionInputs
 from megatron.model.attention import PositionedAttention
-from megatron.model.backends.backend import AttentionBackend
 from megatron.model.gpt import GPT
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.rows import AttentionInputs
 
 See = Callable[[int, AttentionInputs], None]
 """Is told a layer's number, from 0, and what its attention is computed from."""

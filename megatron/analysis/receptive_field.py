@@ -3,8 +3,8 @@
 Two definitions of Qin et al. 2023 (Exploring Transformer Extrapolation), which differ in more than ties:
 
 * `theoretical`, equation 22: min{j ≥ 1 : Σ_{t<j} b_t > (1 − ε)·Σ_{t≥0} b_t}, over the infinite series. What lies beyond
-  the terms that are added up is bounded by the form that the encoding declares (`megatron.position.tails`); where the
-  bounds leave several answers open, all of them are told.
+  the terms that are added up is bounded by the form that the encoding declares (`megatron.position.series_tails`);
+  where the bounds leave several answers open, all of them are told.
 * `finite`, the algorithm of the paper's plots (appendix E): of m terms, the least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m}
   a_t, and m at ε = 0.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.position.tails import SeriesTail
+from megatron.position.series_tails import SeriesTail
 
 LARGEST = 2**53
 """Above this whole numbers are not exact in float64; no receptive field is looked for beyond."""

@@ -18,7 +18,7 @@ from megatron.evaluation.exercise import learned_task, questions
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.texts import common_text
 from megatron.files import check_folder, refuse_files_of_others
-from megatron.model.placement import check_precision
+from megatron.model.device_dtype import check_precision
 from megatron.options.analysis import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.html_page import is_generated_page

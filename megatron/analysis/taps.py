@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.observe import attentions, read
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_scores_and_bias, compute_table, compute_visibility
 from megatron.model.gpt import GPT
-from megatron.position.rows import AttentionInputs
-from megatron.position.scores import compute_scores_and_bias, compute_table, visibility_mask
-from megatron.position.shape import ALL_HEADS
 
 REACH = 16
 """Largest δ that is looked at, to either side."""
@@ -131,16 +130,16 @@ def _derivatives(rows: AttentionInputs, places: Sequence[int], keys: Sequence[in
 @torch.no_grad()
 def _read_by_processor(rows: AttentionInputs, places: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
     """What it reads of the rows at some places: scores [H, rows, C], biases like them, and who is seen [1, rows, C]."""
-    table = compute_table(rows.encoding, rows.query, rows.key, rows.q.device)
+    rows = replace(rows, table=compute_table(rows.encoding, rows.query, rows.key, rows.q.device))
     scores, biases, visible = [], [], []
     for place in places:
-        query, here = replace(rows.query, start=place, length=1), place - rows.query.start
-        q = rows.q[:, :, here : here + 1]
-        score, bias = compute_scores_and_bias(q, rows.k, query, rows.key, rows.encoding, table, ALL_HEADS, rows.dense)
+        at = place - rows.query.start
+        row = replace(rows, q=rows.q[:, :, at : at + 1], query=replace(rows.query, start=place, length=1))
+        score, bias = compute_scores_and_bias(row)
         scores.append(score[0])
         if bias is not None:
             biases.append(bias)
-        visible.append(visibility_mask(query, rows.key, q.device, rows.window, rows.key_mask)[0])
+        visible.append(compute_visibility(row)[0])
     return torch.cat(scores, 1), torch.cat(biases, 1) if biases else None, torch.cat(visible, 1)
 
 

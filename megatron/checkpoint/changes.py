@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron.config.schema import Config
 from megatron.config.settings import show
-from megatron.model.identity import canonical_position_options
-from megatron.model.parameters import list_dispensable_weights, list_encoding_weights, map_to_shared_names
+from megatron.model.parameter_groups import list_dispensable_weights, list_encoding_weights, map_to_shared_names
+from megatron.model.position_modules import canonical_position_options
 
 ENCODING = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
 """The keys that say what encoding a model has."""

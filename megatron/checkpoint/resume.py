@@ -21,8 +21,8 @@ from megatron.config.settings import show
 from megatron.distributed.mesh import Sizes
 from megatron.distributed.processes import Processes
 from megatron.errors import FarfieldError, RunError, UserError
-from megatron.model.identity import canonical_position_options
-from megatron.model.parameters import list_dispensable_weights, map_to_shared_names
+from megatron.model.parameter_groups import list_dispensable_weights, map_to_shared_names
+from megatron.model.position_modules import canonical_position_options
 
 
 @dataclass(frozen=True)

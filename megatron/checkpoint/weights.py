@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.distributed.mesh import Axis
 from megatron.distributed.parameters import cut, division
 from megatron.errors import RunError
-from megatron.model.parameters import clamp_bounded_parameters
+from megatron.model.parameter_groups import clamp_bounded_parameters
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

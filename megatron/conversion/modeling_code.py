@@ -1,13 +1,14 @@
 """The modelling code that travels with an export: this project's own files, flat in one folder.
 
 transformers finds the files of a model by the text of their imports, one folder deep. So what an export needs of
-`megatron/position` is copied with one change: every import, however far it reaches, becomes one of a file beside it.
+`megatron/position` and `megatron/attention` is copied with one change: every import of ours becomes one of a file
+beside it. No two of these files may have the same name, therefore.
 The registry, which looks methods up by the files there are, is replaced by one that names the two of this model.
 
 transformers keeps the modules of a model by the name of its folder, whatever is in it. So the name of each file ends in
 a digest of all of them: two exports whose folders are called alike never run each other's code in one process.
 
-The files must be torch-only and import one another relatively, by lines of their own; `tests/conversion` holds that.
+The files must be torch-only and import one another by lines of their own; `tests/conversion` holds that.
 """
 
 import ast
@@ -17,14 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.position import registry
-from megatron.position.method import PositionModule
+from megatron.position.base import PositionModule
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 MODELING_FILE, CONFIGURATION_FILE = (
     BUNDLED_FOLDER / "modeling_farfield.py",
     BUNDLED_FOLDER / "configuration_farfield.py",
 )
-_RELATIVE_IMPORT = re.compile(r"^from \.+(?:[\w.]*\.)?(\w+) import", re.MULTILINE)
+REPOSITORY = Path(__file__).parent.parent.parent
+_PROJECT_IMPORT = re.compile(r"^from megatron\.(?:\w+\.)*(\w+) import", re.MULTILINE)
+_RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 
 _IMPORT_ALL_TEMPLATE = """
 # transformers 4 copies the files that this one names, not those that they name in turn.
@@ -36,7 +39,7 @@ _REGISTRY_TEMPLATE = '''"""The position methods of this model."""
 from typing import Any
 
 {imports}
-from .shape import AttentionDims
+from .base import AttentionDims
 
 ENCODINGS = {encodings}
 PROCESSORS = {processors}
@@ -79,7 +82,7 @@ def bundle_modeling_code(encoding: str, processor: str) -> dict[str, str]:
             continue
         text = path.read_text(encoding="utf-8")
         files[path.stem] = flatten_imports(text)
-        pending += [target for target in list_relative_imports(path) if target.stem not in files]
+        pending += [target for target in list_project_imports(path) if target.stem not in files]
     files[MODELING_FILE.stem] = _import_all_modules(
         files[MODELING_FILE.stem], sorted(set(files) - {MODELING_FILE.stem})
     )
@@ -97,19 +100,20 @@ def add_content_digest(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
     return renamed_files, suffix
 
 
-def list_relative_imports(path: Path) -> list[Path]:
-    """The files that a file imports relatively."""
-    paths = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = path.parents[node.level - 1]
-            paths.append(folder.joinpath(*(node.module or "").split(".")).with_suffix(".py"))
-    return paths
+def list_project_imports(path: Path) -> list[Path]:
+    """The files of the project that a file imports."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
+    return [
+        REPOSITORY.joinpath(*module.split(".")).with_suffix(".py")
+        for module in modules
+        if module.startswith("megatron.")
+    ]
 
 
 def flatten_imports(text: str) -> str:
-    """A file's text with every relative import reaching for a file beside it."""
-    return _RELATIVE_IMPORT.sub(r"from .\1 import", text)
+    """A file's text with every import of ours reaching for a file beside it."""
+    return _PROJECT_IMPORT.sub(r"from .\1 import", text)
 
 
 def _get_source_file(method: type[PositionModule]) -> Path:

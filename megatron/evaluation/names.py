@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.model.identity import canonical_options
+from megatron.model.position_modules import canonical_options
 from megatron.options.model import PositionOptions
-from megatron.position.method import PositionModule
+from megatron.position.base import PositionModule
 from megatron.position.registry import load_encoding_class, load_processor_class
 
 

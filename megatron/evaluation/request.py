@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.checkpoint.trained import Run, open_runs
 from megatron.errors import UserError
 from megatron.files import check_folder
-from megatron.model.placement import check_backend, check_precision
+from megatron.model.device_dtype import check_backend, check_precision
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports.records import RESULTS_FILE, Record

@@ -23,7 +23,7 @@ from megatron.evaluation.sketch import sketch
 from megatron.evaluation.subject import Progress, Scoring
 from megatron.evaluation.subjects import subject_of
 from megatron.meter import Job, Meter
-from megatron.model.placement import resolve_device, resolve_dtype
+from megatron.model.device_dtype import resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports import table_formats

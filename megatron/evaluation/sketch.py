@@ -10,7 +10,7 @@ from megatron.config.schema import Config
 from megatron.errors import UserError
 from megatron.evaluation.subject import Subject
 from megatron.evaluation.subjects import subject_of_config
-from megatron.model.placement import check_backend
+from megatron.model.device_dtype import check_backend
 from megatron.options.evaluation import EvaluationOptions
 
 if TYPE_CHECKING:

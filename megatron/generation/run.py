@@ -16,7 +16,7 @@ from megatron.data.sources import decode, raw_documents, source_file
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import FarfieldError, UserError
 from megatron.meter import AnnounceWait
-from megatron.model.placement import check_backend, check_precision, resolve_device, resolve_dtype
+from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.generation import GenerationOptions
 
 if TYPE_CHECKING:

@@ -1,8 +1,21 @@
 """The attention module that stands as `core_attention` in megatron-core's layer.
 
-It asks the encoding's hooks and the processor, never their names.
-T sequence, B batch, H heads, h heads of this rank, g of these that have keys and values of their own (h, unless queries
-are grouped), d head dimension.
+It asks the encoding's hooks and the processor, never their names. Where ranks share a layer or a sequence, they
+exchange what attention needs of the others.
+
+Tensor parallelism: megatron-core divides the linear layers, so a rank computes some of the heads, in order. What is
+ours follows from that:
+
+* every rank holds all parameters of encodings and processors and uses what concerns its heads, so each rank's gradient
+  is one part of the whole: they are summed (otherwise the copies drift apart);
+* a processor mixes the scores of all heads: queries and keys are gathered, which is linear in T, never the maps.
+
+Context parallelism: a rank holds some of the tokens (`distributed/places.py`). Rows are independent of each other in
+every method, so a rank needs the keys and values of all tokens and computes the rows of its own; its gradient of the
+others' keys is theirs to add.
+
+T sequence, t tokens of a rank, B batch, H heads, h heads of this rank, g of these that have keys and values of their
+own (h, unless queries are grouped), d head dimension.
 """
 
 from dataclasses import dataclass
@@ -10,16 +23,38 @@ from dataclasses import dataclass
 from einops import rearrange
 from torch import Tensor
 
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.segments import Segment, attend_segments, build_segments, rotate_segments, select_last_tokens
+from megatron.distributed.collectives import gather
+from megatron.distributed.mesh import Axis
 from megatron.distributed.processes import Processes
-from megatron.model.backends.backend import AttentionBackend
-from megatron.model.cache import KVCache
+from megatron.model.kv_cache import KVCache
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
-from megatron.model.shared_attention import gather_heads, gather_sequence, tensor_parallel_heads
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.rows import AttentionInputs
-from megatron.position.shape import PositionRange
-from megatron.position.stretches import Segment, attend_segments, build_segments, last_tokens, rotate_segments
+from megatron.position.token_range import ALL_HEADS, TokenRange
+
+
+def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
+    """The heads that a rank of the tensor dimension computes; its size divides num_heads."""
+    if tensor.size == 1:
+        return ALL_HEADS
+    count = num_heads // tensor.size
+    first = count * tensor.index
+    return slice(first, first + count)
+
+
+def gather_heads(x: Tensor, groups: Processes) -> Tensor:
+    """Queries or keys of all heads, [B, h, t, d] → [B, H, t, d]; each rank goes on with its own share of the work, so
+    the gradient is the sum over ranks."""
+    return gather(x, 1, groups, "tensor", summed=True)
+
+
+def gather_sequence(x: Tensor, groups: Processes) -> Tensor:
+    """Keys or values of all tokens in their order, [B, H or h, t, d] → [B, H or h, T, d]; the gradient is the sum over
+    ranks."""
+    return gather(x, 2, groups, "context", summed=True)
 
 
 @dataclass
@@ -36,13 +71,13 @@ class LayerPositionConfig:
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a forward pass reads: which places of their sequences its tokens stand at, and what came before them.
+    """What a forward pass reads: where its tokens stand in their sequences, and what came before them.
 
     It travels through megatron-core's layers in the place of their attention mask.
     """
 
     segments: tuple[Segment, ...]
-    cache: KVCache | None = None
+    kv_cache: KVCache | None = None
     num_logits: int | None = None
     """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
 
@@ -81,18 +116,18 @@ class PositionedAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext | None = None, **_: object
     ) -> Tensor:
-        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or reading.last, B, h·d].
+        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d].
 
         megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
         q, k, v = (rearrange(x, "t b h d -> b h t d") for x in (query, key, value))
         q, k = (rotate_segments(x, self.encoding, context.segments) for x in (q, k))
-        if context.cache is not None:
-            k, v = context.cache.extend(self.layer_index, k, v)
+        if context.kv_cache is not None:
+            k, v = context.kv_cache.extend(self.layer_index, k, v)
         segments = context.segments
         if context.num_logits is not None:
-            q, segments = q[:, :, -context.num_logits :], last_tokens(segments, q.shape[2], context.num_logits)
+            q, segments = q[:, :, -context.num_logits :], select_last_tokens(segments, q.shape[2], context.num_logits)
         if self.processor is not None:
             q, k = (gather_heads(x, self.groups) for x in (q, k))
         k, v = (gather_sequence(x, self.groups) for x in (k, v))
@@ -101,14 +136,14 @@ class PositionedAttention(MegatronModule):
         return rearrange(attend_segments(q, k, v, segments, self._attend), "b h t d -> t b (h d)")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
-        query = segment.positions
+        query = segment.tokens
         return self.backend(
             AttentionInputs(
                 q=q,
                 k=k,
                 v=v,
                 query=query,
-                key=PositionRange(0, query.stop, query.sampled),
+                key=TokenRange(0, query.stop, query.sampled),
                 encoding=self.encoding,
                 processor=self.processor,
                 key_mask=segment.key_mask,

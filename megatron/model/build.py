@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
+from megatron.attention.backends.registry import row_blocks_reason, select_backend
 from megatron.distributed.collectives import sum_gradients
 from megatron.distributed.layers import layers_of
 from megatron.distributed.processes import Processes
 from megatron.errors import UserError
 from megatron.model.attention import LayerPositionConfig, PositionedAttention
-from megatron.model.backends.choose import row_blocks_reason, select_backend
 from megatron.model.gpt import GPT
-from megatron.model.layer import BiasedSelfAttention, GPTLayer
+from megatron.model.layer import BiasedSelfAttention, GPTLayer, OffStageLayer
 from megatron.model.megatron_core import (
     IdentityOp,
     LocalSpecProvider,
@@ -20,8 +20,11 @@ from megatron.model.megatron_core import (
     TransformerBlockSubmodules,
     get_gpt_layer_local_spec,
 )
-from megatron.model.methods import build_attention_dims, build_encoding_from_options, build_processor_from_options
-from megatron.model.stages import OffStageLayer
+from megatron.model.position_modules import (
+    build_attention_dims,
+    build_encoding_from_options,
+    build_processor_from_options,
+)
 from megatron.model.transformer_config import transformer_config
 from megatron.options.model import (
     ModelOptions,
@@ -31,9 +34,9 @@ from megatron.options.model import (
     has_qkv_bias,
     padded_vocab_size,
 )
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.shape import AttentionDims
 
 
 def check_position_options(model: ModelOptions, position: PositionOptions) -> None:

@@ -15,22 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron.distributed.layers import layers_of
-from megatron.distributed.mesh import Axis, Number
-from megatron.distributed.parameters import is_copy, mark_copy, whole_size
-from megatron.distributed.places import held
-from megatron.distributed.processes import Processes
-from megatron.errors import UserError
-from megatron.model.attention import AttentionContext, PositionedAttention
-from megatron.model.cache import KVCache
-from megatron.model.loss import chunked_cross_entropy
-from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
-from megatron.model.shared_attention import gather_vocabulary
-from megatron.options.model import MAX_LOGITS
-from megatron.position.encoding import Encoding
-from megatron.position.randomized import sample_positions
-from megatron.position.shape import PositionRange, SampledPositions
-from megatron.position.stretches import (
+from megatron.attention.segments import (
     SampleFunction,
     Segment,
     add_position_embeddings,
@@ -38,6 +23,19 @@ from megatron.position.stretches import (
     concatenate_ranges,
     no_sampling,
 )
+from megatron.distributed.layers import layers_of
+from megatron.distributed.mesh import Axis, Number
+from megatron.distributed.parameters import is_copy, mark_copy, whole_size
+from megatron.distributed.places import held
+from megatron.distributed.processes import Processes
+from megatron.errors import UserError
+from megatron.model.attention import AttentionContext, PositionedAttention
+from megatron.model.kv_cache import KVCache
+from megatron.model.loss import chunked_cross_entropy, gather_vocabulary
+from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
+from megatron.options.model import MAX_LOGITS
+from megatron.position.encoding import Encoding
+from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
 
 
 class GPT(GPTModel):
@@ -151,7 +149,7 @@ class GPT(GPTModel):
             return build_segments(length, mask, sample=sample)
         total = length * context.size
         sampled = self._sample_positions(total, seed)
-        return concatenate_ranges([PositionRange(start, size, sampled) for start, size in held(total, context)])
+        return concatenate_ranges([TokenRange(start, size, sampled) for start, size in held(total, context)])
 
     def _embed(self, tokens: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""

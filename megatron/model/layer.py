@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.model.attention import AttentionContext
 from megatron.model.megatron_core import SelfAttention, TransformerConfig, TransformerLayer
@@ -58,3 +58,15 @@ class GPTLayer(TransformerLayer):
         else:
             normed = self.pre_mlp_layernorm(after_attention)
         return self._add(self.mlp(normed), after_attention)
+
+
+class OffStageLayer(nn.Module):
+    """A layer of another stage. It is built and dropped at once: the layers after it then draw the random numbers that
+    they would draw in the whole model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        GPTLayer(*args, **kwargs)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise RuntimeError("this layer belongs to another stage")

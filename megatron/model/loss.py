@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.distributed.collectives import gather
+from megatron.distributed.processes import Processes
 from megatron.options.model import count_scored_at_once
 
 
@@ -33,3 +35,8 @@ def chunked_cross_entropy(
         return losses_of(hidden, labels)
     pieces = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
     return torch.cat([checkpoint(losses_of, *piece, use_reentrant=False) for piece in pieces], dim=1)
+
+
+def gather_vocabulary(logits: Tensor, groups: Processes) -> Tensor:
+    """Logits over the whole vocabulary from each rank's part, along the last dimension; all ranks go on alike."""
+    return gather(logits, logits.dim() - 1, groups, "tensor", summed=False)

@@ -22,10 +22,10 @@ Blocks of rows that are recomputed keep no map: only the block that is being dif
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.distributed.places import held
-from megatron.model.backends.kept import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
 from megatron.planning.position_costs import get_encoding_cost, get_processor_cost
 

@@ -19,9 +19,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .method import PositionModule
-from .shape import ALL_HEADS, PositionRange
-from .tails import SeriesTail, constant_tail, unknown_tail
+from megatron.position.base import PositionModule
+from megatron.position.series_tails import SeriesTail, constant_tail, unknown_tail
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 HOOKS = ("embed", "rotate", "table", "dense", "contextual")
 
@@ -83,7 +83,7 @@ class Encoding(PositionModule):
         return (
             self.table(zero)
             if type(self).overrides_hook("table")
-            else self.dense(PositionRange(0, 1), PositionRange(0, 1), zero, ALL_HEADS)
+            else self.dense(TokenRange(0, 1), TokenRange(0, 1), zero, ALL_HEADS)
         )
 
     def bias_tails(self) -> list[SeriesTail]:
@@ -93,11 +93,11 @@ class Encoding(PositionModule):
 
     # The hooks.
 
-    def embed(self, positions: PositionRange, like: Tensor) -> Tensor | None:
+    def embed(self, tokens: TokenRange, like: Tensor) -> Tensor | None:
         """Vectors to add to the token embeddings: [T, D] in the type and on the device of `like`."""
         return None
 
-    def rotate(self, x: Tensor, positions: PositionRange) -> Tensor:
+    def rotate(self, x: Tensor, tokens: TokenRange) -> Tensor:
         """Queries or keys [B, H, T, d] turned by their positions; same shape and type."""
         return x
 
@@ -107,12 +107,12 @@ class Encoding(PositionModule):
 
     # A tensor-parallel rank holds some of the heads: `heads` says which ones the answer is wanted for, h of them.
 
-    def dense(self, query: PositionRange, key: PositionRange, like: Tensor, heads: slice) -> ScoreTerms:
+    def dense(self, query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
         """Bias and weight [h, R, C] for rows and columns; entries with j > i are never used but must be finite."""
         return ScoreTerms()
 
     def contextual(
-        self, q: Tensor, k: Tensor, scores: Tensor, query: PositionRange, key: PositionRange, heads: slice
+        self, q: Tensor, k: Tensor, scores: Tensor, query: TokenRange, key: TokenRange, heads: slice
     ) -> Tensor | None:
         """Terms [B, h, R, C] added to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C]."""
         return None

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .method import PositionModule
-from .shape import ALL_HEADS, AttentionDims, PositionRange
-from .toeplitz import toeplitz
+from megatron.position.base import AttentionDims, PositionModule
+from megatron.position.toeplitz import toeplitz
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 class BiasContribution(NamedTuple):
@@ -17,14 +17,14 @@ class BiasContribution(NamedTuple):
     edge: Tensor
     """float32 [W, N, reach]: the first columns of rows 0 … N − 1, which see the left edge and are no function of n."""
 
-    def for_rows(self, query: PositionRange, num_columns: int) -> Tensor:
+    def for_rows(self, query: TokenRange, num_columns: int) -> Tensor:
         """[W, R, columns + reach], W innermost, for query rows and keys 0 … columns − 1, and as many as `reach` after
         them."""
         reach = self.edge.shape[-1]
         # Entry n of the table stands at n + reach, so the rows are read as if they were that much further on.
-        shifted = PositionRange(query.start + reach, query.length)
+        shifted = TokenRange(query.start + reach, query.length)
         edge = self.edge[:, query.start : query.stop]
-        return toeplitz(self.table, shifted, PositionRange(0, num_columns + reach), edge=edge, channels_last=True)
+        return toeplitz(self.table, shifted, TokenRange(0, num_columns + reach), edge=edge, channels_last=True)
 
 
 class Processor(PositionModule):

@@ -5,15 +5,15 @@ Other projects' names for the same methods are the business of `megatron.config`
 
 import difflib
 import importlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args
 
-from .encoding import Encoding
-from .method import PositionModule
-from .processor import Processor
-from .shape import AttentionDims
+from megatron.position.base import AttentionDims, OptionError, PositionModule
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
 
 MAX_OPTION = {int: 10**6, float: 1e9}
 """Of the options' sizes, and of their bases and start values: infinity and NaN fail, and what no memory holds."""
@@ -63,7 +63,7 @@ def load_processor_class(name: str) -> type[Processor]:
     return _load_class("processors", name, Processor)
 
 
-def _check_options(method: type[PositionModule], name: str, options: dict[str, Any]) -> None:
+def _check_options(method: type[PositionModule], name: str, options: Mapping[str, Any]) -> None:
     parameters = method.options()
     for option, value in options.items():
         if option not in parameters:
@@ -77,25 +77,35 @@ def _check_options(method: type[PositionModule], name: str, options: dict[str, A
         expected = next(kind for kind in types if kind is not NoneType)
         valid = isinstance(value, expected) or (expected is float and isinstance(value, int))
         if not valid or (isinstance(value, bool) and expected is not bool):
-            raise ValueError(f"option {option} of {name} is {value!r}; it must be of type {expected.__name__}")
+            raise OptionError(option, f"is {value!r}; it must be of type {expected.__name__}")
         if expected in MAX_OPTION and not abs(value) <= MAX_OPTION[expected]:
-            raise ValueError(f"option {option} of {name} is {value}; it must be at most {MAX_OPTION[expected]:,}")
+            raise OptionError(option, f"is {value}; it must be at most {MAX_OPTION[expected]:,}")
 
 
-def build_encoding(name: str, shape: AttentionDims, options: dict[str, Any] | None = None) -> Encoding:
-    """Build a position encoding. Raises ValueError for an unknown name or option, or a value it refuses."""
-    method = load_encoding_class(name)
-    _check_options(method, name, options or {})
-    return method(shape, **(options or {}))
+def build_encoding(name: str, dims: AttentionDims, options: Mapping[str, Any] | None = None) -> Encoding:
+    """Build a position encoding.
+
+    Raises:
+        ValueError: an unknown name or option.
+        OptionError: a value of an option that it cannot take.
+    """
+    return _build(load_encoding_class(name), name, dims, options or {})
 
 
 def build_processor(
-    name: str, shape: AttentionDims, options: dict[str, Any] | None = None, *, has_bias: bool
+    name: str, dims: AttentionDims, options: Mapping[str, Any] | None = None, *, has_bias: bool
 ) -> Processor:
-    """Build a score processor for an encoding with or without a bias. Raises ValueError as `build_encoding` does."""
-    method = load_processor_class(name)
-    _check_options(method, name, options or {})
-    return method(shape, has_bias=has_bias, **(options or {}))
+    """Build a score processor for an encoding with or without a bias. Raises as `build_encoding` does."""
+    return _build(load_processor_class(name), name, dims, options or {}, has_bias=has_bias)
+
+
+def _build(method: type[ModuleT], name: str, dims: AttentionDims, options: Mapping[str, Any], **facts: bool) -> ModuleT:
+    try:
+        _check_options(method, name, options)
+        return method(dims, **facts, **options)
+    except OptionError as error:
+        error.method = name
+        raise
 
 
 def describe_methods() -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.position.base import OptionError
+
 SCALINGS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
@@ -52,25 +54,23 @@ class RotaryScaling:
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
-            raise ValueError(f"option scaling of rotary is {self.scaling!r}; choose from {', '.join(SCALINGS)}")
+            raise OptionError("scaling", f"is {self.scaling!r}; choose from {', '.join(SCALINGS)}")
         takes = SCALINGS[self.scaling]
         given = {name: value for name, value in vars(self).items() if name != "scaling" and value is not None}
         for name, value in given.items():
             if name not in takes:
                 says = f"takes {', '.join(takes)}" if takes else "takes no options"
-                raise ValueError(f"option {name} of rotary is {value}, but scaling {self.scaling} {says}")
+                raise OptionError(name, f"is {value}, but scaling {self.scaling} {says}")
             if not 0 < value < math.inf:
-                raise ValueError(f"option {name} of rotary is {value}; it must be a positive number")
+                raise OptionError(name, f"is {value}; it must be a positive number")
         for name in takes:
             if name not in given and name not in _DEFAULTS and name not in _OPTIONAL:
-                raise ValueError(f"option {name} of rotary is missing; scaling {self.scaling} needs it")
+                raise OptionError(name, f"is missing; scaling {self.scaling} needs it")
         if self.factor is not None and self.factor < 1:
-            raise ValueError(f"option factor of rotary is {self.factor}; it must be at least 1")
+            raise OptionError("factor", f"is {self.factor}; it must be at least 1")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if low in takes and not self._of(low) < self._of(high):
-                raise ValueError(
-                    f"option {low} of rotary is {self._of(low):g}; it must be less than {high} {self._of(high):g}"
-                )
+                raise OptionError(low, f"is {self._of(low):g}; it must be less than {high} {self._of(high):g}")
 
     def _of(self, name: str) -> float:
         value = getattr(self, name)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shape import PositionRange
+from megatron.position.token_range import TokenRange
 
 
 class _Toeplitz(torch.autograd.Function):
@@ -18,7 +18,7 @@ class _Toeplitz(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table: Tensor, edge: Tensor | None, query: PositionRange, key: PositionRange, channels_last: bool
+        ctx: Any, table: Tensor, edge: Tensor | None, query: TokenRange, key: TokenRange, channels_last: bool
     ) -> Tensor:
         ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
         ctx.edge = 0 if edge is None else edge.shape[-1]
@@ -60,7 +60,7 @@ class _Toeplitz(torch.autograd.Function):
 
 
 def toeplitz(
-    table: Tensor, query: PositionRange, key: PositionRange, *, edge: Tensor | None = None, channels_last: bool = False
+    table: Tensor, query: TokenRange, key: TokenRange, *, edge: Tensor | None = None, channels_last: bool = False
 ) -> Tensor:
     """Spread a table over n = i − j into a matrix [H, R, C]; entries with j > i hold the table's value at n = 0.
 

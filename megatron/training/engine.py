@@ -24,7 +24,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.mpu import ModelParallelUnit
 from megatron.distributed.parameters import counts
 from megatron.distributed.processes import Processes
-from megatron.model.parameters import parameter_groups
+from megatron.model.parameter_groups import parameter_groups
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from megatron.training.pipeline import Pipeline
 from megatron.uncompiled import uncompiled

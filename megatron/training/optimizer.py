@@ -8,8 +8,8 @@ ZeRO stage and precision (as flat partitions, one per parameter group), so the p
     g ← 0  where θ = low and g > 0, or θ = high and g < 0        the step would go further out
     θ ← clip(AdamW(θ, g), low, high)                             for each group that has the keys `low` and `high`
 
-`megatron.model.parameters.parameter_groups` makes one group per pair of bounds. Without the first line Adam's moments
-would remember all the pushes against a bound, and keep the parameter there long after its gradient has turned.
+`megatron.model.parameter_groups.parameter_groups` makes one group per pair of bounds. Without the first line Adam's
+moments would remember all the pushes against a bound, and keep the parameter there long after its gradient has turned.
 """
 
 import math

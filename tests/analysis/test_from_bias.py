@@ -12,9 +12,9 @@ from megatron.analysis.bias import bias_over_distance, in_double, terms_at, wind
 from megatron.analysis.convergence import series_of
 from megatron.analysis.effective_length import FAR, cumulative, effective_lengths
 from megatron.analysis.receptive_field import PLOTTED, Field, finite, theoretical
-from megatron.position import registry, tails
+from megatron.position import registry, series_tails
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
-from megatron.position.shape import AttentionDims
 
 SHARES = (0.5, 0.1, 0.01, 0.001)
 
@@ -84,7 +84,7 @@ def test_both_definitions_against_loops(seed: int) -> None:
     bias = torch.randn(97, dtype=torch.float64) - torch.arange(97) * 0.05
     b = [math.exp(x) for x in bias.tolist()]
     shares = [0.9, 0.5, 0.2, 0.05, 0.003]
-    assert theoretical(bias, tails.windowed_tail(97), shares) == [
+    assert theoretical(bias, series_tails.windowed_tail(97), shares) == [
         Field(j, j) for j in (brute(b, share) for share in shares)
     ]
     assert finite(bias.exp()) == brute_finite(b)
@@ -94,7 +94,7 @@ def test_both_definitions_against_loops(seed: int) -> None:
 def test_more_than_is_not_at_least() -> None:
     """b_t = 2^−t leaves exactly a half after one term: equation 22 wants more, the algorithm is content."""
     bias = -torch.arange(60, dtype=torch.float64) * math.log(2)
-    assert theoretical(bias, tails.exponential_tail(math.log(2)), [0.5]) == [Field(2, 2)]
+    assert theoretical(bias, series_tails.exponential_tail(math.log(2)), [0.5]) == [Field(2, 2)]
     assert finite(bias.exp(), [0.5]) == [1]
 
 

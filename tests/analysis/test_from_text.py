@@ -15,10 +15,10 @@ from megatron.analysis.maps import layer_maps
 from megatron.analysis.observe import attentions, observed, read
 from megatron.analysis.receptive_field import finite
 from megatron.analysis.taps import processor_taps
-from megatron.model.backends.eager import EagerBackend
+from megatron.attention.backends.pytorch import EagerBackend
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
-from megatron.position.shape import ALL_HEADS
+from megatron.position.token_range import ALL_HEADS
 
 LENGTH = 23
 HEADS = 3

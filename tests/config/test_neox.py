@@ -14,7 +14,7 @@ from megatron.distributed.devices import Machine
 from megatron.errors import UserError
 from megatron.options.model import ffn_hidden_size
 from megatron.position import registry
-from megatron.position.shape import AttentionDims
+from megatron.position.base import AttentionDims
 from megatron.training.preflight import preflight
 
 _spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))

@@ -12,6 +12,7 @@ from megatron.conversion.modeling_code import BUNDLED_FOLDER, MODELING_FILE, bun
 from megatron.position.registry import list_encodings, list_processors
 
 POSITION = Path(next(iter(megatron.position.__path__)))
+ATTENTION = POSITION.with_name("attention")
 PAIRS = list(product(list_encodings(), ["none", *list_processors()]))
 TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
 """By which transformers finds the files of a model (`dynamic_module_utils.py`)."""
@@ -38,8 +39,10 @@ def test_a_bundle_is_flat_and_whole(encoding: str, processor: str) -> None:
 
 def test_only_imports_differ_from_the_project() -> None:
     files = bundle_modeling_code("kerple_log", "cdape")
-    for name in ("cdape.py", "scores.py", "rows.py", "kerple_log.py"):
-        original = next(POSITION.rglob(name)).read_text(encoding="utf-8")
+    for name in ("cdape.py", "reference.py", "inputs.py", "kerple_log.py"):
+        original = next(path for folder in (POSITION, ATTENTION) for path in folder.rglob(name)).read_text(
+            encoding="utf-8"
+        )
         assert files[name] == flatten_imports(original)
         changed = [
             line for line, other in zip(files[name].split("\n"), original.split("\n"), strict=True) if line != other
@@ -53,6 +56,6 @@ def test_other_methods_stay_at_home() -> None:
 
 
 def test_names_of_files_are_unique() -> None:
-    files = [path for path in POSITION.rglob("*.py") if path.name != "__init__.py"]
+    files = [path for path in (*POSITION.rglob("*.py"), *ATTENTION.glob("*.py")) if path.name != "__init__.py"]
     files += [path for path in BUNDLED_FOLDER.glob("*.py") if path.name != "__init__.py"]
     assert len({path.name for path in files}) == len(files)

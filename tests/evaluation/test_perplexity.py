@@ -171,7 +171,7 @@ def test_chunked_attention_gives_the_same_perplexity() -> None:
     options = {"pos_emb": "kerple_log", "score_processor": "cdape"}
     eager, chunked = tiny_gpt(**options), tiny_gpt(**options)
     for layer in chunked.decoder.layers:
-        from megatron.model.backends.chunked import ChunkedBackend
+        from megatron.attention.backends.pytorch import ChunkedBackend
 
         layer.self_attention.core_attention.backend = ChunkedBackend(5)
     expected, found = (scored(loaded(model), STREAM, Options(lengths=[8, 64], windows=4)) for model in (eager, chunked))

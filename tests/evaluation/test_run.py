@@ -28,7 +28,7 @@ from megatron.errors import RunError, UserError
 from megatron.evaluation.lengths import read_lengths, wanted_lengths
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import evaluate_runs
-from megatron.model.placement import resolve_device
+from megatron.model.device_dtype import resolve_device
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports import plots, records
 from megatron.reports.records import Record

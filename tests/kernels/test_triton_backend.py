@@ -12,16 +12,18 @@ from kernels.bias.configs import MAX_WIDTH
 from kernels.biased_attention.op import biased_attention
 from kernels.cdape_attention.op import WIDEST
 from kernels.rows import MAX_HEAD_DIM
+from megatron.attention.backends import triton
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.pytorch import EagerBackend
+from megatron.attention.backends.registry import RowBlockBackend, select_backend
+from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_table
 from megatron.errors import UserError
-from megatron.model.backends import bias_matrix, triton
-from megatron.model.backends.backend import AttentionBackend
-from megatron.model.backends.choose import RowBlockBackend, select_backend
-from megatron.model.backends.eager import EagerBackend
-from megatron.model.backends.triton import KernelChoice, TritonBackend, select_kernel
 from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.randomized import sample_positions
 from megatron.position.registry import (
     build_encoding,
     build_processor,
@@ -30,9 +32,7 @@ from megatron.position.registry import (
     load_encoding_class,
     load_processor_class,
 )
-from megatron.position.rows import AttentionInputs
-from megatron.position.scores import compute_table
-from megatron.position.shape import AttentionDims, PositionRange
+from megatron.position.token_range import TokenRange, sample_positions
 from tools.rounding import assert_rounding_alone
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
@@ -68,7 +68,7 @@ def random_on(device: str, length: int, batch: int = 2, dtype: torch.dtype = tor
 
 
 def results(
-    backend: AttentionBackend, built: Built, qkv, query: PositionRange, key: PositionRange, window: int | None
+    backend: AttentionBackend, built: Built, qkv, query: TokenRange, key: TokenRange, window: int | None
 ) -> dict[str, torch.Tensor]:
     """Output and all gradients."""
     encoding, processor = built
@@ -107,7 +107,7 @@ CASES = [(e, p, 4, None) for e, p in ABLE if p in ("none", TURNS[e]) or e in ("n
 
 @pytest.fixture(autouse=True)
 def _few_programs(tall_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bias_matrix, "BLOCK", 8)
+    monkeypatch.setattr(triton, "ROWS_PER_CALL", 8)
 
 
 @pytest.mark.parametrize(("encoding", "processor", "start", "window"), CASES)
@@ -115,7 +115,7 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
     encoding: str, processor: str, start: int, window: int | None, device: str
 ) -> None:
     built, q, k, v = on(device, encoding, processor), *random_on(device, 13, batch=1)
-    query, key = PositionRange(start, 13 - start), PositionRange(0, 13)
+    query, key = TokenRange(start, 13 - start), TokenRange(0, 13)
     found = results(TritonBackend(Unused()), built, (q[:, :, start:], k, v), query, key, window)
     exact = [None if module is None else module.cpu().double() for module in built]
     qkv = [x.cpu().double() for x in (q[:, :, start:], k, v)]
@@ -125,7 +125,7 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
 def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
     e, _ = on(device, "kerple_log", "none")
     p = build_processor("cdape", SHAPE, {"residual_bias": False}, has_bias=True).to(device)
-    rows = AttentionInputs(*random_on(device, 9, batch=1), PositionRange(0, 9), PositionRange(0, 9), e, p)
+    rows = AttentionInputs(*random_on(device, 9, batch=1), TokenRange(0, 9), TokenRange(0, 9), e, p)
     torch.testing.assert_close(TritonBackend(Unused())(rows), EagerBackend()(rows), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -148,7 +148,7 @@ def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
 )
 def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route: KernelChoice, device: str) -> None:
     e, p = on(device, encoding, processor)
-    span = PositionRange(0, 9)
+    span = TokenRange(0, 9)
     rows = AttentionInputs(*random_on(device, 9), span, span, e, p, **change)
     found, why = select_kernel(rows, compute_table(e, span, span, device) or ScoreTerms())
     assert found is route
@@ -161,11 +161,11 @@ def test_what_shows_at_run_time_is_computed_elsewhere_and_said_once(
 ) -> None:
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9)
-    span = PositionRange(0, 9)
+    span = TokenRange(0, 9)
     backend = TritonBackend(RowBlockBackend(4))
     triton._warn_fallback.cache_clear()
     mask = (torch.arange(9)[None] >= torch.tensor([[0], [3]])).to(device)
-    drawn = PositionRange(0, 9, sample_positions(9, 20, seed=3))
+    drawn = TokenRange(0, 9, sample_positions(9, 20, seed=3))
     cases = [AttentionInputs(q, k, v, span, span, e, p, key_mask=mask), AttentionInputs(q, k, v, drawn, drawn, e, p)]
     if p is not None:
         cases.append(AttentionInputs(q, k, v[:, :2], span, span, e, p, heads=slice(0, 2)))
@@ -183,7 +183,7 @@ def test_bfloat16_in_the_interpreter_is_left_to_pytorch(processor: str, device: 
     """The interpreter computes it wrongly."""
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9, dtype=torch.bfloat16)
-    rows = AttentionInputs(q, k, v, PositionRange(0, 9), PositionRange(0, 9), e, p)
+    rows = AttentionInputs(q, k, v, TokenRange(0, 9), TokenRange(0, 9), e, p)
     assert torch.equal(TritonBackend(EagerBackend())(rows), EagerBackend()(rows))
     with pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
         biased_attention(q, k, v)
@@ -231,7 +231,7 @@ def test_dropout_drops_the_same_weights_forward_and_backward(encoding: str, devi
     """The output is linear in v: gradient and output agree on what was dropped only if v·(dv of g·out) = g·out."""
     e, p = on(device, encoding, "none")
     q, k, v = random_on(device, 11)
-    span = PositionRange(0, 11)
+    span = TokenRange(0, 11)
     v.requires_grad_()
     kept = TritonBackend(Unused())(AttentionInputs(q, k, v, span, span, e, p, dropout=0.5))
     upstream = torch.randn_like(kept)
@@ -242,7 +242,7 @@ def test_dropout_drops_the_same_weights_forward_and_backward(encoding: str, devi
 
 def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
     e, p = on(device, "kerple_log", "none")
-    rows = AttentionInputs(*random_on(device, 11, batch=1), PositionRange(0, 11), PositionRange(0, 11), e, p)
+    rows = AttentionInputs(*random_on(device, 11, batch=1), TokenRange(0, 11), TokenRange(0, 11), e, p)
     q, k, v = (x.expand(100, -1, -1, -1) for x in (rows.q, rows.k, rows.v))
     draws = TritonBackend(Unused())(replace(rows, q=q, k=k, v=v, dropout=0.5)).detach()
     # To six times the standard error of the mean of 100 draws.

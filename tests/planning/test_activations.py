@@ -10,6 +10,7 @@ from models import build_model
 from tiny_runs import tiny_config
 
 from kernels.cdape_attention import host
+from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.distributed.places import held
@@ -18,8 +19,7 @@ from megatron.model.attention import AttentionContext
 from megatron.planning import activations
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.planning.position_costs import ENCODING_COSTS
-from megatron.position.shape import PositionRange
-from megatron.position.stretches import build_segments, concatenate_ranges
+from megatron.position.token_range import TokenRange
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS = {
@@ -49,7 +49,7 @@ def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False)
     kind = TYPES[config.training.compute_type]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
-    parts = concatenate_ranges([PositionRange(start, size) for start, size in held(length, context)])
+    parts = concatenate_ranges([TokenRange(start, size) for start, size in held(length, context)])
     batch = config.training.train_micro_batch_size_per_gpu
     hidden = torch.zeros(length // context.size, batch, 64, dtype=kind, requires_grad=True)
     return kept_by_autograd(gpt, lambda: gpt._run_layers(hidden, AttentionContext(parts)), arguments=arguments)

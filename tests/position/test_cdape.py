@@ -1,14 +1,19 @@
 """CDAPE against the published module, rebuilt here from DAPE V2's appendix N."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import precompute_terms
 from megatron.position import registry
-from megatron.position.randomized import sample_positions
-from megatron.position.scores import compute_bias_contribution, compute_table
-from megatron.position.shape import AttentionDims, PositionRange, causal_mask
+from megatron.position.base import AttentionDims
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
 from megatron.position.toeplitz import toeplitz
+from megatron.position.token_range import TokenRange, causal_mask, sample_positions
 
 
 class Appendix(nn.Module):
@@ -49,7 +54,7 @@ def test_equals_the_appendix_on_every_row_but_the_last(k: int, heads: int, width
     ours, theirs = _pair(heads, width, k, has_bias)
     scores = torch.randn(2, heads, length, length, dtype=torch.float64)
     bias = torch.randn(heads, length, length, dtype=torch.float64) if has_bias else None
-    span = PositionRange(0, length)
+    span = TokenRange(0, length)
     visible = causal_mask(span, span)[None, None]
     mine, published = ours(scores, bias, visible), theirs(scores, bias)
     same = length - k // 2
@@ -65,7 +70,7 @@ def test_the_last_rows_differ_because_the_published_hidden_map_ends_at_column_T(
     length, longer = 12, 14  # k//2 = 2 more columns
     scores = torch.randn(1, 3, longer, longer, dtype=torch.float64)
     bias = torch.randn(3, longer, longer, dtype=torch.float64)
-    span = PositionRange(0, length)
+    span = TokenRange(0, length)
     mine = ours(scores[..., :length, :length], bias[:, :length, :length], causal_mask(span, span)[None, None])
     short = theirs(scores[..., :length, :length], bias[:, :length, :length])
     grown = theirs(scores, bias)[..., :length, :length]
@@ -83,7 +88,7 @@ def test_dape_is_cdape_with_kernel_one() -> None:
     cdape = registry.build_processor("cdape", shape, {"width": 9, "kernel_size": 1}, has_bias=True)
     cdape.load_state_dict(dape.state_dict())
     scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
-    visible = causal_mask(PositionRange(0, 7), PositionRange(0, 7))[None, None]
+    visible = causal_mask(TokenRange(0, 7), TokenRange(0, 7))[None, None]
     assert torch.equal(dape(scores, bias, visible), cdape(scores, bias, visible))
 
 
@@ -93,7 +98,7 @@ def test_zero_init_is_the_identity_and_residual_bias_is_optional(residual: bool)
     options = {"zero_init": True, "residual_bias": residual}
     processor = registry.build_processor("cdape", shape, options, has_bias=True)
     scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
-    visible = causal_mask(PositionRange(0, 7), PositionRange(0, 7))[None, None]
+    visible = causal_mask(TokenRange(0, 7), TokenRange(0, 7))[None, None]
     expected = scores + bias if residual else scores  # DAPE V2 equation 3; equation 2
     assert torch.equal(processor(scores, bias, visible), expected)
 
@@ -111,6 +116,11 @@ def test_bad_options_are_refused(options: dict) -> None:
         registry.build_processor("cdape", AttentionDims(3, 8, 24, 16, 16), options, has_bias=True)
 
 
+def some_inputs(encoding: Encoding, processor: Processor, tokens: TokenRange) -> AttentionInputs:
+    x = torch.zeros(1, 3, tokens.length, 8)
+    return AttentionInputs(x, x, x, tokens, tokens, encoding, processor)
+
+
 @pytest.mark.parametrize("k", [1, 3, 5, 7])
 @pytest.mark.parametrize("length", [1, 2, 5, 23])
 def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, length: int) -> None:
@@ -118,15 +128,15 @@ def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, 
     shape = AttentionDims(3, 8, 24, 16, 16)
     encoding = registry.build_encoding("kerple_log3", shape).double()
     processor = registry.build_processor("cdape", shape, {"width": 5, "kernel_size": k}, has_bias=True).double()
-    whole, p = PositionRange(0, length), k // 2
-    table = compute_table(encoding, whole, whole)
-    share = compute_bias_contribution(processor, table, whole, whole)
+    whole, p = TokenRange(0, length), k // 2
+    inputs = precompute_terms(some_inputs(encoding, processor, whole))
+    table, share = inputs.table, inputs.bias_contribution
     lower = causal_mask(whole, whole)
     dense = toeplitz(table.bias, whole, whole).masked_fill(~lower, 0)
     exact = processor.hidden(torch.nn.functional.pad(dense, (0, p))[None].double(), processor.biases)[0]
-    used = causal_mask(PositionRange(p, length), PositionRange(0, length + p))  # what any output that is seen reads
+    used = causal_mask(TokenRange(p, length), TokenRange(0, length + p))  # what any output that is seen reads
     for start in range(length):
-        rows = PositionRange(start, length - start)
+        rows = TokenRange(start, length - start)
         ours = share.for_rows(rows, length)
         torch.testing.assert_close(ours.where(used[start:], 0), exact[:, start:].where(used[start:], 0))
 
@@ -134,13 +144,15 @@ def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, 
 def test_no_share_where_keys_are_hidden() -> None:
     encoding = registry.build_encoding("alibi", AttentionDims(3, 8, 24, 16, 16))
     processor = registry.build_processor("cdape", encoding.dims, has_bias=True)
-    whole = PositionRange(0, 9)
-    table = compute_table(encoding, whole, whole)
-    assert compute_bias_contribution(processor, table, whole, whole) is not None
-    assert (
-        compute_bias_contribution(processor, table, whole, whole, key_mask=torch.ones(1, 9, dtype=torch.bool)) is None
-    )
-    assert compute_bias_contribution(processor, table, whole, whole, window=4) is None
-    drawn = PositionRange(0, 9, sample_positions(9, 20, seed=3))
-    assert compute_bias_contribution(processor, compute_table(encoding, drawn, drawn), drawn, drawn) is None
-    assert compute_bias_contribution(processor, table, PositionRange(4, 5), PositionRange(4, 5)) is None
+    whole = TokenRange(0, 9)
+    inputs = some_inputs(encoding, processor, whole)
+    assert precompute_terms(inputs).bias_contribution is not None
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    sampled = TokenRange(0, 9, sample_positions(9, 20, seed=3))
+    for hidden in (
+        replace(inputs, key_mask=mask),
+        replace(inputs, window=4),
+        replace(inputs, query=sampled, key=sampled),
+        replace(inputs, query=TokenRange(4, 5), key=TokenRange(4, 5)),
+    ):
+        assert precompute_terms(hidden).bias_contribution is None

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.attention.reference import arange_distances
 from megatron.position import registry
+from megatron.position.base import AttentionDims
 from megatron.position.encodings.alibi import slopes
-from megatron.position.scores import arange_distances
-from megatron.position.shape import ALL_HEADS, AttentionDims, PositionRange
+from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.rounding import assert_alike
 
 N = 300
@@ -101,12 +102,12 @@ def test_rotary_is_the_rotation_matrix(fraction: float, position: int) -> None:
         matrix[a, a] = matrix[b, b] = math.cos(angle)
         matrix[a, b], matrix[b, a] = -math.sin(angle), math.sin(angle)
     exact = matrix @ x[0, 0, 0].double().numpy()
-    _close(encoding.rotate(x, PositionRange(position, 1))[0, 0, 0], exact)
+    _close(encoding.rotate(x, TokenRange(position, 1))[0, 0, 0], exact)
 
 
 def test_sinusoidal() -> None:
     encoding = registry.build_encoding("sinusoidal", AttentionDims(2, 6, 12, 16, 16))
-    ours = encoding.embed(PositionRange(65_530, 5), torch.zeros(1))
+    ours = encoding.embed(TokenRange(65_530, 5), torch.zeros(1))
     for row, position in enumerate(range(65_530, 65_535)):
         angle = position / 10000.0 ** (np.arange(6) / 6)
         _close(ours[row], np.concatenate([np.sin(angle), np.cos(angle)]))
@@ -114,9 +115,9 @@ def test_sinusoidal() -> None:
 
 def test_learned_is_its_table_and_ends_with_it() -> None:
     encoding = _build("learned")
-    assert torch.equal(encoding.embed(PositionRange(3, 5), torch.zeros(1)), encoding.vectors.weight[3:8])
+    assert torch.equal(encoding.embed(TokenRange(3, 5), torch.zeros(1)), encoding.vectors.weight[3:8])
     with pytest.raises(ValueError, match=r"end at 16 .* length 17"):
-        encoding.embed(PositionRange(0, 17), torch.zeros(1))
+        encoding.embed(TokenRange(0, 17), torch.zeros(1))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_fire_against_a_loop(activation: str, slope: float) -> None:
     encoding = _build("fire", heads=3, width=7, activation=activation)
     p = {name: value.detach().double() for name, value in encoding.named_parameters()}
     half = 16 / 2
-    for query, key in ((PositionRange(0, 12), PositionRange(0, 12)), (PositionRange(40, 3), PositionRange(0, 43))):
+    for query, key in ((TokenRange(0, 12), TokenRange(0, 12)), (TokenRange(40, 3), TokenRange(0, 43))):
         bias = encoding.dense(query, key, torch.zeros(1), ALL_HEADS).bias
         for r, i in enumerate(range(query.start, query.stop)):
             for j in range(min(i + 1, key.stop)):
@@ -230,7 +231,7 @@ def test_cope_against_a_loop() -> None:
         encoding.vectors.value.normal_()
     q, k = torch.randn(2, 1, 2, 11, 4)
     scores = q @ k.transpose(-1, -2) / 2
-    ours = encoding.contextual(q, k, scores, PositionRange(0, 11), PositionRange(0, 11), ALL_HEADS)
+    ours = encoding.contextual(q, k, scores, TokenRange(0, 11), TokenRange(0, 11), ALL_HEADS)
     e = encoding.vectors.value.double()
     for h in range(2):
         for i in range(11):
@@ -247,7 +248,7 @@ def test_cope_starts_without_effect() -> None:
     q, k = torch.randn(2, 1, 5, 6, 8)
     assert (
         _build("cope")
-        .contextual(q, k, q @ k.transpose(-1, -2), PositionRange(0, 6), PositionRange(0, 6), ALL_HEADS)
+        .contextual(q, k, q @ k.transpose(-1, -2), TokenRange(0, 6), TokenRange(0, 6), ALL_HEADS)
         .abs()
         .max()
         == 0
@@ -261,7 +262,7 @@ def test_transformer_xl_against_a_loop() -> None:
         for parameter in encoding.parameters():
             parameter.normal_()
     q, k = torch.randn(2, 1, 2, 7, 4)
-    ours = encoding.contextual(q, k, q @ k.transpose(-1, -2) / 2, PositionRange(0, 7), PositionRange(0, 7), ALL_HEADS)
+    ours = encoding.contextual(q, k, q @ k.transpose(-1, -2) / 2, TokenRange(0, 7), TokenRange(0, 7), ALL_HEADS)
     u, v = encoding.u.value.double(), encoding.v.value.double()
     w = encoding.project.weight.double().view(2, 4, 8)
     for h in range(2):
@@ -319,7 +320,7 @@ def test_rotary_scaling(scaling: str, options: dict[str, float]) -> None:
     amplitude = options.get("attention_factor", 0.1 * math.log(options["factor"]) + 1) if scaling == "yarn" else 1.0
     x = torch.randn(1, 2, 5, 32)
     place = 1000
-    turned = encoding.rotate(x, PositionRange(place, 5)).double()
+    turned = encoding.rotate(x, TokenRange(place, 5)).double()
     angle = (place + np.arange(5))[:, None] * np.array(exact)
     a, b = x[..., :half].double().numpy(), x[..., half:].double().numpy()
     wanted = amplitude * np.concatenate(

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random_qkv
 from torch import Tensor
 
-from megatron.model.backends.chunked import ChunkedBackend
-from megatron.model.backends.eager import EagerBackend
-from megatron.model.backends.sdpa import SdpaBackend
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
+from megatron.attention.backends.sdpa import SdpaBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import arange_distances, compute_attention, compute_logits, compute_table
 from megatron.position import registry
+from megatron.position.base import AttentionDims
 from megatron.position.processors.cdape import Cdape
-from megatron.position.randomized import sample_positions
-from megatron.position.rows import AttentionInputs, attend_all
-from megatron.position.scores import arange_distances, attention_logits, compute_table
-from megatron.position.shape import ALL_HEADS, AttentionDims, PositionRange, SampledPositions
+from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
 from tools.rounding import FACTOR, assert_alike, assert_rounding_alone, excess
 
 # The longest sum of these shapes is CDAPE's second convolution, and at most five follow on one another: turned keys,
@@ -42,7 +41,7 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
     row = data.draw(st.integers(0, length - 2))
     q, k, v = random_qkv(length)
     k.requires_grad_(), v.requires_grad_()
-    out = output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p)
+    out = output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p)
     out[:, :, : row + 1].square().sum().backward()
     assert k.grad[:, :, row + 1 :].abs().max() == 0
     assert v.grad[:, :, row + 1 :].abs().max() == 0
@@ -50,7 +49,7 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
         k2, v2 = k.clone(), v.clone()
         k2[:, :, row + 1 :] += 100
         v2[:, :, row + 1 :] -= 100
-        changed = output(q, k2, v2, PositionRange(0, length), PositionRange(0, length), e, p)
+        changed = output(q, k2, v2, TokenRange(0, length), TokenRange(0, length), e, p)
     assert torch.equal(changed[:, :, : row + 1], out[:, :, : row + 1])
 
 
@@ -66,7 +65,7 @@ def test_the_causality_law_catches_a_processor_without_tril() -> None:
     p = LeakyCdape(SHAPE, has_bias=True)
     q, k, v = random_qkv(9)
     k.requires_grad_()
-    output(q, k, v, PositionRange(0, 9), PositionRange(0, 9), e, p)[:, :, :5].square().sum().backward()
+    output(q, k, v, TokenRange(0, 9), TokenRange(0, 9), e, p)[:, :, :5].square().sum().backward()
     assert k.grad[:, :, 5:].abs().max() > 0
 
 
@@ -77,15 +76,15 @@ def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processo
     """The same law makes cached decoding and sharding by rows exact."""
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
-    whole = output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p)
+    whole = output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p)
     start = data.draw(st.integers(0, length - 1))
     stop = data.draw(st.integers(start + 1, length))
     rows = output(
         q[:, :, start:stop],
         k[:, :, :stop],
         v[:, :, :stop],
-        PositionRange(start, stop - start),
-        PositionRange(0, stop),
+        TokenRange(start, stop - start),
+        TokenRange(0, stop),
         e,
         p,
     )
@@ -98,8 +97,8 @@ def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processo
 def test_moving_all_positions_changes_nothing(encoding: str, processor: str, length: int, offset: int) -> None:
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
-    here = output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p)
-    there = output(q, k, v, PositionRange(offset, length), PositionRange(offset, length), e, p)
+    here = output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p)
+    there = output(q, k, v, TokenRange(offset, length), TokenRange(offset, length), e, p)
     assert_alike(here, there, TERMS, SUMS)
 
 
@@ -113,7 +112,7 @@ def test_a_window_hides_what_is_before_it(encoding, processor, length: int, wind
     row = data.draw(st.integers(0, length - 1))
     q, k, v = random_qkv(length, dtype=torch.float64)
     k.requires_grad_(), v.requires_grad_()
-    span = PositionRange(0, length)
+    span = TokenRange(0, length)
     output(q, k, v, span, span, e, p, window)[:, :, row].square().sum().backward()
     first = max(row - window + 1, 0)
     assert v.grad[:, :, :first].abs().max() == 0 if first else True
@@ -131,7 +130,7 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
-    span = PositionRange(0, length)
+    span = TokenRange(0, length)
     rows = AttentionInputs(q, k, v, span, span, e, p, window=window)
     assert_alike(ChunkedBackend(block)(rows), EagerBackend()(rows), TERMS, SUMS)
     if SdpaBackend().unsupported_reason(e, p) is None:
@@ -148,15 +147,15 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
     q, k, v = random_qkv(length)
     start = data.draw(st.integers(0, 30))
     run = SampledPositions(torch.arange(start, start + length), start + length)
-    whole = output(q, k, v, PositionRange(0, length, run), PositionRange(0, length, run), e, p)
+    whole = output(q, k, v, TokenRange(0, length, run), TokenRange(0, length, run), e, p)
     if e.takes_positions:
-        moved = PositionRange(start, length)
+        moved = TokenRange(start, length)
         assert_alike(whole, output(q, k, v, moved, moved, e, p), TERMS, SUMS)
     drawn = sample_positions(length, length + spread, seed=data.draw(st.integers(0, 2**31)))
-    span = PositionRange(0, length, drawn)
+    span = TokenRange(0, length, drawn)
     ours = output(q, k, v, span, span, e, p)
     if not e.takes_positions:
-        assert torch.equal(ours, output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p))
+        assert torch.equal(ours, output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p))
     elif processor == "none" and not e.overrides_hook("contextual"):
         total = length + spread
         qs, ks, vs = (x.new_zeros(*x.shape[:2], total, x.shape[3]) for x in (q, k, v))
@@ -164,7 +163,7 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
             long[:, :, drawn.values] = short
         present = torch.zeros(2, total, dtype=torch.bool)
         present[:, drawn.values] = True
-        every = PositionRange(0, total)
+        every = TokenRange(0, total)
         exact = EagerBackend()(
             AttentionInputs(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present)
         )
@@ -178,7 +177,7 @@ def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
-    span = PositionRange(0, length, sample_positions(length, limit, seed=3))
+    span = TokenRange(0, length, sample_positions(length, limit, seed=3))
     results = []
     for backend in (EagerBackend(), ChunkedBackend(4)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -195,13 +194,13 @@ def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str
     """What tensor parallelism rests on: a range of heads equals that range of the whole."""
     e, p = build(encoding, processor)
     q, k, _ = random_qkv(11)
-    span = PositionRange(0, 11)
-    table = compute_table(e, span, span)
+    span = TokenRange(0, 11)
     for some in (slice(0, 1), slice(1, 3)):
-        ours = attention_logits(q, k, span, span, e, p, table=table, heads=some)
-        assert_alike(ours, attention_logits(q, k, span, span, e, p, table=table)[:, some], TERMS, SUMS)
-        plain = attention_logits(q[:, some], k[:, some], span, span, e, None, table=table, heads=some)
-        whole = attention_logits(q, k, span, span, e, None, table=table)[:, some]
+        ours = compute_logits(AttentionInputs(q, k, k, span, span, e, p, heads=some))
+        assert_alike(ours, compute_logits(AttentionInputs(q, k, k, span, span, e, p))[:, some], TERMS, SUMS)
+        own_q, own_k = q[:, some], k[:, some]
+        plain = compute_logits(AttentionInputs(own_q, own_k, own_k, span, span, e, heads=some))
+        whole = compute_logits(AttentionInputs(q, k, k, span, span, e))[:, some]
         assert_alike(plain, whole, TERMS, SUMS)
 
 
@@ -210,7 +209,7 @@ def test_32_times_the_training_length_is_finite(encoding: str, processor: str) -
     e, p = build(encoding, processor)
     length = 32 * SHAPE.train_length
     q, k, v = random_qkv(length, batch=1)
-    assert output(q, k, v, PositionRange(0, length), PositionRange(0, length), e, p).isfinite().all()
+    assert output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p).isfinite().all()
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -224,7 +223,7 @@ def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, proces
     results = []
     for backend in (EagerBackend(), ChunkedBackend(11)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        span = PositionRange(0, length)
+        span = TokenRange(0, length)
         out = backend(AttentionInputs(*inputs, query=span, key=span, encoding=e, processor=p))
         parameters = [*e.parameters(), *(p.parameters() if p is not None else ())]
         grads = torch.autograd.grad((out * seed).sum(), [*inputs, *parameters], allow_unused=True)
@@ -235,7 +234,7 @@ def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, proces
 
 def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[AttentionInputs, Callable[[], Tensor]]:
     """Attention in bfloat16, and the same in float64 from the same numbers."""
-    span, qkv = PositionRange(0, length), random_qkv(length, dtype=torch.bfloat16)
+    span, qkv = TokenRange(0, length), random_qkv(length, dtype=torch.bfloat16)
     e, p = (None if module is None else module.bfloat16() for module in build(encoding, processor))
     exact = [None if module is None else deepcopy(module).double() for module in (e, p)]
     wide = [x.double() for x in qkv]
@@ -257,7 +256,7 @@ def _without_far_keys(rows: AttentionInputs) -> Tensor:
 
 def _with_distances_off_by_one(rows: AttentionInputs) -> Tensor:
     table = compute_table(rows.encoding, rows.query, rows.key)
-    return attend_all(rows, table._replace(bias=table.bias.roll(1, dims=-1)))
+    return compute_attention(replace(rows, table=table._replace(bias=table.bias.roll(1, dims=-1))))
 
 
 def _with_a_nan(rows: AttentionInputs) -> Tensor:
@@ -297,7 +296,7 @@ def test_a_half_precision_model_has_the_float32_bias_at_any_distance(name: str) 
     "name", [name for name in registry.list_encodings() if registry.load_encoding_class(name).overrides_hook("dense")]
 )
 def test_a_half_precision_model_has_the_float32_bias_where_it_is_no_table(name: str) -> None:
-    query, key = PositionRange(65_534, 3), PositionRange(0, 5)
+    query, key = TokenRange(65_534, 3), TokenRange(0, 5)
     for dtype in (torch.bfloat16, torch.float16):
         half, full = (build(name, "none")[0] for _ in range(2))
         half = half.to(dtype)
@@ -319,7 +318,7 @@ def test_float16_stays_finite_at_distance_65536(encoding: str, processor: str) -
         parameter.data.clamp_(min=2.0)
     e, p = e.half(), p.half() if p is not None else None
     q, k, v = random_qkv(65_537, shape, batch=1, dtype=torch.float16)
-    last = output(q[:, :, -1:], k, v, PositionRange(65_536, 1), PositionRange(0, 65_537), e, p)
+    last = output(q[:, :, -1:], k, v, TokenRange(65_536, 1), TokenRange(0, 65_537), e, p)
     assert last.isfinite().all()
 
 

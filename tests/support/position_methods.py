@@ -4,11 +4,13 @@ from itertools import product
 
 import torch
 
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_attention
 from megatron.position import registry
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.scores import attention_logits, compute_table, softmax_attend
-from megatron.position.shape import AttentionDims, PositionRange
+from megatron.position.token_range import TokenRange
 
 SHAPE = AttentionDims(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
 ALL = list(product(registry.list_encodings(), ["none", *registry.list_processors()]))
@@ -28,16 +30,15 @@ def output(
     q,
     k,
     v,
-    query: PositionRange,
-    key: PositionRange,
+    query: TokenRange,
+    key: TokenRange,
     encoding: Encoding,
     processor: Processor | None,
     window: int | None = None,
 ) -> torch.Tensor:
     """Attention of some rows, straight from the contract."""
-    table = compute_table(encoding, query, key)
     q, k = encoding.rotate(q, query), encoding.rotate(k, key)
-    return softmax_attend(attention_logits(q, k, query, key, encoding, processor, table=table, window=window), v)
+    return compute_attention(AttentionInputs(q, k, v, query, key, encoding, processor, window=window))
 
 
 def random_qkv(

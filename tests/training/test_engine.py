@@ -17,9 +17,9 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import Mesh, Sizes
 from megatron.distributed.place import Place
 from megatron.distributed.processes import join
-from megatron.model.parameters import parameter_groups
+from megatron.model.parameter_groups import parameter_groups
 from megatron.position import registry
-from megatron.position.parameters import BoundedParameter
+from megatron.position.bounded_parameter import BoundedParameter
 from megatron.training.engine import Engine, deepspeed_config
 from megatron.training.optimizer import BoundedAdamW
 from tools.rounding import apart, sums_of_gpt

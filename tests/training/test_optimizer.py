@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
-from megatron.position.parameters import BoundedParameter, init_constant, init_uniform
+from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
 from megatron.training.optimizer import BoundedAdamW, build_optimizer
 from tools.rounding import apart
 

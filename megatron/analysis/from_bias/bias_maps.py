@@ -8,8 +8,8 @@ import torch
 from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture
 from megatron.analysis.bias import in_double
 from megatron.analysis.heads import triangle
-from megatron.position.scores import arange_distances, compute_dense_terms
-from megatron.position.shape import PositionRange, causal_mask
+from megatron.attention.reference import arange_distances, compute_dense_terms
+from megatron.position.token_range import TokenRange, causal_mask
 
 SIDE = 64
 LOWEST = 1e-4
@@ -40,9 +40,9 @@ class BiasMaps(Analysis):
         if not each.encoding.has_bias() and looked.window is None:
             raise NotApplicable("It adds no bias: every factor is 1.")
         encoding = in_double(each.encoding)
-        span = PositionRange(0, SIDE)
+        span = TokenRange(0, SIDE)
         table = encoding.table(arange_distances(SIDE).double()) if type(encoding).overrides_hook("table") else None
-        bias = compute_dense_terms(encoding, table, span, span, torch.zeros((), dtype=torch.float64)).bias
+        bias = compute_dense_terms(encoding, span, span, torch.zeros((), dtype=torch.float64), table).bias
         factors = torch.ones(encoding.dims.num_heads, SIDE, SIDE, dtype=torch.float64) if bias is None else bias.exp()
         factors = factors.masked_fill(~causal_mask(span, span, window=looked.window), float("nan"))
         return Found(each.name, {head: factors[head] for head in looked.heads})

@@ -17,14 +17,21 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ...position.encoding import Encoding
-from ...position.processor import Processor
-from ...position.randomized import sample_positions
-from ...position.registry import build_encoding, build_processor
-from ...position.rows import AttentionInputs, attend_in_blocks
-from ...position.shape import AttentionDims, PositionRange
-from ...position.stretches import Segment, add_position_embeddings, attend_segments, build_segments, rotate_segments
-from .configuration_farfield import FarfieldConfig
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_attention_in_blocks
+from megatron.attention.segments import (
+    Segment,
+    add_position_embeddings,
+    attend_segments,
+    build_segments,
+    rotate_segments,
+)
+from megatron.conversion.bundled.configuration_farfield import FarfieldConfig
+from megatron.position.base import AttentionDims
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.registry import build_encoding, build_processor
+from megatron.position.token_range import TokenRange, sample_positions
 
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu}
@@ -96,14 +103,14 @@ class FarfieldAttention(nn.Module):
                 q=q,
                 k=k,
                 v=v,
-                query=segment.positions,
-                key=PositionRange(0, segment.positions.stop, segment.positions.sampled),
+                query=segment.tokens,
+                key=TokenRange(0, segment.tokens.stop, segment.tokens.sampled),
                 encoding=encoding,
                 processor=self.processor,
                 window=self.config.attention_window,
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
-            return attend_in_blocks(inputs, self.config.attention_rows)
+            return compute_attention_in_blocks(inputs, self.config.attention_rows)
 
         return self.out(attend_segments(q, k, v, segments, attend).transpose(1, 2).flatten(2))
 

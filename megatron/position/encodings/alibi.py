@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..tails import SeriesTail, exponential_tail
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.series_tails import SeriesTail, exponential_tail
 
 
 def slopes(num_heads: int) -> list[float]:

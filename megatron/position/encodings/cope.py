@@ -7,9 +7,10 @@ between whole positions. It needs queries and keys, so it is a contextual term, 
 import torch
 from torch import Tensor, nn
 
-from ..encoding import Encoding
-from ..parameters import BoundedParameter
-from ..shape import AttentionDims, PositionRange, causal_mask
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.bounded_parameter import BoundedParameter
+from megatron.position.encoding import Encoding
+from megatron.position.token_range import TokenRange, causal_mask
 
 
 class Cope(Encoding):
@@ -26,12 +27,12 @@ class Cope(Encoding):
     def __init__(self, dims: AttentionDims, *, positions: int = 64) -> None:
         super().__init__(dims)
         if positions < 2:
-            raise ValueError(f"option positions of cope is {positions}; it must be at least 2")
+            raise OptionError("positions", f"is {positions}; it must be at least 2")
         self.positions = positions
         self.vectors = BoundedParameter((positions, dims.head_dim), nn.init.zeros_)
 
     def contextual(
-        self, q: Tensor, k: Tensor, scores: Tensor, query: PositionRange, key: PositionRange, heads: slice
+        self, q: Tensor, k: Tensor, scores: Tensor, query: TokenRange, key: TokenRange, heads: slice
     ) -> Tensor:
         visible = causal_mask(query, key, q.device)
         gates = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32))) * visible

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..encoding import Encoding, ScoreTerms
-from ..forms import FireParameters
-from ..parameters import BoundedParameter, init_constant, init_uniform
-from ..shape import AttentionDims, PositionRange
-from ..tails import SeriesTail, constant_tail
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.kernel_parameters import FireParameters
+from megatron.position.series_tails import SeriesTail, constant_tail
+from megatron.position.token_range import TokenRange
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_relu": F.leaky_relu}
 
@@ -44,13 +45,13 @@ class Fire(Encoding):
     ) -> None:
         super().__init__(dims)
         if activation not in ACTIVATIONS:
-            raise ValueError(f"option activation of fire is {activation!r}; choose from {', '.join(ACTIVATIONS)}")
+            raise OptionError("activation", f"is {activation!r}; choose from {', '.join(ACTIVATIONS)}")
         if width < 1:
-            raise ValueError(f"option width of fire is {width}; it must be at least 1")
+            raise OptionError("width", f"is {width}; it must be at least 1")
         if c_start < 1e-4:
-            raise ValueError(f"option c_start of fire is {c_start}; it must be at least 0.0001")
+            raise OptionError("c_start", f"is {c_start}; it must be at least 0.0001")
         if multiplier_start < 0:
-            raise ValueError(f"option multiplier_start of fire is {multiplier_start}; it must not be negative")
+            raise OptionError("multiplier_start", f"is {multiplier_start}; it must not be negative")
         self.activation = activation
         self.c = BoundedParameter((1,), init_constant(c_start), low=1e-4)
         self.multiplier = BoundedParameter((1,), init_constant(multiplier_start), low=0.0)
@@ -69,7 +70,7 @@ class Fire(Encoding):
         layers = (self.weight1(), self.bias1(), self.weight2(), self.bias2())
         return FireParameters(self.c(), self.multiplier(), *layers, half_length=self.dims.train_length / 2)
 
-    def dense(self, query: PositionRange, key: PositionRange, like: Tensor, heads: slice) -> ScoreTerms:
+    def dense(self, query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
         c, multiplier, weight1, bias1, weight2, bias2, half_length = self._network()
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)

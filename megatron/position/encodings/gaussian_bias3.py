@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..parameters import build_per_head_parameter
-from ..powers import pow_with_finite_gradient
-from ..shape import AttentionDims
-from ..tails import SeriesTail, constant_tail
+from megatron.position.base import AttentionDims
+from megatron.position.bounded_parameter import build_per_head_parameter
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.numerics import pow_with_finite_gradient
+from megatron.position.series_tails import SeriesTail, constant_tail
 
 
 class GaussianBias3(Encoding):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..parameters import build_per_head_parameter
-from ..shape import AttentionDims
+from megatron.position.base import AttentionDims
+from megatron.position.bounded_parameter import build_per_head_parameter
+from megatron.position.encoding import Encoding, ScoreTerms
 
 
 class GaussianWeight1(Encoding):

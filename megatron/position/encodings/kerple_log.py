@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..parameters import build_per_head_parameter
-from ..shape import AttentionDims
-from ..tails import SeriesTail, power_tail
+from megatron.position.base import AttentionDims
+from megatron.position.bounded_parameter import build_per_head_parameter
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.series_tails import SeriesTail, power_tail
 
 
 class KerpleLog(Encoding):

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..parameters import BoundedParameter, build_per_head_parameter, init_constant
-from ..powers import pow_with_finite_gradient
-from ..shape import AttentionDims
-from ..tails import SeriesTail
-from ..tails import power_tail as power_tail
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.bounded_parameter import BoundedParameter, build_per_head_parameter, init_constant
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.numerics import pow_with_finite_gradient
+from megatron.position.series_tails import SeriesTail
+from megatron.position.series_tails import power_tail as power_tail
 
 
 class KerpleLog3(Encoding):
@@ -29,7 +29,7 @@ class KerpleLog3(Encoding):
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
         self.r2 = build_per_head_parameter("r2_below", dims.num_heads, r2_below)
         if not 1e-2 <= r3_start <= 2:
-            raise ValueError(f"option r3_start is {r3_start}; it must be in [0.01, 2]")
+            raise OptionError("r3_start", f"is {r3_start}; it must be in [0.01, 2]")
         self.r3 = BoundedParameter((dims.num_heads,), init_constant(r3_start), low=1e-2, high=2.0)
 
     def table(self, distances: Tensor) -> ScoreTerms:

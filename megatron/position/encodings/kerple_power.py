@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..parameters import build_per_head_parameter
-from ..powers import pow_with_finite_gradient
-from ..shape import AttentionDims
-from ..tails import SeriesTail, exponential_tail
+from megatron.position.base import AttentionDims
+from megatron.position.bounded_parameter import build_per_head_parameter
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.numerics import pow_with_finite_gradient
+from megatron.position.series_tails import SeriesTail, exponential_tail
 
 
 class KerplePower(Encoding):

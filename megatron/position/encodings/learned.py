@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from ..encoding import Encoding
-from ..parameters import init_normal
-from ..shape import AttentionDims, PositionRange
+from megatron.position.base import AttentionDims
+from megatron.position.bounded_parameter import init_normal
+from megatron.position.encoding import Encoding
+from megatron.position.token_range import TokenRange
 
 
 class Vectors(nn.Embedding):
@@ -36,10 +37,10 @@ class Learned(Encoding):
         self.max_length = dims.max_length
         self.vectors = Vectors(dims.max_length, dims.hidden_size, std)
 
-    def embed(self, positions: PositionRange, like: Tensor) -> Tensor:
-        if positions.position_limit > self.dims.max_length:
-            what = f"a sequence of length {positions.stop} was given"
-            if positions.sampled is not None:
-                what = f"positions are drawn from {positions.position_limit} (randomized_positions)"
+    def embed(self, tokens: TokenRange, like: Tensor) -> Tensor:
+        if tokens.position_limit > self.dims.max_length:
+            what = f"a sequence of length {tokens.stop} was given"
+            if tokens.sampled is not None:
+                what = f"positions are drawn from {tokens.position_limit} (randomized_positions)"
             raise ValueError(f"learned positions end at {self.dims.max_length} (max_position_embeddings), but {what}")
-        return self.vectors(positions.positions(like.device)).to(like.dtype)
+        return self.vectors(tokens.positions(like.device)).to(like.dtype)

@@ -1,6 +1,6 @@
 """No position information at all; the causal mask alone tells positions apart."""
 
-from ..encoding import Encoding
+from megatron.position.encoding import Encoding
 
 
 class NoPositions(Encoding):

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..angles import rotary_frequencies
-from ..encoding import Encoding
-from ..rotary_scaling import RotaryScaling
-from ..shape import AttentionDims, PositionRange, promote_to_float32
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.encoding import Encoding
+from megatron.position.numerics import promote_to_float32, rotary_frequencies
+from megatron.position.rotary_scaling import RotaryScaling
+from megatron.position.token_range import TokenRange
 
 
 class Rotary(Encoding):
@@ -38,9 +39,9 @@ class Rotary(Encoding):
     ) -> None:
         super().__init__(dims)
         if not 0 < fraction <= 1:
-            raise ValueError(f"option fraction of rotary is {fraction}; it must be in (0, 1]")
+            raise OptionError("fraction", f"is {fraction}; it must be in (0, 1]")
         if base <= 1:
-            raise ValueError(f"option base of rotary is {base}; it must be greater than 1")
+            raise OptionError("base", f"is {base}; it must be greater than 1")
         self.base = base
         self.rotated = int(dims.head_dim * fraction)
         if self.rotated < 2 or self.rotated % 2:
@@ -57,10 +58,10 @@ class Rotary(Encoding):
         """Radians per token of each pair, float64 [r/2]."""
         return self.scaling.frequencies(rotary_frequencies(self.rotated // 2, self.base, device), self.base)
 
-    def rotate(self, x: Tensor, positions: PositionRange) -> Tensor:
+    def rotate(self, x: Tensor, tokens: TokenRange) -> Tensor:
         half = self.rotated // 2
         # In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
-        angle = positions.positions(x.device).double()[:, None] * self.frequencies(x.device)
+        angle = tokens.positions(x.device).double()[:, None] * self.frequencies(x.device)
         first, second = promote_to_float32(x[..., :half]), promote_to_float32(x[..., half : self.rotated])
         cos, sin = ((self.scaling.amplitude * turn).to(first.dtype) for turn in (angle.cos(), angle.sin()))  # [T, r/2]
         turned = [torch.addcmul(first * cos, second, -sin), torch.addcmul(second * cos, first, sin)]

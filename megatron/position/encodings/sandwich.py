@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..shape import AttentionDims
-from ..tails import SeriesTail
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.series_tails import SeriesTail
 
 
 class Sandwich(Encoding):
@@ -21,9 +21,9 @@ class Sandwich(Encoding):
     def __init__(self, dims: AttentionDims, *, dimension: int = 128, base: float = 10000.0) -> None:
         super().__init__(dims)
         if dimension < 2 or dimension % 2:
-            raise ValueError(f"option dimension of sandwich is {dimension}; it must be even and at least 2")
+            raise OptionError("dimension", f"is {dimension}; it must be even and at least 2")
         if base <= 1:
-            raise ValueError(f"option base of sandwich is {base}; it must be greater than 1")
+            raise OptionError("base", f"is {base}; it must be greater than 1")
         self.dimension, self.base = dimension, base
 
     def table(self, distances: Tensor) -> ScoreTerms:

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from ..angles import sinusoidal_embeddings
-from ..encoding import Encoding
-from ..shape import AttentionDims, PositionRange
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.encoding import Encoding
+from megatron.position.numerics import sinusoidal_embeddings
+from megatron.position.token_range import TokenRange
 
 
 class Sinusoidal(Encoding):
@@ -21,8 +22,8 @@ class Sinusoidal(Encoding):
         if dims.hidden_size % 2:
             raise ValueError(f"sinusoidal positions need an even hidden_size, not {dims.hidden_size}")
         if base <= 1:
-            raise ValueError(f"option base of sinusoidal is {base}; it must be greater than 1")
+            raise OptionError("base", f"is {base}; it must be greater than 1")
         self.base = base
 
-    def embed(self, positions: PositionRange, like: Tensor) -> Tensor:
-        return sinusoidal_embeddings(positions.positions(like.device), self.dims.hidden_size, self.base, like.dtype)
+    def embed(self, tokens: TokenRange, like: Tensor) -> Tensor:
+        return sinusoidal_embeddings(tokens.positions(like.device), self.dims.hidden_size, self.base, like.dtype)

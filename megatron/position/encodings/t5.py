@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..parameters import BoundedParameter, init_normal
-from ..shape import AttentionDims
-from ..tails import SeriesTail, constant_tail
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.bounded_parameter import BoundedParameter, init_normal
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.series_tails import SeriesTail, constant_tail
 
 
 class T5(Encoding):
@@ -28,11 +28,9 @@ class T5(Encoding):
     ) -> None:
         super().__init__(dims)
         if num_buckets < 2 or num_buckets % 2:
-            raise ValueError(f"option num_buckets of t5 is {num_buckets}; it must be even and at least 2")
+            raise OptionError("num_buckets", f"is {num_buckets}; it must be even and at least 2")
         if max_distance <= num_buckets // 2:
-            raise ValueError(
-                f"option max_distance of t5 is {max_distance}; it must exceed num_buckets/2 = {num_buckets // 2}"
-            )
+            raise OptionError("max_distance", f"is {max_distance}; it must exceed num_buckets/2 = {num_buckets // 2}")
         self.num_buckets, self.max_distance = num_buckets, max_distance
         self.bias = BoundedParameter((num_buckets, dims.num_heads), init_normal(std))
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..angles import sinusoidal_embeddings
-from ..encoding import Encoding
-from ..parameters import BoundedParameter, init_normal
-from ..shape import AttentionDims, PositionRange, count_distances
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.bounded_parameter import BoundedParameter, init_normal
+from megatron.position.encoding import Encoding
+from megatron.position.numerics import sinusoidal_embeddings
+from megatron.position.token_range import TokenRange, count_distances
 
 
 class Projection(nn.Module):
@@ -53,7 +54,7 @@ class TransformerXL(Encoding):
         if dims.hidden_size % 2:
             raise ValueError(f"transformer_xl needs an even hidden_size, not {dims.hidden_size}")
         if base <= 1:
-            raise ValueError(f"option base of transformer_xl is {base}; it must be greater than 1")
+            raise OptionError("base", f"is {base}; it must be greater than 1")
         self.base = base
         self.u = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
         self.v = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
@@ -81,7 +82,7 @@ class TransformerXL(Encoding):
         return torch.matmul(q, projected)
 
     def contextual(
-        self, q: Tensor, k: Tensor, scores: Tensor, query: PositionRange, key: PositionRange, heads: slice
+        self, q: Tensor, k: Tensor, scores: Tensor, query: TokenRange, key: TokenRange, heads: slice
     ) -> Tensor:
         u, v = (p()[heads].to(q.dtype)[:, None] for p in (self.u, self.v))
         by_distance = self._by_distance(q + v, count_distances(query, key), heads)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding, ScoreTerms
-from ..tails import SeriesTail, power_tail
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.series_tails import SeriesTail, power_tail
 
 
 class Type1(Encoding):

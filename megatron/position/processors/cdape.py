@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..forms import ConvolutionParameters
-from ..processor import BiasContribution, Processor
-from ..shape import ALL_HEADS, AttentionDims, PositionRange, causal_mask, promote_to_float32
-from ..toeplitz import toeplitz
+from megatron.position.base import AttentionDims, OptionError
+from megatron.position.kernel_parameters import ConvolutionParameters
+from megatron.position.numerics import promote_to_float32
+from megatron.position.processor import BiasContribution, Processor
+from megatron.position.toeplitz import toeplitz
+from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
 
 ALL_CHANNELS = slice(None)
 
@@ -104,11 +106,10 @@ class Cdape(Processor):
         zero_init: bool = False,
     ) -> None:
         super().__init__(dims, has_bias=has_bias)
-        name = type(self).__name__.lower()
         if width < 1:
-            raise ValueError(f"option width of {name} is {width}; it must be at least 1")
+            raise OptionError("width", f"is {width}; it must be at least 1")
         if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"option kernel_size of {name} is {kernel_size}; it must be odd: 1, 3, 5, 7 …")
+            raise OptionError("kernel_size", f"is {kernel_size}; it must be odd: 1, 3, 5, 7 …")
         self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
         self.left_context = kernel_size // 2  # hidden values there are not zero, although what they see is
         heads = dims.num_heads
@@ -130,7 +131,7 @@ class Cdape(Processor):
         table = table.to(torch.promote_types(table.dtype, self.hidden.weight.dtype))
         flipped_table = F.pad(table.flip(-1), (0, self.left_context))
         by_distance = self.hidden(flipped_table[None, :, None], self.biases)[0, :, 0].flip(-1)
-        rows, strip = PositionRange(0, table.shape[-1]), PositionRange(0, 2 * self.left_context)
+        rows, strip = TokenRange(0, table.shape[-1]), TokenRange(0, 2 * self.left_context)
         visible_bias = toeplitz(table, rows, strip).masked_fill(~causal_mask(rows, strip, table.device), 0)
         # Without reach the strip has no columns, and neither has the edge.
         edge = (

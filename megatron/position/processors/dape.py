@@ -1,7 +1,7 @@
 """DAPE: a two-layer perceptron over the heads' scores and biases, entry by entry; CDAPE with a kernel of size 1."""
 
-from ..shape import AttentionDims
-from .cdape import Cdape
+from megatron.position.base import AttentionDims
+from megatron.position.processors.cdape import Cdape
 
 
 class Dape(Cdape):

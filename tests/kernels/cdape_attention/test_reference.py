@@ -5,10 +5,11 @@ import torch
 
 from kernels.cdape_attention.cases import SATURATED, SMALL, Case
 from kernels.cdape_attention.reference import reference
+from megatron.attention.reference import apply_softmax
+from megatron.position.base import AttentionDims
 from megatron.position.processors.cdape import Cdape
-from megatron.position.scores import softmax_attend
-from megatron.position.shape import AttentionDims, PositionRange, causal_mask
 from megatron.position.toeplitz import toeplitz
+from megatron.position.token_range import TokenRange, causal_mask
 
 
 def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tensor:
@@ -24,11 +25,11 @@ def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tens
     )
     state = {"hidden.weight": w1, "hidden.bias": b1, "output.weight": w2, "output.bias": b2}
     processor.to(q.dtype).load_state_dict(state)
-    query, key = PositionRange(case.offset, case.rows), PositionRange(0, case.columns)
+    query, key = TokenRange(case.offset, case.rows), TokenRange(0, case.columns)
     visible = causal_mask(query, key, window=case.window)[None, None]
     spread = None if bias is None else toeplitz(bias, query, key)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return softmax_attend(processor(scores, spread, visible).masked_fill(~visible, float("-inf")), v)
+    return apply_softmax(processor(scores, spread, visible).masked_fill(~visible, float("-inf")), v)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

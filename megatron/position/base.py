@@ -1,17 +1,49 @@
 """What encodings and processors have in common: they describe themselves, and their options are read off their code."""
 
 import inspect
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from .forms import KernelParameters
-from .shape import AttentionDims
+from megatron.position.kernel_parameters import KernelParameters
 
 MODEL_ARGUMENTS = ("self", "dims", "has_bias")
 """Constructor arguments that the model gives; all others are options."""
 INITIALIZATION_SUFFIXES = ("_start", "_below", "_init")
 """How the names of options end that say where parameters start. `std`, of a normal distribution, is one too."""
+
+
+@dataclass(frozen=True)
+class AttentionDims:
+    """Sizes of the attention that a method is built for."""
+
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+    train_length: int
+    """Tokens per training sequence."""
+    max_length: int
+    """Rows of an absolute position table."""
+
+
+class OptionError(ValueError):
+    """A value that an option of a method cannot take.
+
+    Args:
+        option: its name.
+        problem: what is wrong, as a clause that follows the name: "is 0; it must be at least 1".
+    """
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(option, problem)
+        self.option, self.problem = option, problem
+        self.method: str | None = None
+        """The name of the method, which the registry knows."""
+
+    def __str__(self) -> str:
+        method = "" if self.method is None else f" of {self.method}"
+        return f"option {self.option}{method} {self.problem}"
 
 
 class PositionModule(nn.Module):

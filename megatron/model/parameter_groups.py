@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
-from megatron.position.parameters import BoundedParameter
 from megatron.position.processor import Processor
 
 

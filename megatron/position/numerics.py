@@ -1,7 +1,21 @@
-"""Angles of sinusoidal and rotary positions."""
+"""Small pieces of arithmetic that several encodings share, in the precision that they need."""
 
 import torch
 from torch import Tensor
+
+
+def promote_to_float32(x: Tensor) -> Tensor:
+    """x in float32, or unchanged where it is wider already (float64 in tests)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def pow_with_finite_gradient(n: Tensor, exponent: Tensor) -> Tensor:
+    """n^exponent for distances n ≥ 0 and exponents > 0, broadcast against each other.
+
+    The derivative n^r·ln(n) is 0·(−∞) = NaN at n = 0 when left to autograd; its limit is 0, which is what this gives.
+    """
+    positive = n > 0
+    return torch.where(positive, torch.pow(torch.where(positive, n, 1.0), exponent), 0.0)
 
 
 def rotary_frequencies(half: int, base: float, device: torch.device | str | None = None) -> Tensor:

@@ -7,27 +7,39 @@
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any           | `kernels/bias` and PyTorch's row blocks                                |
 
-What only shows at run time (padding, drawn positions, a processor's heads divided over ranks, a model that was moved to
-the CPU, dropout under a processor) goes to PyTorch's row blocks, which is said once.
+What only shows at run time (padding, sampled positions, a processor's heads divided over ranks, a model that was moved
+to the CPU, dropout under a processor) goes to PyTorch's row blocks, which is said once.
+
+h requested heads, R query rows, C key columns.
 """
 
 import logging
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-from megatron.model.backends import fused_processor
-from megatron.model.backends.backend import AttentionBackend
-from megatron.model.backends.bias_matrix import attend_with_bias_matrix, use_fire_kernel
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.fused_processor import (
+    processor_fallback_reason,
+    processor_unsupported_reason,
+    run_processor_kernel,
+)
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.forms import FireParameters
+from megatron.position.kernel_parameters import FireParameters
 from megatron.position.processor import Processor
-from megatron.position.rows import AttentionInputs
-from megatron.position.scores import compute_table
+from megatron.position.token_range import TokenRange, causal_mask
 
 logger = logging.getLogger(__name__)
+
+ROWS_PER_CALL = 256
+"""Query rows per call of PyTorch's attention."""
 
 # Triton is imported where it is asked for, and only there: it takes a second and needs no GPU machine to fail on.
 
@@ -64,7 +76,7 @@ class TritonBackend:
             return None
         from kernels.cdape_attention.op import WIDEST
 
-        return fused_processor.processor_unsupported_reason(encoding, processor, max_width=WIDEST)
+        return processor_unsupported_reason(encoding, processor, max_width=WIDEST)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
@@ -75,7 +87,7 @@ class TritonBackend:
             case KernelChoice.FUSED_PROCESSOR:
                 from kernels.cdape_attention.op import cdape_attention
 
-                return fused_processor.run_processor_kernel(cdape_attention, inputs, table.bias)
+                return run_processor_kernel(cdape_attention, inputs, table.bias)
             case KernelChoice.MATRIX:
                 return attend_with_bias_matrix(inputs, table.bias, _fire_parameters(inputs.encoding))
             case KernelChoice.PROCESSED_MATRIX:
@@ -118,7 +130,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
     if inputs.processor is not None:
         if fire is not None:
             return KernelChoice.PROCESSED_MATRIX, ""
-        reason = fused_processor.processor_fallback_reason(inputs)
+        reason = processor_fallback_reason(inputs)
         return (KernelChoice.FUSED_PROCESSOR, "") if reason is None else (KernelChoice.PYTORCH, reason)
     if fire is not None or (inputs.dropout and table.weight is None and table.bias is not None):
         return KernelChoice.MATRIX, ""
@@ -156,3 +168,77 @@ def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tens
     bias, weight = (None if t is None else t[inputs.heads] for t in table)
     offset = inputs.query.start - inputs.key.start
     return biased_attention(inputs.q, inputs.k, inputs.v, bias, weight, offset=offset, window=inputs.window)
+
+
+def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
+    """PyTorch's fused attention in blocks of rows, their bias a matrix that a kernel makes. No processor, no weight, no
+    key mask.
+
+    Blocks are recomputed in the backward pass, so memory is linear in T. The matrix is rounded to the type of q, which
+    PyTorch asks for.
+
+    Args:
+        bias: a Toeplitz table, float32 [H, N], or None.
+        fire: FIRE's, or None.
+    """
+
+    def compute(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, fire: FireParameters | None, block: AttentionInputs
+    ) -> Tensor:
+        matrix = _build_matrix(block, bias, fire)
+        if block.window is not None:
+            matrix = matrix.masked_fill(~causal_mask(block.query, block.key, q.device, block.window), float("-inf"))
+        return scaled_dot_product_attention(q, k, v, attn_mask=matrix[None], dropout_p=block.dropout)
+
+    outputs = []
+    for block in iter_row_blocks(inputs, ROWS_PER_CALL):
+        arguments = (block.q, block.k, block.v, bias, fire, block)
+        outputs.append(checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=inputs.dropout > 0))
+    return torch.cat(outputs, dim=2)
+
+
+def _build_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
+    """[h, R, C] in the type of q, −inf for keys in the future."""
+    from kernels.bias.op import toeplitz_bias
+
+    above = float("-inf")
+    if bias is None:
+        assert fire is not None
+        return compute_fire_bias(fire, inputs.query, inputs.key, inputs.heads, inputs.q.dtype, above)
+    offset = inputs.query.start - inputs.key.start
+    table = bias[inputs.heads]
+    return toeplitz_bias(
+        table, inputs.query.length, inputs.key.length, offset=offset, dtype=inputs.q.dtype, above=above
+    )
+
+
+def compute_fire_bias(
+    fire: FireParameters, query: TokenRange, key: TokenRange, heads: slice, dtype: torch.dtype, above: float = 0.0
+) -> Tensor:
+    """FIRE's bias [h, R, C] from its kernel, `above` for keys in the future."""
+    from kernels.bias.op import fire_bias
+
+    return fire_bias(
+        fire.c,
+        fire.multiplier,
+        fire.weight1,
+        fire.bias1,
+        fire.weight2[heads],
+        fire.bias2[heads],
+        query.length,
+        key.length,
+        half_length=fire.half_length,
+        offset=query.start - key.start,
+        first_column=key.start,
+        dtype=dtype,
+        above=above,
+    )
+
+
+def use_fire_kernel(inputs: AttentionInputs, fire: FireParameters) -> AttentionInputs:
+    """The same rows, their bias from the kernel, for backends that ask block by block."""
+
+    def dense(query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
+        return ScoreTerms(bias=compute_fire_bias(fire, query, key, heads, torch.float32))
+
+    return replace(inputs, dense=dense)

@@ -6,10 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import apply_softmax, compute_logits
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.scores import arange_distances, attention_logits, softmax_attend
-from megatron.position.shape import AttentionDims, PositionRange
 from megatron.position.toeplitz import toeplitz
+from megatron.position.token_range import TokenRange
 from tools.rounding import assert_alike
 
 SHAPE = AttentionDims(2, 4, 8, 16, 16)
@@ -19,7 +21,7 @@ SHAPE = AttentionDims(2, 4, 8, 16, 16)
 def test_toeplitz_reads_the_table_and_sums_its_diagonals(start: int, rows: int, key: int, columns: int) -> None:
     size = max(start + rows - key, 1) + 2
     table = torch.randn(2, size, dtype=torch.float64, requires_grad=True)
-    query_span, key_span = PositionRange(start, rows), PositionRange(key, columns)
+    query_span, key_span = TokenRange(start, rows), TokenRange(key, columns)
     matrix = toeplitz(table, query_span, key_span)
     exact = torch.stack(
         [
@@ -42,7 +44,7 @@ def test_an_edge_stands_in_the_first_columns_and_channels_may_lie_innermost(
     width = min(width, columns)
     table = torch.randn(3, start + rows + 2, dtype=torch.float64, requires_grad=True)
     edge = torch.randn(3, rows, width, dtype=torch.float64, requires_grad=True)
-    query, key = PositionRange(start, rows), PositionRange(0, columns)
+    query, key = TokenRange(start, rows), TokenRange(0, columns)
     matrix = toeplitz(table, query, key, edge=edge, channels_last=True)
     exact = torch.cat([edge, toeplitz(table, query, key)[..., width:]], dim=-1)
     assert torch.equal(matrix, exact)
@@ -68,12 +70,10 @@ def test_logits_and_attention_against_loops() -> None:
     batch, length, d = 2, 6, 4
     q, k, v = torch.randn(3, batch, 2, length, d)
     mask = torch.tensor([[True] * 6, [False, False] + [True] * 4])  # the second sequence is padded on the left
-    span = PositionRange(0, length)
+    span = TokenRange(0, length)
     encoding = Everything(SHAPE)
-    ours = attention_logits(
-        q, k, span, span, encoding, None, table=encoding.table(arange_distances(length)), key_mask=mask
-    )
-    out = softmax_attend(ours, v, rows_may_be_empty=True)
+    ours = compute_logits(AttentionInputs(q, k, v, span, span, encoding, key_mask=mask))
+    out = apply_softmax(ours, v, rows_may_be_empty=True)
     for b in range(batch):
         for h in range(2):
             for i in range(length):

@@ -1,13 +1,13 @@
-"""Score processors of a form that kernels compute together with attention, wherever these run."""
+"""Score processors of two convolutions, which kernels compute together with attention, on a GPU or on a CPU."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
+from megatron.attention.inputs import AttentionInputs
 from megatron.position.encoding import Encoding
-from megatron.position.forms import ConvolutionParameters
+from megatron.position.kernel_parameters import ConvolutionParameters
 from megatron.position.processor import Processor
-from megatron.position.rows import AttentionInputs
 
 
 def processor_unsupported_reason(

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .shape import promote_to_float32
+from megatron.position.base import OptionError
+from megatron.position.numerics import promote_to_float32
 
 
 class _Clamp(torch.autograd.Function):
@@ -85,7 +86,7 @@ def init_uniform(low: float, high: float) -> Callable[[Tensor], object]:
 def init_normal(std: float) -> Callable[[Tensor], object]:
     """Start values from N(0, std²). Raises ValueError for a negative deviation."""
     if std < 0:
-        raise ValueError(f"option std is {std}; it must not be negative")
+        raise OptionError("std", f"is {std}; it must not be negative")
     return lambda tensor: nn.init.normal_(tensor, 0.0, std)
 
 
@@ -103,5 +104,5 @@ def build_per_head_parameter(
         ValueError: `upper` is outside the bounds; names the option that gave it.
     """
     if not low < upper <= high:
-        raise ValueError(f"option {option} is {upper}; it must be in ({low:g}, {high:g}]")
+        raise OptionError(option, f"is {upper}; it must be in ({low:g}, {high:g}]")
     return BoundedParameter((num_heads,), init_uniform(0, upper), low, high)

@@ -6,9 +6,9 @@ from models import SUMS, TERMS, VOCABULARY, small_gpt
 from position_methods import ALL
 from torch import Tensor
 
+from megatron.attention.segments import build_segments
 from megatron.model.gpt import GPT
 from megatron.position import registry
-from megatron.position.stretches import build_segments
 from tools.rounding import assert_alike
 
 LENGTH = 18
@@ -72,7 +72,7 @@ def test_gradients_come_from_the_tokens_alone() -> None:
 def test_what_is_only_padding_is_nowhere() -> None:
     mask = torch.tensor([[False, False, False], [False, True, True], [True, False, True]])
     whole, alone = build_segments(3, mask)
-    assert (alone.positions.start, alone.positions.length, alone.first_column, alone.num_padding) == (0, 2, 1, 1)
+    assert (alone.tokens.start, alone.tokens.length, alone.first_column, alone.num_padding) == (0, 2, 1, 1)
     assert alone.sequences.tolist() == [1]
     assert alone.key_mask is None
     assert whole.sequences.tolist() == [2]

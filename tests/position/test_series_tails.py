@@ -7,9 +7,9 @@ import pytest
 import torch
 from position_methods import SHAPE, build
 
-from megatron.position import registry, tails
+from megatron.position import registry, series_tails
+from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.shape import AttentionDims
 
 HEADS = SHAPE.num_heads
 CONVERGING = {"alibi", "kerple_power", "kerple_bias_weight", "type1", "type2"}
@@ -56,7 +56,7 @@ EXPONENTIALS = [(1.0, 1.0), (1 / 256, 1.0), (0.1, 0.5), (0.05, 0.3), (0.01, 1.9)
 @pytest.mark.parametrize("first", [200, 5_000])
 def test_bounds_of_powers_hold_the_sum(parameters: tuple[float, float, float], first: int) -> None:
     exponent, rate, inner = parameters
-    tail = tails.power_tail(exponent, rate, inner)
+    tail = series_tails.power_tail(exponent, rate, inner)
     first = max(first, math.ceil(tail.start) + 1)
     if inner == 1:  # Hurwitz' zeta function
         exact = mpmath.mpf(rate) ** -exponent * mpmath.zeta(exponent, first + 1 / mpmath.mpf(rate))
@@ -69,7 +69,7 @@ def test_bounds_of_powers_hold_the_sum(parameters: tuple[float, float, float], f
 @pytest.mark.parametrize("first", [3, 40, 700])
 def test_bounds_of_exponentials_hold_the_sum(parameters: tuple[float, float], first: int) -> None:
     rate, exponent = parameters
-    tail = tails.exponential_tail(rate, exponent)
+    tail = series_tails.exponential_tail(rate, exponent)
     if first - 0.5 < tail.start:
         assert tail.log_remainder_bounds(first) == (-math.inf, math.inf)
         return
@@ -80,7 +80,7 @@ def test_bounds_of_exponentials_hold_the_sum(parameters: tuple[float, float], fi
 @pytest.mark.parametrize("first", [2, 12, 300])
 def test_bounds_of_the_squared_logarithm_hold_the_sum(first: int) -> None:
     exact = _sum(lambda t: mpmath.exp(-(mpmath.log(t + 1) ** 2)), first)
-    _holds(tails.squared_log_tail(), first, exact, narrow=1.0)
+    _holds(series_tails.squared_log_tail(), first, exact, narrow=1.0)
 
 
 def _sum(term, first: int) -> mpmath.mpf:
@@ -93,7 +93,7 @@ def _sum(term, first: int) -> mpmath.mpf:
         return head + rest + term(stop) / 2 - slope / 12 + third / 720
 
 
-def _holds(tail: tails.SeriesTail, first: int, exact: mpmath.mpf, narrow: float) -> None:
+def _holds(tail: series_tails.SeriesTail, first: int, exact: mpmath.mpf, narrow: float) -> None:
     low, high = tail.log_remainder_bounds(first)
     rounding = 1e-12 * max(1.0, abs(low))
     assert low - rounding <= mpmath.log(exact) <= high + rounding
@@ -101,11 +101,11 @@ def _holds(tail: tails.SeriesTail, first: int, exact: mpmath.mpf, narrow: float)
 
 
 def test_an_ended_series_has_no_rest() -> None:
-    assert tails.windowed_tail(8).log_remainder_bounds(9) == (-math.inf, -math.inf)
+    assert series_tails.windowed_tail(8).log_remainder_bounds(9) == (-math.inf, -math.inf)
 
 
 def test_what_diverges_has_an_infinite_rest() -> None:
-    assert tails.power_tail(1.0).log_remainder_bounds(5) == (math.inf, math.inf)
+    assert series_tails.power_tail(1.0).log_remainder_bounds(5) == (math.inf, math.inf)
 
 
 class Undeclared(Encoding):
@@ -122,14 +122,12 @@ def test_a_bias_without_a_declaration_is_not_known() -> None:
 
 def test_fire_never_falls_below_its_least_value() -> None:
     """At any row and any distance, found by a fine search of the bias itself."""
-    from megatron.position.shape import ALL_HEADS, PositionRange
+    from megatron.position.token_range import ALL_HEADS, TokenRange
 
     encoding, _ = build("fire", "none")
     with torch.no_grad():
         for row in (15, 4095):
-            bias = encoding.dense(PositionRange(row, 1), PositionRange(0, row + 1), torch.zeros(1), ALL_HEADS).bias[
-                :, 0
-            ]
+            bias = encoding.dense(TokenRange(row, 1), TokenRange(0, row + 1), torch.zeros(1), ALL_HEADS).bias[:, 0]
             for tail, least in zip(encoding.bias_tails(), bias.amin(-1).tolist(), strict=True):
                 value = float(tail.reason.split("stays at ")[1].rstrip(")"))
                 assert math.log(value) <= least + 0.01  # three digits are shown

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.reference import compute_visibility
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.rows import AttentionInputs, iter_row_blocks
-from megatron.position.scores import visibility_mask
 
 MASKED_ROWS = 512
 """Query rows per call where PyTorch takes who sees whom as a mask (with a window, or where the rows are not all of the
@@ -32,7 +32,7 @@ class SdpaBackend:
 
     @staticmethod
     def _attend_masked(inputs: AttentionInputs) -> Tensor:
-        mask = visibility_mask(inputs.query, inputs.key, inputs.q.device, inputs.window, inputs.key_mask)
+        mask = compute_visibility(inputs)
         return torch.nn.functional.scaled_dot_product_attention(
             inputs.q, inputs.k, inputs.v, attn_mask=mask, dropout_p=inputs.dropout
         )

@@ -1,39 +1,17 @@
-"""Picks the attention backend when the model is built."""
+"""The attention backends by name, and the choice of one when the model is built."""
 
 import logging
 
-import torch
-from torch import Tensor
-
+from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
+from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend
+from megatron.attention.backends.sdpa import SdpaBackend
+from megatron.attention.backends.triton import TritonBackend
 from megatron.errors import UserError
-from megatron.model.backends.backend import AttentionBackend
-from megatron.model.backends.chunked import ChunkedBackend
-from megatron.model.backends.eager import EagerBackend
-from megatron.model.backends.kept import MAX_KEYS_KEPT, MIN_ROWS_KEPT
-from megatron.model.backends.native import NativeBackend
-from megatron.model.backends.sdpa import SdpaBackend
-from megatron.model.backends.triton import TritonBackend
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.rows import AttentionInputs
 
 logger = logging.getLogger(__name__)
-
-
-class RowBlockBackend:
-    """Blocks of rows over their causal columns, their maps kept for short training sequences, else recomputed."""
-
-    def __init__(self, block: int) -> None:
-        self.recomputed, self.processed = ChunkedBackend(block), ChunkedBackend(block, recompute=False)
-        self.plain = ChunkedBackend(max(block, MIN_ROWS_KEPT), recompute=False)
-
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        return None
-
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        if torch.is_grad_enabled() and inputs.key.length <= MAX_KEYS_KEPT:
-            return self.plain(inputs) if inputs.processor is None else self.processed(inputs)
-        return self.recomputed(inputs)
 
 
 def row_blocks_reason(name: str, encoding: Encoding, processor: Processor | None) -> str | None:
@@ -52,9 +30,12 @@ def select_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
     """
     row_blocks = RowBlockBackend(chunk_rows)
     backends: dict[str, AttentionBackend] = {
-        "sdpa": SdpaBackend(), "triton": TritonBackend(row_blocks), "native": NativeBackend(row_blocks,
-        is_requested=True), "eager": EagerBackend(), "chunked": ChunkedBackend(chunk_rows),
-    }  # fmt: skip
+        "sdpa": SdpaBackend(),
+        "triton": TritonBackend(row_blocks),
+        "native": NativeBackend(row_blocks, is_requested=True),
+        "eager": EagerBackend(),
+        "chunked": ChunkedBackend(chunk_rows),
+    }
     if name not in ("auto", *backends):
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
@@ -63,11 +44,9 @@ def select_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
         logger.info("attention backend: %s", reason or "sdpa")
         if reason is None:
             return backends["sdpa"]
-        return (
-            row_blocks
-            if NativeBackend.unsupported_combination_reason(encoding, processor)
-            else NativeBackend(row_blocks, is_requested=False)
-        )
+        if NativeBackend.combination_unsupported_reason(encoding, processor) is not None:
+            return row_blocks
+        return NativeBackend(row_blocks, is_requested=False)
     reason = backends[name].unsupported_reason(encoding, processor)
     if reason is not None:
         supported = [

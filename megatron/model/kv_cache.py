@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.position.shape import SampledPositions
+from megatron.position.token_range import SampledPositions
 
 MIN_CAPACITY = 2048
 """Tokens that a cache has room for at once, if that many may come."""

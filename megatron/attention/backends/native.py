@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention import host
-from megatron.model.backends import fused_processor
-from megatron.model.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.fused_processor import (
+    processor_fallback_reason,
+    processor_unsupported_reason,
+    run_processor_kernel,
+)
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.rows import AttentionInputs
-from megatron.position.scores import compute_table
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +36,14 @@ class NativeBackend:
         self.fallback, self.is_requested = fallback, is_requested
 
     def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        return self.unsupported_combination_reason(encoding, processor) or host.unavailable()
+        return self.combination_unsupported_reason(encoding, processor) or host.unavailable()
 
     @staticmethod
-    def unsupported_combination_reason(encoding: Encoding, processor: Processor | None) -> str | None:
+    def combination_unsupported_reason(encoding: Encoding, processor: Processor | None) -> str | None:
         """Why it refuses, wherever the model will run."""
         if processor is None:
             return "it is for score processors"
-        return fused_processor.processor_unsupported_reason(encoding, processor, max_kernel_size=host.MOST_TAPS)
+        return processor_unsupported_reason(encoding, processor, max_kernel_size=host.MOST_TAPS)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = _fallback_reason(inputs)
@@ -51,7 +55,7 @@ class NativeBackend:
             _warn_unavailable()
             return self.fallback(inputs)
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
-        return fused_processor.run_processor_kernel(host.cdape_attention, inputs, table.bias)
+        return run_processor_kernel(host.cdape_attention, inputs, table.bias)
 
 
 def _fallback_reason(inputs: AttentionInputs) -> str | None:
@@ -59,7 +63,7 @@ def _fallback_reason(inputs: AttentionInputs) -> str | None:
         return "a model on a GPU"
     if inputs.q.dtype != torch.float32:
         return str(inputs.q.dtype)
-    return fused_processor.processor_fallback_reason(inputs)
+    return processor_fallback_reason(inputs)
 
 
 @cache

@@ -6,14 +6,13 @@ import pytest
 import torch
 from position_methods import build, random_qkv
 
+from megatron.attention.backends import pytorch
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
+from megatron.attention.backends.registry import RowBlockBackend, select_backend
+from megatron.attention.backends.sdpa import SdpaBackend
+from megatron.attention.inputs import AttentionInputs
 from megatron.errors import UserError
-from megatron.model.backends import choose
-from megatron.model.backends.choose import RowBlockBackend, select_backend
-from megatron.model.backends.chunked import ChunkedBackend
-from megatron.model.backends.eager import EagerBackend
-from megatron.model.backends.sdpa import SdpaBackend
-from megatron.position.rows import AttentionInputs
-from megatron.position.shape import PositionRange
+from megatron.position.token_range import TokenRange
 from tools.rounding import assert_alike
 
 
@@ -31,25 +30,32 @@ class Counted:
 @pytest.mark.parametrize(
     ("grad", "length", "processor", "expected"),
     [
-        (True, 12, "cdape", "processed"), (True, 12, "none", "plain"), (True, 13, "cdape", "recomputed"),
-        (True, 13, "none", "recomputed"), (False, 5, "cdape", "recomputed"), (False, 5, "none", "recomputed"),
+        (True, 12, "cdape", "kept_with_processor"),
+        (True, 12, "none", "kept_without_processor"),
+        (True, 13, "cdape", "recomputed"),
+        (True, 13, "none", "recomputed"),
+        (False, 5, "cdape", "recomputed"),
+        (False, 5, "none", "recomputed"),
     ],
-)  # fmt: skip
+)
 def test_row_blocks_keep_the_maps_of_short_training_sequences_alone(
     grad, length, processor, expected, monkeypatch
 ) -> None:
-    monkeypatch.setattr(choose, "MAX_KEYS_KEPT", 12)
+    monkeypatch.setattr(pytorch, "MAX_KEYS_KEPT", 12)
     encoding, processor = build("kerple_log", processor)
     backend = RowBlockBackend(4)
-    counted = {name: Counted(getattr(backend, name)) for name in ("plain", "processed", "recomputed")}
+    counted = {
+        name: Counted(getattr(backend, name))
+        for name in ("kept_without_processor", "kept_with_processor", "recomputed")
+    }
     for name, counter in counted.items():
         setattr(backend, name, counter)
     q, k, v = random_qkv(length)
     with torch.set_grad_enabled(grad):
-        out = backend(AttentionInputs(q, k, v, PositionRange(0, length), PositionRange(0, length), encoding, processor))
+        out = backend(AttentionInputs(q, k, v, TokenRange(0, length), TokenRange(0, length), encoding, processor))
     assert {name: counter.calls for name, counter in counted.items()} == {**dict.fromkeys(counted, 0), expected: 1}
     reference = EagerBackend()(
-        AttentionInputs(q, k, v, PositionRange(0, length), PositionRange(0, length), encoding, processor)
+        AttentionInputs(q, k, v, TokenRange(0, length), TokenRange(0, length), encoding, processor)
     )
     assert_alike(out, reference, terms=32 * 3, sums=4)  # scores, two convolutions, values
 
@@ -77,8 +83,8 @@ def test_sdpa_equals_eager_on_rows_after_a_cache_and_with_padding(mask: bool) ->
     q, k, v = random_qkv(11)
     seen = torch.arange(11)[None] >= torch.tensor([[0], [3]]) if mask else None
     for rows in ((0, 11), (7, 4), (10, 1)):
-        query = PositionRange(*rows)
-        part = AttentionInputs(q[:, :, query.start :], k, v, query, PositionRange(0, 11), encoding, None, key_mask=seen)
+        query = TokenRange(*rows)
+        part = AttentionInputs(q[:, :, query.start :], k, v, query, TokenRange(0, 11), encoding, None, key_mask=seen)
         ours, reference = SdpaBackend()(part), EagerBackend()(part)
         visible = ours.isfinite() if mask else torch.ones_like(ours, dtype=torch.bool)
         assert_alike(ours[visible], reference[visible], terms=11, sums=3)  # scores, softmax, values
@@ -97,7 +103,7 @@ def test_chunked_keeps_memory_linear_in_the_length() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            backend(AttentionInputs(q, k, v, PositionRange(0, length), PositionRange(0, length), encoding, processor))
+            backend(AttentionInputs(q, k, v, TokenRange(0, length), TokenRange(0, length), encoding, processor))
         return sum(storages.values())
 
     assert kept(ChunkedBackend(16), 256) <= 5 * kept(ChunkedBackend(16), 64)

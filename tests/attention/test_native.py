@@ -8,15 +8,14 @@ import torch
 from position_methods import build, random_qkv
 
 from kernels.cdape_attention import host
+from megatron.attention.backends import native
+from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.pytorch import EagerBackend
+from megatron.attention.backends.registry import RowBlockBackend, select_backend
+from megatron.attention.inputs import AttentionInputs
 from megatron.errors import UserError
-from megatron.model.backends import native
-from megatron.model.backends.choose import RowBlockBackend, select_backend
-from megatron.model.backends.eager import EagerBackend
-from megatron.model.backends.native import NativeBackend
-from megatron.position.randomized import sample_positions
 from megatron.position.registry import build_processor
-from megatron.position.rows import AttentionInputs
-from megatron.position.shape import PositionRange
+from megatron.position.token_range import TokenRange, sample_positions
 from tools.rounding import assert_alike
 
 compiled = pytest.mark.skipif(host.unavailable() is not None, reason=str(host.unavailable()))
@@ -36,8 +35,8 @@ def rows_of(pair: tuple[str, str], length: int = 21, start: int = 0, **keys) -> 
         q[:, :, start:],
         k,
         v,
-        PositionRange(start, length - start),
-        PositionRange(0, length),
+        TokenRange(start, length - start),
+        TokenRange(0, length),
         encoding,
         processor,
         **keys,
@@ -99,7 +98,7 @@ def test_what_it_leaves_to_row_blocks_is_said_once(caplog: pytest.LogCaptureFixt
         "padding": replace(rows, key_mask=torch.ones(2, 21, dtype=torch.bool)),
         "attention_dropout with a score processor": replace(rows, dropout=1e-9),
         "a score processor over divided heads": replace(rows, v=rows.v[:, :2], heads=slice(0, 2)),
-        "randomized positions": replace(rows, query=PositionRange(0, 21, drawn), key=PositionRange(0, 21, drawn)),
+        "randomized positions": replace(rows, query=TokenRange(0, 21, drawn), key=TokenRange(0, 21, drawn)),
         "torch.bfloat16": replace(rows, **halves),
     }
     backend = select_backend("native", 4, rows.encoding, rows.processor)

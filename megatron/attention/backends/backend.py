@@ -1,0 +1,31 @@
+"""The interface of an attention backend, and how long score maps are kept for the backward pass.
+
+Without torch at run time, so that whoever plans memory knows the limits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.attention.inputs import AttentionInputs
+    from megatron.position.encoding import Encoding
+    from megatron.position.processor import Processor
+
+MAX_KEYS_KEPT = 1024
+"""`auto` keeps training's score maps up to this many keys: faster than computing them again while they are small."""
+
+MIN_ROWS_KEPT = 128
+"""Rows per block that is kept, at least, where no processor works on them: smaller ones cost more than they save."""
+
+
+class AttentionBackend(Protocol):
+    """A way to compute softmax(logits)·v, the logits being `megatron.attention.reference.compute_logits`."""
+
+    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+        """Why this backend cannot do the combination, or None if it can."""
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Attention output [B, h, R, d]."""

@@ -1,0 +1,80 @@
+"""What attention is computed from, as one value, and the same cut into blocks of query rows.
+
+Rows are independent in every method, so a block of rows against its own columns is exactly those rows of the whole.
+
+B batch, H heads, h requested heads, R query rows, C key columns, d head dimension.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.processor import BiasContribution, Processor
+from megatron.position.token_range import ALL_HEADS, TokenRange
+
+DenseFunction = Callable[[TokenRange, TokenRange, Tensor, slice], ScoreTerms]
+"""Computes what `Encoding.dense` computes, from the same arguments: a kernel may do it in the encoding's stead."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Everything that the attention of some query rows depends on."""
+
+    q: Tensor
+    """Rotated queries [B, H, R, d]; without a processor [B, h, R, d]."""
+    k: Tensor
+    """Rotated keys [B, H or h, C, d]."""
+    v: Tensor
+    """Values [B, h, C, d]."""
+    query: TokenRange
+    key: TokenRange
+    encoding: Encoding
+    processor: Processor | None = None
+    key_mask: Tensor | None = None
+    """Bool [B, C] or [B, R, C], False for padding and keys of another document."""
+    window: int | None = None
+    """A row sees the last `window` keys only, its own included."""
+    heads: slice = field(default_factory=lambda: ALL_HEADS)  # slices are not hashable before Python 3.12
+    """The requested heads: a tensor-parallel rank's own."""
+    dropout: float = 0.0
+    """Probability of dropping an attention weight; 0 outside training."""
+    dense: DenseFunction | None = None
+    """Computes the encoding's matrices in its stead, where a backend knows a faster way."""
+    table: ScoreTerms | None = None
+    """The encoding's table [H, N] over the distances of these rows and columns or of more, where it was computed
+    before (`reference.precompute_terms`)."""
+    bias_contribution: BiasContribution | None = None
+    """The bias's own part of the processor's first layer, where it was computed before."""
+
+    @property
+    def score_heads(self) -> slice:
+        """The heads whose scores are needed: a processor reads the scores of all."""
+        return self.heads if self.processor is None else ALL_HEADS
+
+    def select_rows(self, start: int, stop: int) -> "AttentionInputs":
+        """Rows start … stop − 1, without the columns that none of them depends on."""
+        query = replace(self.query, start=self.query.start + start, length=stop - start)
+        left, right = 0, max(min(query.stop - self.key.start, self.key.length), 1)
+        if self.window is not None:
+            left_context = 0 if self.processor is None else self.processor.left_context
+            left = max(query.start - self.window + 1 - left_context - self.key.start, 0)
+        mask = self.key_mask
+        if mask is not None:
+            mask = mask[:, left:right] if mask.dim() == 2 else mask[:, start:stop, left:right]
+        return replace(
+            self,
+            q=self.q[:, :, start:stop],
+            k=self.k[:, :, left:right],
+            v=self.v[:, :, left:right],
+            query=query,
+            key=replace(self.key, start=self.key.start + left, length=right - left),
+            key_mask=mask,
+        )
+
+
+def iter_row_blocks(inputs: AttentionInputs, size: int) -> Iterator[AttentionInputs]:
+    """The rows in blocks of `size`, each without the columns that none of its rows depends on."""
+    for start in range(0, inputs.query.length, size):
+        yield inputs.select_rows(start, min(start + size, inputs.query.length))

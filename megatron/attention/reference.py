@@ -1,0 +1,150 @@
+"""The attention formula in plain PyTorch: the logits of any block of query rows against any block of keys.
+
+Every backend either calls this or is tested to equal it.
+
+B batch, H heads, h requested heads, R query rows, C key columns, d head dimension, N distances.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.numerics import promote_to_float32
+from megatron.position.toeplitz import toeplitz
+from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances
+
+
+def arange_distances(count: int, device: torch.device | str | None = None) -> Tensor:
+    """0, 1, …, count − 1 as float32, which is exact up to 2²⁴."""
+    return torch.arange(count, dtype=torch.float32, device=device)
+
+
+def compute_table(
+    encoding: Encoding, query: TokenRange, key: TokenRange, device: torch.device | str | None = None
+) -> ScoreTerms | None:
+    """The encoding's table [H, N] over every distance that occurs, or None for one that is not Toeplitz."""
+    if not type(encoding).overrides_hook("table"):
+        return None
+    return encoding.table(arange_distances(count_distances(query, key), device))
+
+
+def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
+    """The same inputs with what all blocks of their rows share: the encoding's table, and what the processor makes of
+    the bias alone. The latter is left out where keys are hidden that stand before a row."""
+    table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
+    bias = None if table is None else table.bias
+    all_keys_seen = inputs.key_mask is None and inputs.window is None and inputs.key.start == 0
+    contribution = None
+    if inputs.processor is not None and bias is not None and all_keys_seen and inputs.query.sampled is None:
+        contribution = inputs.processor.bias_contribution(bias)
+    return replace(inputs, table=table, bias_contribution=contribution)
+
+
+def compute_dense_terms(
+    encoding: Encoding,
+    query: TokenRange,
+    key: TokenRange,
+    like: Tensor,
+    table: ScoreTerms | None = None,
+    heads: slice = ALL_HEADS,
+) -> ScoreTerms:
+    """Bias and weight as matrices [h, R, C], from the table of a Toeplitz encoding or from its `dense` hook.
+
+    Args:
+        encoding: the encoding.
+        query, key: where rows and columns stand.
+        like: a tensor of the type and on the device of the queries.
+        table: the encoding's table over these distances or more, if it was computed before.
+        heads: the requested heads.
+    """
+    if table is None:
+        table = compute_table(encoding, query, key, like.device)
+    if table is None:
+        return encoding.dense(query, key, like, heads)
+    return ScoreTerms(*(None if term is None else toeplitz(term[heads], query, key) for term in table))
+
+
+def compute_visibility(inputs: AttentionInputs) -> Tensor:
+    """Bool [B or 1, 1, R, C]: may the row see the key?"""
+    visible = causal_mask(inputs.query, inputs.key, inputs.q.device, inputs.window)[None, None]
+    if inputs.key_mask is None:
+        return visible
+    return visible & (inputs.key_mask[:, None, None] if inputs.key_mask.dim() == 2 else inputs.key_mask[:, None])
+
+
+def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """What a processor reads, or what is added up without one: the weighted and contextual scores [B, h, R, C], and
+    the bias [h, R, C] if there is one, of all heads with a processor. Nothing is masked."""
+    q, k, encoding, heads = inputs.q, inputs.k, inputs.encoding, inputs.score_heads
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+    if inputs.dense is not None:
+        terms = inputs.dense(inputs.query, inputs.key, q, heads)
+    else:
+        terms = compute_dense_terms(encoding, inputs.query, inputs.key, q, inputs.table, heads)
+    if terms.weight is not None:
+        scores = scores * terms.weight.to(scores.dtype)
+    contextual = encoding.contextual(q, k, scores, inputs.query, inputs.key, heads)
+    if contextual is not None:
+        scores = scores + contextual
+    return scores, terms.bias
+
+
+def compute_logits(inputs: AttentionInputs) -> Tensor:
+    """Masked logits of the query rows against the keys, ready for the softmax: float32 [B, h, R, C], −inf where the
+    row may not see the column.
+
+    The bias is added after the scaling by 1/√d, as KERPLE's released code does (its equation 2 has it inside).
+    """
+    scores, bias = compute_scores_and_bias(inputs)
+    visible = compute_visibility(inputs)
+    if inputs.processor is not None:
+        contribution = inputs.bias_contribution
+        rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)
+        return inputs.processor(scores, bias, visible, inputs.heads, rows).masked_fill_(~visible, float("-inf"))
+    # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
+    mask = torch.zeros(visible.shape, device=inputs.q.device).masked_fill_(~visible, float("-inf"))
+    return promote_to_float32(scores) + (mask if bias is None else mask + bias)
+
+
+def apply_softmax(logits: Tensor, v: Tensor, dropout: float = 0.0, rows_may_be_empty: bool = False) -> Tensor:
+    """softmax(logits) · v, with the softmax in float32.
+
+    Args:
+        logits: float32 [B, H, R, C].
+        v: values [B, H, C, d].
+        dropout: probability of dropping an attention weight; 0 outside training.
+        rows_may_be_empty: a row that sees no key (a padding query) gives zero instead of NaN.
+
+    Returns:
+        [B, H, R, d] in the type of v.
+    """
+    probabilities = torch.softmax(logits, dim=-1)
+    if rows_may_be_empty:
+        probabilities = probabilities.nan_to_num(0.0)
+    if dropout:
+        probabilities = torch.nn.functional.dropout(probabilities, dropout)
+    return torch.matmul(probabilities.to(v.dtype), v)
+
+
+def compute_attention(inputs: AttentionInputs) -> Tensor:
+    """All rows at once, their whole score map materialised: [B, h, R, d]."""
+    return apply_softmax(
+        compute_logits(inputs), inputs.v, inputs.dropout, rows_may_be_empty=inputs.key_mask is not None
+    )
+
+
+def compute_attention_in_blocks(
+    inputs: AttentionInputs, size: int, compute_block: Callable[[AttentionInputs], Tensor] = compute_attention
+) -> Tensor:
+    """The rows in blocks of `size`, each against its causal columns; what all blocks need is computed once."""
+    blocks = list(iter_row_blocks(precompute_terms(inputs), size))
+    # The last block has the most columns. Where nothing is kept for a backward pass it comes first, so that what an
+    # allocator took for its maps serves all others: in rising order each is a little too large for what the one before
+    # left, and memory grows with T². A backward pass goes from the last to the first by itself.
+    largest_first = not torch.is_grad_enabled()
+    outputs = [compute_block(block) for block in (reversed(blocks) if largest_first else blocks)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1] if largest_first else outputs, dim=2)

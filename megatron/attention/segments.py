@@ -1,0 +1,167 @@
+"""Where the tokens of a forward pass stand in their sequences.
+
+Usually all sequences of a batch stand at the same tokens. They do not where some are padded on the left, so that all
+end together, and where ranks share a sequence, each holding two chunks of it. Both are described by segments:
+consecutive tokens of some of the sequences. Rotation, embedding and attention go segment by segment, everything else
+takes the batch as it is.
+
+Hiding padding from attention is not enough. A sequence that begins later has other positions (for encodings that know
+absolute ones, and for randomized ones), and CDAPE's convolutions see the edge of the sequence, where a hidden key is
+not the same as none. In its segment a padded sequence begins at index 0, so it is read as it would be alone.
+
+B batch, H heads, T tokens of the forward pass, d head dimension.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron.position.encoding import Encoding
+from megatron.position.token_range import SampledPositions, TokenRange
+
+ALL_SEQUENCES = slice(None)
+
+SampleFunction = Callable[[int], SampledPositions | None]
+"""The positions of a sequence of a length, where they are sampled."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive tokens of some sequences of a batch."""
+
+    tokens: TokenRange
+    sequences: Tensor | slice = field(default_factory=lambda: ALL_SEQUENCES)
+    """Which ones: int64 indices, or all."""
+    first_column: int = 0
+    """The column of the forward pass's tokens at which it begins."""
+    num_padding: int = 0
+    """Columns before index 0, in all tokens so far."""
+    key_mask: Tensor | None = None
+    """Bool [sequences, tokens so far], False for keys that must not be seen."""
+
+    def select_tokens(self, x: Tensor, dim: int) -> Tensor:
+        """What x has of the segment's tokens along `dim`, of its sequences along the first dimension."""
+        return x[self.sequences].narrow(dim, self.first_column, self.tokens.length)
+
+    def select_context(self, x: Tensor, dim: int) -> Tensor:
+        """What x, which holds all tokens so far along `dim`, has of those from index 0 to the segment's end."""
+        return x[self.sequences].narrow(dim, self.num_padding, self.tokens.stop)
+
+
+def no_sampling(length: int) -> None:
+    """Positions are the indices themselves."""
+
+
+def build_segments(
+    length: int, mask: Tensor | None = None, past: int = 0, sample: SampleFunction = no_sampling
+) -> tuple[Segment, ...]:
+    """The segments of a batch.
+
+    Args:
+        length: T.
+        mask: bool [B, past + T], False for padding. Where it is False before a sequence's first token, the sequence
+            begins after it; elsewhere it hides the key, whose index stays counted.
+        past: tokens that came before those of the forward pass.
+        sample: of randomized positions.
+
+    Returns:
+        One segment if no sequence is padded on the left, else one for each amount of padding; where positions are
+        sampled, for each amount of padding on either side. Padding on the left is in none.
+    """
+    total = past + length
+    if mask is None:
+        return (Segment(TokenRange(past, length, sample(total))),)
+    return tuple(_build_padded_segments(length, mask, past, sample))
+
+
+def concatenate_ranges(ranges: Sequence[TokenRange]) -> tuple[Segment, ...]:
+    """Segments of all sequences, one after another in the columns of the forward pass."""
+    first_columns = accumulate((tokens.length for tokens in ranges), initial=0)
+    return tuple(Segment(tokens, first_column=first) for tokens, first in zip(ranges, first_columns, strict=False))
+
+
+def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int) -> tuple[Segment, ...]:
+    """What the segments have of the last n of `length` tokens, as if the forward pass had those alone."""
+    num_skipped = max(length - num_tokens, 0)
+    remaining = []
+    for segment in segments:
+        tokens = segment.tokens
+        cut = max(num_skipped - segment.first_column, 0)
+        if cut < tokens.length:
+            rest = replace(tokens, start=tokens.start + cut, length=tokens.length - cut)
+            remaining.append(replace(segment, tokens=rest, first_column=segment.first_column + cut - num_skipped))
+    return tuple(remaining)
+
+
+def _build_padded_segments(length: int, mask: Tensor, past: int, sample: SampleFunction) -> Iterator[Segment]:
+    total = past + length
+    left_padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
+    # No token looks at padding that comes after it, so that may stay; but it must not count where positions are
+    # sampled.
+    right_padding = (mask.flip(1).cumsum(dim=1) == 0).sum(dim=1)
+    if sample is no_sampling:
+        right_padding = torch.zeros_like(left_padding)
+    for num_left, num_right in torch.stack([left_padding, right_padding], dim=1).unique(dim=0).tolist():
+        first, end = max(num_left - past, 0), length - num_right
+        if first >= end:
+            continue
+        members = ((left_padding == num_left) & (right_padding == num_right)).nonzero()[:, 0]
+        sequences = ALL_SEQUENCES if len(members) == len(mask) else members
+        visible = mask[sequences, num_left : total - num_right]
+        only_right_padding = bool((visible[:, 1:] <= visible[:, :-1]).all())
+        tokens = TokenRange(max(past - num_left, 0), end - first, sample(total - num_left - num_right))
+        yield Segment(tokens, sequences, first, num_left, None if only_right_padding else visible)
+
+
+def add_position_embeddings(hidden: Tensor, encoding: Encoding, segments: Sequence[Segment]) -> Tensor:
+    """Token embeddings [B, T, D] with what the encoding adds to them. Raises ValueError past its last position."""
+    vectors = [encoding.embed(segment.tokens, hidden) for segment in segments]
+    embeddings = [vector[None] for vector in vectors if vector is not None]
+    return hidden + _scatter_outputs(embeddings, segments, hidden, dim=1) if embeddings else hidden
+
+
+def rotate_segments(x: Tensor, encoding: Encoding, segments: Sequence[Segment]) -> Tensor:
+    """Queries or keys [B, H, T, d] turned by their positions."""
+    rotated = [encoding.rotate(segment.select_tokens(x, 2), segment.tokens) for segment in segments]
+    return _scatter_outputs(rotated, segments, x, dim=2)
+
+
+def attend_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Sequence[Segment],
+    attend: Callable[[Tensor, Tensor, Tensor, Segment], Tensor],
+) -> Tensor:
+    """Attention output [B, h, T, d] of the forward pass's tokens, zero where there is padding.
+
+    Args:
+        q: of the forward pass's tokens, [B, H, T, d].
+        k, v: of all tokens so far, [B, H or h, past + T, d].
+        segments: of the forward pass.
+        attend: from queries, keys and values of a segment, the keys beginning at index 0.
+    """
+    outputs = [
+        attend(segment.select_tokens(q, 2), segment.select_context(k, 2), segment.select_context(v, 2), segment)
+        for segment in segments
+    ]
+    return _scatter_outputs(outputs, segments, q, dim=2)
+
+
+def _scatter_outputs(outputs: Sequence[Tensor], segments: Sequence[Segment], like: Tensor, dim: int) -> Tensor:
+    """The outputs of all segments at the columns of their tokens along `dim`; zero where there are none."""
+    all_sequences = all(isinstance(segment.sequences, slice) for segment in segments)
+    if all_sequences and sum(segment.tokens.length for segment in segments) == like.shape[dim]:
+        return outputs[0] if len(outputs) == 1 else torch.cat(list(outputs), dim=dim)
+    shape = list(outputs[0].shape) if outputs else list(like.shape)
+    shape[0], shape[dim] = like.shape[0], like.shape[dim]
+    result = (outputs[0] if outputs else like).new_zeros(shape)
+    for output, segment in zip(outputs, segments, strict=True):
+        index: list[Tensor | slice] = [slice(None)] * output.dim()
+        columns = slice(segment.first_column, segment.first_column + segment.tokens.length)
+        index[0], index[dim] = segment.sequences, columns
+        result[tuple(index)] = output.to(result.dtype)
+    return result

@@ -1,0 +1,73 @@
+"""From the configuration of positions to an encoding and a processor, without the rest of the model (or megatron-core).
+
+`canonical_position_options` says what a configuration computes, whatever way it is written.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.errors import UserError
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position.base import AttentionDims, OptionError, PositionModule
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.registry import build_encoding, build_processor, load_encoding_class, load_processor_class
+
+
+def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options that a trained model depends on, defaults filled in; those that only say where it starts are out."""
+    defaults = {name: parameter.default for name, parameter in method.options().items()}
+    initialization = method.initialization_options()
+    return {name: value for name, value in {**defaults, **options}.items() if name not in initialization}
+
+
+def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
+    """`pos_emb_options` and `score_processor_options`, so that equal models compare equal."""
+    none = position.score_processor == "none"
+    return {
+        "pos_emb_options": canonical_options(load_encoding_class(position.pos_emb), position.pos_emb_options),
+        "score_processor_options": {}
+        if none
+        else canonical_options(load_processor_class(position.score_processor), position.score_processor_options),
+    }
+
+
+def build_attention_dims(model: ModelOptions) -> AttentionDims:
+    """What encodings and processors are told about the model."""
+    return AttentionDims(
+        num_heads=model.num_attention_heads,
+        head_dim=model.hidden_size // model.num_attention_heads,
+        hidden_size=model.hidden_size,
+        train_length=model.seq_length,
+        max_length=model.max_position_embeddings or model.seq_length,
+    )
+
+
+def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -> Encoding:
+    """A fresh encoding. Raises UserError that names the key."""
+    try:
+        return build_encoding(options.pos_emb, dims, options.pos_emb_options)
+    except ValueError as error:
+        raise UserError(f"pos_emb: {error}", _find_key("pos_emb", error)) from error
+
+
+def build_processor_from_options(options: PositionOptions, dims: AttentionDims, encoding: Encoding) -> Processor | None:
+    """A fresh processor for an encoding, or None where there is none. Raises UserError that names the key."""
+    if options.score_processor == "none":
+        if options.score_processor_options:
+            raise UserError(
+                "score_processor_options are given, but score_processor is none",
+                f"score_processor_options.{next(iter(options.score_processor_options))}",
+            )
+        return None
+    try:
+        return build_processor(
+            options.score_processor, dims, options.score_processor_options, has_bias=encoding.has_bias()
+        )
+    except ValueError as error:
+        raise UserError(f"score_processor: {error}", _find_key("score_processor", error)) from error
+
+
+def _find_key(key: str, error: ValueError) -> str:
+    """The key of the configuration that an error is about: an option's, or the one that names the method."""
+    return f"{key}_options.{error.option}" if isinstance(error, OptionError) else key

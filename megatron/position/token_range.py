@@ -1,0 +1,92 @@
+"""Consecutive tokens of a sequence: their indices, and the positions that an encoding is told.
+
+The two are the same unless positions are randomized. Then T tokens stand at T distinct positions sampled from
+0 … limit − 1, in ascending order, so that training on short sequences meets distances up to limit − 1, and only the
+order of positions is tied to the text (Ruoss et al. 2023, Randomized positional encodings boost length generalization
+of transformers, section 3). All sequences of a batch share one sample. Longer sequences are read with sampled positions
+too, as in the paper. A sample follows from its seed alone, so that it can be repeated, and so that all ranks that share
+a batch make the same one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALL_HEADS = slice(None)
+"""The heads of a layer, where a rank holds them all."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampledPositions:
+    """Positions that stand in for the indices 0, 1, … of a sequence's tokens."""
+
+    values: Tensor
+    """int64 [T], strictly increasing, in 0 … limit − 1."""
+    limit: int
+
+
+def sample_positions(length: int, limit: int, seed: int) -> SampledPositions:
+    """Positions for `length` tokens.
+
+    Args:
+        length: T.
+        limit: positions to choose from.
+        seed: of the sample.
+
+    Raises:
+        ValueError: there are fewer positions than tokens.
+    """
+    if length > limit:
+        raise ValueError(f"randomized_positions offers {limit} positions, but a sequence of length {length} was given")
+    values = torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:length].sort().values
+    return SampledPositions(values, limit)
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """The tokens with the indices start, start + 1, …, start + length − 1 of a sequence.
+
+    Query rows and key columns are given as ranges, never as the indices of a tensor, so a full forward pass, a block
+    of rows and a step of decoding are the same code. Python integers keep them exact and off the device.
+
+    Who may see whom is decided by indices; what a position encoding is told are positions: the indices themselves, or
+    the positions sampled for them.
+    """
+
+    start: int
+    length: int
+    sampled: SampledPositions | None = None
+
+    @property
+    def stop(self) -> int:
+        """The first index after the range."""
+        return self.start + self.length
+
+    @property
+    def position_limit(self) -> int:
+        """All positions of the range are smaller."""
+        return self.stop if self.sampled is None else self.sampled.limit
+
+    def indices(self, device: torch.device | str | None = None) -> Tensor:
+        """The indices as int64 [length]."""
+        return torch.arange(self.start, self.stop, device=device)
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """The positions as int64 [length]."""
+        if self.sampled is None:
+            return self.indices(device)
+        return self.sampled.values[self.start : self.stop].to(device)
+
+
+def count_distances(query: TokenRange, key: TokenRange) -> int:
+    """The number of distances n = i − j ≥ 0 that a table must hold for these rows and columns."""
+    return max(query.position_limit - (key.start if key.sampled is None else 0), 1)
+
+
+def causal_mask(
+    query: TokenRange, key: TokenRange, device: torch.device | str | None = None, window: int | None = None
+) -> Tensor:
+    """Bool [R, C]: may the query row see the key column? With a window, only the last `window` keys, its own too."""
+    distance = query.indices(device)[:, None] - key.indices(device)[None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
