@@ -662,12 +662,14 @@ def positions(
     """List position encodings and score processors: formula, parameters, options, traits, when to use it."""
     import json
 
-    from megatron.config.names import find_methods
+    from megatron.config.method_names import find_methods
 
     found = find_methods(name)
     from megatron.position.registry import describe_methods
 
-    records = [record for record in describe_methods() if record["name"] in found]
+    records, errors = describe_methods(found)
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
     if as_json:
         print(json.dumps(records, indent=2))
         return

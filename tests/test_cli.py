@@ -16,8 +16,9 @@ import pytest
 from forked import Forked
 from permissions import unprivileged, unreadable
 
-from megatron.config.names import encodings, processors
+from megatron.config.method_names import list_processor_values
 from megatron.config.reference import lookup
+from megatron.position.catalog import list_encodings
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPY = ROOT / "deepy.py"
@@ -315,8 +316,8 @@ def test_several_problems_are_several_lines(tmp_path, inside):
 def test_positions(tmp_path, inside):
     done = inside("positions", "--json", cwd=tmp_path)
     records = json.loads(done.stdout)
-    assert [r["name"] for r in records if r["kind"] == "encoding"] == encodings()
-    assert [r["name"] for r in records if r["kind"] == "processor"] == processors()[1:]
+    assert [r["name"] for r in records if r["kind"] == "encoding"] == list_encodings()
+    assert [r["name"] for r in records if r["kind"] == "processor"] == list_processor_values()[1:]
     assert {"formula", "parameters", "options", "source"} <= set(records[0])
     table = inside("positions", cwd=tmp_path).stdout
     assert all(record["name"] in table for record in records)

@@ -40,7 +40,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/tasks": ("numpy", "pydantic", *OURS),
     "kernels": ("torch", "triton"),
     "megatron/distributed": (*NUMERIC, *OURS),
-    "megatron/config": ("pydantic", "ruamel", "megatron.distributed.mesh", "megatron.tasks", *OURS),
+    "megatron/config": (
+        "pydantic",
+        "ruamel",
+        "megatron.distributed.mesh",
+        "megatron.position.catalog",
+        "megatron.tasks",
+        *OURS,
+    ),
     "megatron/planning": (
         "megatron.config",
         "megatron.distributed.mesh",
@@ -51,6 +58,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.errors",
         "megatron.quantities",
         "megatron.attention.backends.backend",
+        "megatron.model.attention_dims",
+        "megatron.position.catalog",
+        "megatron.position.facts",
         "rich",
     ),
     "megatron/conversion": (

@@ -21,8 +21,8 @@ from megatron.attention.backends.registry import RowBlockBackend
 from megatron.attention.backends.triton import TritonBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import arange_distances
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
 from megatron.position.numerics import promote_to_float32
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor

@@ -107,7 +107,7 @@ Counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layer
 ADDING = """\
 ## Add a method
 
-1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `EncodingCost`: the hooks it needs (most need
+1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `Encoding`: the hooks it needs (most need
    only `table`), and `formula`, `parameters_summary`, `source` and `advice`. Options are keyword arguments of the
    constructor, with defaults; learned scalars are `BoundedParameter`; `bias_tails` says how a bias ends. A processor is
    the same in `processors/`.
@@ -150,7 +150,7 @@ the score map, since it depends on n = i − j alone.
 
 def markdown() -> str:
     """The whole page."""
-    records = registry.describe_methods()
+    records, _ = registry.describe_methods([*registry.list_encodings(), *registry.list_processors()])
     encodings = [record for record in records if record["kind"] == "encoding"]
     processors = [record for record in records if record["kind"] == "processor"]
     return "\n".join(

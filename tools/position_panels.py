@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_attention, compute_dense_terms
 from megatron.position import registry
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
 

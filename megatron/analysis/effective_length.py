@@ -29,7 +29,7 @@ def effective_lengths(encoding: Encoding, window: int | None = None) -> list[flo
         window: every token sees the last `window` keys only, as if the bias were −∞ from that distance on.
     """
     most = math.inf if window is None else window
-    if not encoding.has_bias():
+    if not encoding.adds_bias:
         return [most] * encoding.dims.num_heads
     if not type(encoding).overrides_hook("table"):
         return [None] * encoding.dims.num_heads

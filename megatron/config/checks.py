@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron.config import names
+from megatron.config import method_names
 from megatron.config.ranks import known_world, mesh_sizes, undivided, with_batch
 from megatron.config.schema import Config
 from megatron.errors import UserError
@@ -13,6 +13,7 @@ from megatron.options.data import split_shares
 from megatron.options.launch import conflicts as launch_conflicts
 from megatron.options.model import find_model_conflicts as model_conflicts
 from megatron.options.training import conflicts as training_conflicts
+from megatron.position.catalog import MethodFileError, list_encodings
 from megatron.suggest import choose_from, did_you_mean
 
 Problem = tuple[str, str]
@@ -32,7 +33,7 @@ def _model(config: Config) -> Iterator[Problem]:
 def wrong_method(kind: str, name: str, valid: list[str]) -> Iterator[Problem]:
     """What is wrong with the name of a method, `kind` being `pos_emb` or `score_processor`."""
     if name not in valid:
-        if (found := names.meant(name)) is not None:
+        if (found := method_names.find_method(name)) is not None:
             key, ours = found
             if key == kind:
                 yield kind, f"{kind}: no method is called {name!r}; it is {ours!r} here"
@@ -57,11 +58,23 @@ def _method(
 
 def _position(config: Config) -> Iterator[Problem]:
     position, model = config.position, config.model
-    encodings, processors = names.encodings(), names.processors()
-    known = names.encoding_options(position.pos_emb) if position.pos_emb in encodings else None
-    yield from _method("pos_emb", position.pos_emb, encodings, position.pos_emb_options, known)
-    known = names.processor_options(position.score_processor) if position.score_processor in processors else None
-    yield from _method("score_processor", position.score_processor, processors, position.score_processor_options, known)
+    kinds = (
+        ("pos_emb", position.pos_emb_options, list_encodings(), method_names.list_encoding_options),
+        (
+            "score_processor",
+            position.score_processor_options,
+            method_names.list_processor_values(),
+            method_names.list_processor_options,
+        ),
+    )
+    for key, options, methods, list_options in kinds:
+        name = getattr(position, key)
+        try:
+            known = list_options(name) if name in methods else None
+        except MethodFileError as error:
+            yield key, f"{key}: {error}"
+        else:
+            yield from _method(key, name, methods, options, known)
     table = model.max_position_embeddings
     if position.pos_emb == "learned" and table is not None and table < model.seq_length:
         yield (

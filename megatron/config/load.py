@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config import names, neox
+from megatron.config import method_names, neox
 from megatron.config.checks import check, wrong_method
 from megatron.config.problems import describe
 from megatron.config.schema import SECTIONS, Config, Path_, owners
@@ -28,6 +28,7 @@ from megatron.config.yaml_files import Document, parse_value, read_yaml
 from megatron.errors import UserError
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED, MAX_SIZE, ModelOptions, ffn_hidden_size
+from megatron.position.catalog import list_encodings
 from megatron.suggest import did_you_mean
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
@@ -130,7 +131,7 @@ def find(name: str | os.PathLike[str], search: Sequence[str | os.PathLike[str]] 
 
 def _hint(stem: str, known: set[str]) -> str:
     """What somebody may have meant who names a file that is not there."""
-    found = names.meant(stem)
+    found = method_names.find_method(stem)
     if found is not None and found[1] != stem:
         key, ours = found
         return f"; {stem!r} is {ours!r} here" + ("" if ours in known else f": {key}={ours}")
@@ -223,7 +224,7 @@ def _note_gated_width(model: ModelOptions, settings: Settings) -> None:
 
 def _wrong_methods(settings: Settings) -> Iterator[str]:
     """The problems of the methods' names: pydantic knows them as text, and `check` needs a whole configuration."""
-    for key, valid in (("pos_emb", names.encodings()), ("score_processor", names.processors())):
+    for key, valid in (("pos_emb", list_encodings()), ("score_processor", method_names.list_processor_values())):
         setting = settings.values.get((key,))
         if setting is not None and isinstance(setting.value, str):
             for _, problem in wrong_method(key, setting.value, valid):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron.config.names import adds_to_scores
+from megatron.config.method_names import changes_scores
 
 
 @dataclass(frozen=True)
@@ -548,7 +548,7 @@ def layer_scaling(value: Any, methods: Methods) -> str | None:
     if not value:
         return None
     changed = [
-        *([f"pos_emb {methods.encoding}"] if adds_to_scores(methods.encoding) else []),
+        *([f"pos_emb {methods.encoding}"] if changes_scores(methods.encoding) else []),
         *([f"score_processor {methods.processor}"] if methods.processor != "none" else []),
     ]
     if not changed:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron.config import names, neox
+from megatron.config import method_names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
 from megatron.options.analysis import AnalysisOptions
@@ -16,6 +16,7 @@ from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.options.generation import GenerationOptions
 from megatron.options.section import Section, docstring
 from megatron.options.sweep import PublishedOptions, SweepCorpusOptions, SweepOptions
+from megatron.position.catalog import list_encodings, list_processors
 from megatron.suggest import did_you_mean
 
 PAGE = Path("docs/configuration.md")
@@ -95,6 +96,9 @@ Keys that have the same name and meaning here are in the tables above; all other
 What is without effect is said in one line when a run starts; nothing is dropped in silence.
 """
 
+METHODS = {"pos_emb": list_encodings, "score_processor": list_processors}
+"""The methods that there are, by the key that names one."""
+
 
 def type_of(annotation: Any) -> str:
     """A type as a person writes it: `whole number`, `text or null`, `a · b · c`."""
@@ -162,8 +166,9 @@ def _position_names() -> str:
 def _called() -> str:
     rows = [
         [_code(others), f"`{key}: {method}`"]
-        for method, others in names.CALLED.items()
-        if (key := "score_processor" if method in names.processors()[1:] else "pos_emb")
+        for key, methods in METHODS.items()
+        for method in methods()
+        if (others := method_names.list_other_names(method))
     ]
     text = "Refused with our name, in `pos_emb`, in `score_processor` and where a file is named.\n"
     return f"### Other names of methods\n\n{text}\n{table(['also called', 'here'], rows)}"
@@ -257,9 +262,9 @@ def _methods(wanted: str) -> list[tuple[str, str, str, str]]:
     if not wanted:
         return []
     rows = []
-    for key, methods in (("pos_emb", names.encodings()), ("score_processor", names.processors()[1:])):
-        for method in methods:
-            others = names.CALLED.get(method, ())
+    for key, methods in METHODS.items():
+        for method in methods():
+            others = method_names.list_other_names(method)
             if any(wanted in name for name in (method, *others)):
                 also = f"also called {', '.join(others)}; " if others else ""
                 rows.append((f"{key}: {method}", "", "", f"{also}./deepy.py positions tells more"))
@@ -273,14 +278,10 @@ def _position(alias: neox.PositionAlias, code: str = "") -> str:
 
 
 def _method_options() -> list[tuple[str, str, str, str]]:
-    kinds = (
-        ("pos_emb", names.encodings(), names.encoding_options),
-        ("score_processor", names.processors(), names.processor_options),
-    )
     takers: dict[str, list[str]] = {}
-    for kind, methods, options in kinds:
-        for method in methods:
-            for option in options(method) or ():
+    for kind, methods in METHODS.items():
+        for method in methods():
+            for option in method_names.list_readable_options(method):
                 takers.setdefault(f"{kind}_options.{option}", []).append(method)
     return [
         (key, "", "", f"an option of {' and '.join(methods)}; ./deepy.py positions tells more")

@@ -39,7 +39,7 @@ _REGISTRY_TEMPLATE = '''"""The position methods of this model."""
 from typing import Any
 
 {imports}
-from .base import AttentionDims
+from .facts import AttentionDims
 
 ENCODINGS = {encodings}
 PROCESSORS = {processors}

@@ -11,6 +11,7 @@ from megatron.distributed.layers import layers_of
 from megatron.distributed.processes import Processes
 from megatron.errors import UserError
 from megatron.model.attention import LayerPositionConfig, PositionedAttention
+from megatron.model.attention_dims import build_attention_dims
 from megatron.model.gpt import GPT
 from megatron.model.layer import BiasedSelfAttention, GPTLayer, OffStageLayer
 from megatron.model.megatron_core import (
@@ -20,11 +21,7 @@ from megatron.model.megatron_core import (
     TransformerBlockSubmodules,
     get_gpt_layer_local_spec,
 )
-from megatron.model.position_modules import (
-    build_attention_dims,
-    build_encoding_from_options,
-    build_processor_from_options,
-)
+from megatron.model.position_modules import build_encoding_from_options, build_processor_from_options
 from megatron.model.transformer_config import transformer_config
 from megatron.options.model import (
     ModelOptions,
@@ -34,8 +31,8 @@ from megatron.options.model import (
     has_qkv_bias,
     padded_vocab_size,
 )
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 
 

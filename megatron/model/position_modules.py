@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.errors import UserError
-from megatron.options.model import ModelOptions, PositionOptions
-from megatron.position.base import AttentionDims, OptionError, PositionModule
+from megatron.options.model import PositionOptions
+from megatron.position.base import OptionError, PositionModule
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor, load_encoding_class, load_processor_class
 
@@ -32,17 +33,6 @@ def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
     }
 
 
-def build_attention_dims(model: ModelOptions) -> AttentionDims:
-    """What encodings and processors are told about the model."""
-    return AttentionDims(
-        num_heads=model.num_attention_heads,
-        head_dim=model.hidden_size // model.num_attention_heads,
-        hidden_size=model.hidden_size,
-        train_length=model.seq_length,
-        max_length=model.max_position_embeddings or model.seq_length,
-    )
-
-
 def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -> Encoding:
     """A fresh encoding. Raises UserError that names the key."""
     try:
@@ -62,7 +52,7 @@ def build_processor_from_options(options: PositionOptions, dims: AttentionDims, 
         return None
     try:
         return build_processor(
-            options.score_processor, dims, options.score_processor_options, has_bias=encoding.has_bias()
+            options.score_processor, dims, options.score_processor_options, has_bias=encoding.adds_bias
         )
     except ValueError as error:
         raise UserError(f"score_processor: {error}", _find_key("score_processor", error)) from error

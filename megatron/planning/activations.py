@@ -27,7 +27,7 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.distributed.places import held
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
-from megatron.planning.position_costs import get_encoding_cost, get_processor_cost
+from megatron.planning.position_costs import plan_encoding, plan_processor
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -98,8 +98,8 @@ class _LayerEstimator:
     def __init__(self, config: Config, sizes: Sizes, backend: str | None, context_rank: int) -> None:
         model = config.model
         self.model, self.sizes = model, sizes
-        self.encoding, self.processor = get_encoding_cost(config.position), get_processor_cost(config.position)
-        self.encoding_options, self.attention_window = config.position.pos_emb_options, config.position.attention_window
+        self.encoding, self.processor = plan_encoding(config.position), plan_processor(config.position)
+        self.attention_window = config.position.attention_window
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_type]
         self.hidden_size, self.ffn_size = model.hidden_size, ffn_hidden_size(model)
@@ -160,7 +160,9 @@ class _LayerEstimator:
         has_context_parallel = self.sizes.context > 1
         query_is_unscaled = self.recomputes_blocks or self.backend == "sdpa"  # else a scaled copy is kept
         # Not where ranks share a sequence: the rows of its two chunks are joined, which copies them.
-        query_is_view = query_is_unscaled and not (self.encoding.rotates_qk or gathers_heads or has_context_parallel)
+        query_is_view = query_is_unscaled and not (
+            self.encoding.facts.rotates_qk or gathers_heads or has_context_parallel
+        )
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
         size = 0
         if not (has_context_parallel or has_grouped_queries):
@@ -173,7 +175,7 @@ class _LayerEstimator:
             size += n * qk_size * b
         if has_context_parallel or has_grouped_queries:
             size += self.sizes.context * n * (qk_size + part) * b  # of all places, repeated
-        elif self.encoding.rotates_qk or gathers_heads:
+        elif self.encoding.facts.rotates_qk or gathers_heads:
             size += n * qk_size * b
         size += n * part * b  # the output, which the projection after it reads
         if self.backend == "sdpa":
@@ -182,7 +184,7 @@ class _LayerEstimator:
                 # With a mask in the compute type: PyTorch's plain causal attention is for whole sequences alone.
                 masked_chunks = [(start, length) for start, length in self.chunks if start]
                 size += n * part * b + sum(length * (start + length) * b for start, length in masked_chunks)
-        if self.encoding.rotates_qk:
+        if self.encoding.facts.rotates_qk:
             size += (
                 12 * (n // self.micro_batch_size) * (self.hidden_size // self.num_heads)
             )  # cosines and sines in float32
@@ -213,10 +215,10 @@ class _LayerEstimator:
     def bias_table_bytes(self) -> int:
         """What is kept per distance: linear in T whatever the batch, and small."""
         num_distances = sum(start + length for start, length in self.chunks)  # each of a rank's chunks has its own
-        size = 4 * self.encoding.num_saved_tables * self.num_heads * num_distances
+        size = 4 * self.encoding.cost.num_saved_tables * self.num_heads * num_distances
         if (
             self.processor is not None
-            and self.encoding.has_bias
+            and self.encoding.facts.adds_bias
             and self.attention_window is None
             and self.backend != "eager"
         ):
@@ -228,11 +230,11 @@ class _LayerEstimator:
         """What a block keeps per score, where it is kept."""
         b, half_copy_bytes = self.bytes_per_element, self.bytes_per_element if self.bytes_per_element < 4 else 0
         per_sequence = self.num_local_heads * (
-            4 + half_copy_bytes + self.encoding.saved_bytes_per_head_score + b * self.encoding.num_saved_maps
+            4 + half_copy_bytes + self.encoding.cost.saved_bytes_per_head_score + b * self.encoding.cost.num_saved_maps
         )
-        shared_bytes = self.encoding.saved_bytes_per_score(self.encoding_options)
+        shared_bytes = self.encoding.cost.saved_bytes_per_score(self.encoding.options)
         heads = self.num_local_heads if self.processor is None else self.num_heads
-        if self.encoding.has_weight:
+        if self.encoding.facts.multiplies_scores:
             per_sequence += b * heads
             shared_bytes += b * heads
         if self.model.attention_dropout:
@@ -240,7 +242,7 @@ class _LayerEstimator:
         if self.processor is not None:
             per_sequence += b * (self.num_heads + self.processor.width)
             shared_bytes += 2  # who sees what, as truth values, twice
-            if self.encoding.has_bias and self.backend == "eager":
+            if self.encoding.facts.adds_bias and self.backend == "eager":
                 shared_bytes += b * self.num_heads + 1
         return block.num_rows * block.num_columns * (self.micro_batch_size * per_sequence + shared_bytes)
 
@@ -251,7 +253,7 @@ class _LayerEstimator:
         scores, b = block.num_rows * block.num_columns, self.bytes_per_element
         heads = self.num_local_heads if self.processor is None else self.num_heads
         bias_bytes = (
-            8 * heads if self.encoding.has_bias else 0
+            8 * heads if self.encoding.facts.adds_bias else 0
         )  # its gradient, and the same padded to be summed along diagonals
         # Probabilities, their gradient and the logits' in float32, when the copy in a half type has gone; or the
         # logits' gradient and the bias's.
@@ -264,7 +266,7 @@ class _LayerEstimator:
         # and the share's gradient in both, and sheared to be summed along diagonals.
         width = self.processor.width
         candidates = [self.micro_batch_size * b * (3 * width + self.num_heads)]
-        if self.encoding.has_bias:
+        if self.encoding.facts.adds_bias:
             candidates.append(self.micro_batch_size * b * 2 * (width + self.num_heads) + (4 + half_copy_bytes) * width)
             candidates.append(4 * 2 * (width + self.num_heads) + half_copy_bytes * width)
         return max(maps, scores * max(candidates))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config.schema import Config
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, padded_vocab_size
-from megatron.planning.position_costs import get_encoding_cost, get_processor_cost
+from megatron.planning.position_costs import plan_encoding, plan_processor
 
 TRAINING_TO_FORWARD_RATIO = 3
 """Forward and backward pass, in forward passes."""
@@ -46,14 +46,11 @@ def estimate_forward_flops(config: Config, vocab_size: int) -> ForwardFlops:
     keys_per_token = (
         max_keys - max_keys * (max_keys - 1) / 2 / seq_length
     )  # keys that a token sees: the mean of min(i + 1, window)
-    processor_cost = get_processor_cost(position)
+    encoding, processor_cost = plan_encoding(position), plan_processor(position)
     return ForwardFlops(
         linear=2.0 * hidden_size * (2 * hidden_size + 2 * kv_hidden_size(model) + fc1_size + ffn_size),
         attention=hidden_size
-        * (
-            4.0 * keys_per_token
-            + 2.0 * get_encoding_cost(position).count_products(position.pos_emb_options, keys_per_token)
-        ),
+        * (4.0 * keys_per_token + 2.0 * encoding.cost.num_products(encoding.options, keys_per_token)),
         processor=0.0
         if processor_cost is None
         else processor_cost.flops_per_score(model.num_attention_heads) * keys_per_token,

@@ -7,7 +7,7 @@ from megatron.config.schema import Config
 from megatron.distributed.layers import layers_of
 from megatron.distributed.mesh import Axis, Sizes
 from megatron.options.model import GATED, ffn_hidden_size, has_qkv_bias, kv_hidden_size, padded_vocab_size
-from megatron.planning.position_costs import count_encoding_parameters, count_processor_parameters, get_encoding_cost
+from megatron.planning.position_costs import count_encoding_parameters, count_processor_parameters, plan_encoding
 
 
 def _count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
@@ -45,7 +45,7 @@ def count_rank_parameters(config: Config, sizes: Sizes, vocab_size: int, pipelin
     count = len(layers_of(model.num_layers, Axis(pipeline_stage, sizes.pipeline))) * _count_layer_parameters(
         config, sizes.tensor
     )
-    if not position.pos_emb_per_layer and (is_first or not get_encoding_cost(position).only_adds_embeddings):
+    if not position.pos_emb_per_layer and (is_first or not plan_encoding(position).facts.only_adds_embeddings):
         count += count_encoding_parameters(model, position)
     if is_last:
         count += model.hidden_size * (2 if model.norm == "layernorm" else 1)

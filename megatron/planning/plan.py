@@ -15,7 +15,7 @@ from megatron.planning.parallel_layouts import (
     fit_config_to_cluster,
 )
 from megatron.planning.parameter_count import count_parameters
-from megatron.planning.position_costs import get_encoding_cost
+from megatron.planning.position_costs import plan_encoding
 from megatron.planning.step_time import Cluster
 
 SECONDS_PER_DAY = 86400
@@ -58,7 +58,7 @@ class Plan:
         if layout is None:
             return {}
         position = layout.config.position
-        supports_sdpa = get_encoding_cost(position).supports_sdpa and position.score_processor == "none"
+        supports_sdpa = plan_encoding(position).supports_sdpa and position.score_processor == "none"
         names = ("auto", "chunked", "eager", *(["sdpa"] if supports_sdpa else []))
         return {name: estimate_memory(layout.config, layout.sizes, self.vocab_size, backend=name) for name in names}
 
@@ -125,7 +125,7 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
         UserError: nothing is known of its position encoding or score processor, it says no batch, or the GPUs are no
             whole nodes.
     """
-    get_encoding_cost(config.position)  # unknown: an error of the whole plan, and no refusal of one layout
+    plan_encoding(config.position)  # unknown: an error of the whole plan, and no refusal of one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None
     try:

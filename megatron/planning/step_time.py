@@ -40,7 +40,7 @@ from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
 from megatron.planning.flops import TRAINING_TO_FORWARD_RATIO, estimate_forward_flops
 from megatron.planning.parameter_count import count_rank_parameters
-from megatron.planning.position_costs import get_processor_cost
+from megatron.planning.position_costs import plan_processor
 
 LINK_EFFICIENCY = 0.75
 """Of a link's rate by its data sheet; NCCL's tests show such shares for large messages."""
@@ -132,7 +132,7 @@ class _StageEstimator:
         self.num_recomputed_passes = 1 if config.model.checkpoint_activations else 0
         logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor
         self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
-        self.processor_cost = get_processor_cost(config.position)
+        self.processor_cost = plan_processor(config.position)
         self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
 
     def count_flops(self) -> float:

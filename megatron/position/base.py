@@ -1,30 +1,15 @@
 """What encodings and processors have in common: they describe themselves, and their options are read off their code."""
 
 import inspect
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
+from megatron.position.facts import MODEL_ARGUMENTS, AttentionDims, EncodingCost, MethodOptions, ProcessorCost
 from megatron.position.kernel_parameters import KernelParameters
 
-MODEL_ARGUMENTS = ("self", "dims", "has_bias")
-"""Constructor arguments that the model gives; all others are options."""
 INITIALIZATION_SUFFIXES = ("_start", "_below", "_init")
 """How the names of options end that say where parameters start. `std`, of a normal distribution, is one too."""
-
-
-@dataclass(frozen=True)
-class AttentionDims:
-    """Sizes of the attention that a method is built for."""
-
-    num_heads: int
-    head_dim: int
-    hidden_size: int
-    train_length: int
-    """Tokens per training sequence."""
-    max_length: int
-    """Rows of an absolute position table."""
 
 
 class OptionError(ValueError):
@@ -61,6 +46,20 @@ class PositionModule(nn.Module):
     """Where the definition comes from: paper and equation or section."""
     advice: ClassVar[str]
     """When to use it, in one to three sentences, and who found so."""
+    other_names: ClassVar[tuple[str, ...]] = ()
+    """What papers and people call it besides."""
+    cost: ClassVar[EncodingCost | ProcessorCost | None] = None
+    """Parameters, memory and FLOPs, which planning reads without torch (`facts.py`); None if they are not declared."""
+
+    option_values: MethodOptions
+    """All options that this module was built with."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        module = super().__new__(cls)
+        defaults = {name: parameter.default for name, parameter in cls.options().items()}
+        values = {name: options.get(name, default) for name, default in defaults.items()}
+        object.__setattr__(module, "option_values", values)  # before torch's own attributes are there
+        return module
 
     def __init__(self, dims: AttentionDims) -> None:
         super().__init__()

@@ -16,14 +16,12 @@ only up to 256, float16 up to 2048). Tables and everything computed from paramet
 
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron.position.base import PositionModule
+from megatron.position.facts import HOOKS, EncodingCost
 from megatron.position.series_tails import SeriesTail, constant_tail, unknown_tail
-from megatron.position.token_range import ALL_HEADS, TokenRange
-
-HOOKS = ("embed", "rotate", "table", "dense", "contextual")
+from megatron.position.token_range import TokenRange
 
 
 class ScoreTerms(NamedTuple):
@@ -46,6 +44,10 @@ class Encoding(PositionModule):
     """Does moving all positions by the same amount change nothing?"""
     takes_positions: ClassVar[bool] = True
     """Is it told where tokens are? If not, only their order matters, through the causal mask."""
+    adds_bias: ClassVar[bool] = False
+    """Does `table` or `dense` give a bias?"""
+    multiplies_scores: ClassVar[bool] = False
+    """Does `table` or `dense` give a weight?"""
 
     max_length: int | None = None
     """The largest number of positions that the encoding knows, or None."""
@@ -69,26 +71,9 @@ class Encoding(PositionModule):
         toeplitz = cls.overrides_hook("table")
         return (*hooks, *(("toeplitz",) if toeplitz else ()), *(("relative",) if cls.relative else ()))
 
-    def has_bias(self) -> bool:
-        """Does it add a bias (rather than only a weight, contextual terms, or nothing)? Asked of its code, at n = 0."""
-        return self._at_zero().bias is not None
-
-    def has_weight(self) -> bool:
-        """Does it multiply the scores by something?"""
-        return self._at_zero().weight is not None
-
-    def _at_zero(self) -> ScoreTerms:
-        """Bias and weight at n = 0, wherever the parameters are."""
-        zero = torch.zeros(1, device=next(self.parameters(), torch.empty(0)).device)
-        return (
-            self.table(zero)
-            if type(self).overrides_hook("table")
-            else self.dense(TokenRange(0, 1), TokenRange(0, 1), zero, ALL_HEADS)
-        )
-
     def bias_tails(self) -> list[SeriesTail]:
         """How the series Σ_t exp(bias at the distance t) ends, for each head. An encoding with a bias declares it."""
-        tail = unknown_tail() if self.has_bias() else constant_tail(1.0, "it adds no bias")
+        tail = unknown_tail() if self.adds_bias else constant_tail(1.0, "it adds no bias")
         return [tail] * self.dims.num_heads
 
     # The hooks.
@@ -120,9 +105,9 @@ class Encoding(PositionModule):
     def contextual_flops(self, num_keys: float) -> float:
         """Forward FLOPs of the contextual terms' matrix products per token, over all heads.
 
-        Bias and weight are computed once for all sequences of a batch and not counted.
-
         Args:
             num_keys: keys that a token sees, on average.
         """
-        return 0.0
+        if not isinstance(self.cost, EncodingCost):
+            return 0.0
+        return 2.0 * self.dims.num_heads * self.dims.head_dim * self.cost.num_products(self.option_values, num_keys)

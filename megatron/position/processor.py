@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron.position.base import AttentionDims, PositionModule
+from megatron.position.base import PositionModule
+from megatron.position.facts import AttentionDims
 from megatron.position.toeplitz import toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange
 

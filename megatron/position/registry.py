@@ -1,18 +1,22 @@
-"""Finds encodings and processors: the files of `encodings/` and `processors/`. Adding a file adds a method.
+"""The classes of encodings and processors by name, and modules built of them. Adding a file adds a method.
 
 Other projects' names for the same methods are the business of `megatron.config`, not of this registry.
 """
 
 import difflib
 import importlib
-from collections.abc import Mapping
+import traceback
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args
 
-from megatron.position.base import AttentionDims, OptionError, PositionModule
+from megatron.position.base import OptionError, PositionModule
+from megatron.position.catalog import FOLDER, MethodFileError, format_path, list_encodings, list_processors
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
+from megatron.position.hook_checks import check_hook_names, check_hook_results
 from megatron.position.processor import Processor
 
 MAX_OPTION = {int: 10**6, float: 1e9}
@@ -21,36 +25,35 @@ MAX_OPTION = {int: 10**6, float: 1e9}
 ModuleT = TypeVar("ModuleT", bound=PositionModule)
 
 
-def _list_names(folder: str) -> list[str]:
-    return sorted(path.stem for path in (Path(__file__).parent / folder).glob("*.py") if path.stem != "__init__")
-
-
-def list_encodings() -> list[str]:
-    """Names of all position encodings, in alphabetical order."""
-    return _list_names("encodings")
-
-
-def list_processors() -> list[str]:
-    """Names of all score processors, in alphabetical order; `none` is no processor and not listed."""
-    return _list_names("processors")
-
-
 @cache
 def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
-    names = _list_names(folder)
+    names = list_encodings() if base is Encoding else list_processors()
     if name not in names:
         matches = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {matches[0]}? " if matches else ""
         raise ValueError(f"unknown {base.__name__.lower()} {name!r}; {hint}choose from {', '.join(names)}")
-    module = importlib.import_module(f"{__package__}.{folder}.{name}")
+    path = FOLDER / folder / f"{name}.py"
+    try:
+        module = importlib.import_module(f"{__package__}.{folder}.{name}")
+    except Exception as error:
+        raise MethodFileError(_describe_import_error(path, error)) from error
     classes = [
         thing
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, base) and thing.__module__ == module.__name__
     ]
     if len(classes) != 1:
-        raise ValueError(f"{module.__name__} must define one {base.__name__}, it defines {len(classes)}")
+        raise MethodFileError(f"{format_path(path)} must define one {base.__name__}, it defines {len(classes)}")
+    if issubclass(classes[0], Encoding):
+        check_hook_names(classes[0])
     return classes[0]
+
+
+def _describe_import_error(path: Path, error: Exception) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    message = error.msg if isinstance(error, SyntaxError) else f"{type(error).__name__}: {error}"
+    return " ".join(f"{format_path(path)}{'' if line is None else f':{line}'}: {message}".split())
 
 
 def load_encoding_class(name: str) -> type[Encoding]:
@@ -88,8 +91,11 @@ def build_encoding(name: str, dims: AttentionDims, options: Mapping[str, Any] | 
     Raises:
         ValueError: an unknown name or option.
         OptionError: a value of an option that it cannot take.
+        MethodFileError: its file cannot be imported, or a hook gives no answer.
     """
-    return _build(load_encoding_class(name), name, dims, options or {})
+    encoding = _build(load_encoding_class(name), name, dims, options or {})
+    check_hook_results(encoding)
+    return encoding
 
 
 def build_processor(
@@ -108,25 +114,35 @@ def _build(method: type[ModuleT], name: str, dims: AttentionDims, options: Mappi
         raise
 
 
-def describe_methods() -> list[dict[str, Any]]:
-    """One record per method: kind, name, formula, parameters, options with defaults, traits, source, advice."""
-    records = []
-    kinds: list[tuple[str, dict[str, type[PositionModule]]]] = [
-        ("encoding", {name: load_encoding_class(name) for name in list_encodings()}),
-        ("processor", {name: load_processor_class(name) for name in list_processors()}),
+def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record per method (kind, name, formula, parameters, options with defaults, traits, source, advice), and one
+    line for each whose file cannot be used.
+
+    Args:
+        names: of the methods.
+    """
+    records, errors = [], []
+    loaders = [
+        ("encoding", list_encodings(), load_encoding_class),
+        ("processor", list_processors(), load_processor_class),
     ]
-    for kind, methods in kinds:
-        for name, method in methods.items():
+    for kind, known, load_class in loaders:
+        for name in (name for name in known if name in names):
+            try:
+                method: type[PositionModule] = load_class(name)
+            except MethodFileError as error:
+                errors.append(str(error))
+                continue
             records.append(
                 {
                     "kind": kind,
                     "name": name,
                     "formula": method.formula,
                     "parameters": method.parameters_summary,
-                    "options": {option: p.default for option, p in method.options().items()},
+                    "options": {option: parameter.default for option, parameter in method.options().items()},
                     "traits": list(method.traits()),
                     "source": method.source,
                     "advice": method.advice,
                 }
             )
-    return records
+    return records, errors

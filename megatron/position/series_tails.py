@@ -2,7 +2,7 @@
 
 A model is sure to extrapolate where that series converges (Qin et al. 2023, Exploring Transformer Extrapolation,
 theorem 3.4). However many terms are added up, they say nothing of the infinitely many after them, so an encoding
-declares the form of its bias far away (`EncodingCost.bias_tails`), with the numbers that its parameters give it.
+declares the form of its bias far away (`Encoding.bias_tails`), with the numbers that its parameters give it.
 
 A form that converges knows the integral of b, and so bounds what is left of the series after any number of terms: b
 falls and is convex from `start` on, so each term b_t lies below the integral over [t − 1/2, t + 1/2], and the sum from

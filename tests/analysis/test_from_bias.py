@@ -13,8 +13,8 @@ from megatron.analysis.convergence import series_of
 from megatron.analysis.effective_length import FAR, cumulative, effective_lengths
 from megatron.analysis.receptive_field import PLOTTED, Field, finite, theoretical
 from megatron.position import registry, series_tails
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
 
 SHARES = (0.5, 0.1, 0.01, 0.001)
 

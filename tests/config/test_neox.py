@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron.config import names, neox
+from megatron.config import method_names, neox
 from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
 from megatron.distributed.devices import Machine
 from megatron.errors import UserError
 from megatron.options.model import ffn_hidden_size
-from megatron.position import registry
-from megatron.position.base import AttentionDims
+from megatron.position import catalog, registry
+from megatron.position.facts import AttentionDims
 from megatron.training.preflight import preflight
 
 _spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))
@@ -106,7 +106,7 @@ def test_dape_125m(read, name):
     values = stock.DAPE[name]
     alias = neox.POSITIONS.get(values["pos-emb"], neox.PositionAlias(values["pos-emb"]))
     encoding, processor, per_layer, options = alias
-    if encoding not in names.encodings():
+    if encoding not in catalog.list_encodings():
         with pytest.raises(UserError, match=f"pos_emb {encoding} is not available"):
             read(values)
         return
@@ -241,7 +241,7 @@ def test_tables_are_consistent():
     counted += sum(len(rule.keys) for rules in (neox.NO_EFFECT, neox.REFUSED) for rule in rules)
     assert counted == len(neox.RULES), "a key has two rules"
     for use in (use for option in neox.OPTIONS for use in option.uses):
-        find = names.encoding_options if use.chooser == "pos_emb" else names.processor_options
+        find = method_names.list_encoding_options if use.chooser == "pos_emb" else method_names.list_processor_options
         for method in use.methods:
             assert use.option in find(method)
 
@@ -257,7 +257,7 @@ def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: s
     assert position.pos_emb_options == options
     built = registry.build_encoding(encoding, AttentionDims(4, 8, 32, 16, 16), options)
     if processor is not None:
-        registry.build_processor(processor, built.dims, has_bias=built.has_bias())
+        registry.build_processor(processor, built.dims, has_bias=built.adds_bias)
 
 
 def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() -> None:

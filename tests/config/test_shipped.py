@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from models import build_model
 
-from megatron.config import names
+from megatron.config import method_names
 from megatron.config.load import SHIPPED, load
 from megatron.config.schema import Config
 from megatron.errors import UserError
+from megatron.position import catalog
 
 MODELS = sorted((SHIPPED / "model").glob("*.yml"))
 OVERLAYS = sorted([*(SHIPPED / "position").glob("*.yml"), *(SHIPPED / "cluster").glob("*.yml")])
@@ -81,10 +82,10 @@ def test_processors_compose_with_every_encoding(path: Path):
 
 def test_every_method_has_an_overlay():
     stems = {path.stem for path in (SHIPPED / "position").glob("*.yml")}
-    assert stems >= set(names.encodings()) | set(names.processors())
-    for name in names.encodings():
+    assert stems >= set(catalog.list_encodings()) | set(method_names.list_processor_values())
+    for name in catalog.list_encodings():
         assert load(["125M", f"position/{name}"]).config.position.pos_emb == name
-    for name in names.processors()[1:]:
+    for name in catalog.list_processors():
         assert load(["125M", f"position/{name}"]).config.position.score_processor == name
 
 

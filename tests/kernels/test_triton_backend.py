@@ -21,8 +21,8 @@ from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
 from megatron.errors import UserError
 from megatron.options.model import ModelOptions, PositionOptions
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 from megatron.position.registry import (
     build_encoding,
@@ -88,7 +88,7 @@ def test_what_the_kernels_can_do_is_every_toeplitz_bias_and_fire() -> None:
         for encoding, processor in MAPPED
         if (not load_encoding_class(encoding).overrides_hook("dense") or encoding == "fire")
         and not load_encoding_class(encoding).overrides_hook("contextual")
-        and (processor == "none" or not build(encoding, "none", SHAPE)[0].has_weight())
+        and (processor == "none" or not build(encoding, "none", SHAPE)[0].multiplies_scores)
     ]
     assert expected == ABLE
     assert len(ABLE) > 40

@@ -18,7 +18,7 @@ from megatron.model import attention
 from megatron.model.attention import AttentionContext
 from megatron.planning import activations
 from megatron.planning.memory_estimate import estimate_memory
-from megatron.planning.position_costs import ENCODING_COSTS
+from megatron.position.catalog import list_encodings
 from megatron.position.token_range import TokenRange
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -136,7 +136,7 @@ def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> 
 
 
 @pytest.mark.parametrize("precision", TYPES)
-@pytest.mark.parametrize("name", ENCODING_COSTS)
+@pytest.mark.parametrize("name", list_encodings())
 def test_every_encoding(name: str, precision: str) -> None:
     wanted = config(256, pos_emb=name, attention_backend="eager", precision=precision)
     assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(

@@ -8,7 +8,7 @@ from models import build_model
 from tiny_runs import VOCABULARY, tiny_config
 
 from megatron.planning.flops import estimate_forward_flops
-from megatron.planning.position_costs import DEFAULT_KERNEL_SIZES, ENCODING_COSTS
+from megatron.position.catalog import list_encodings, list_processors
 
 
 def check(**keys: Any) -> None:
@@ -19,9 +19,9 @@ def check(**keys: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("processor", ["none", *DEFAULT_KERNEL_SIZES])
+@pytest.mark.parametrize("processor", ["none", *list_processors()])
 def test_every_method(processor: str) -> None:
-    for name in ENCODING_COSTS:
+    for name in list_encodings():
         check(pos_emb=name, score_processor=processor)
 
 

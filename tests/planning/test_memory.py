@@ -118,5 +118,5 @@ def test_a_backend_may_be_named() -> None:
 
 def test_an_encoding_of_ones_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(Path(), pos_emb="mine")
-    with pytest.raises(UserError, match=r"pos_emb mine is not known: megatron/planning/position_costs\.py"):
+    with pytest.raises(UserError, match=r"the memory of pos_emb mine is not known: no such encoding"):
         estimate_memory(config, Sizes(), VOCABULARY)

@@ -7,7 +7,7 @@ import pytest
 from models import build_model
 from tiny_runs import tiny_config
 
-from megatron.config import names
+from megatron.config import method_names
 from megatron.config.load import SHIPPED, load
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Mesh, Sizes
@@ -15,7 +15,7 @@ from megatron.distributed.parameters import division, whole_size
 from megatron.distributed.processes import Processes
 from megatron.model import build
 from megatron.planning.parameter_count import count_parameters, count_rank_parameters
-from megatron.planning.position_costs import DEFAULT_KERNEL_SIZES, ENCODING_COSTS
+from megatron.position import catalog
 
 VOCABULARY = 50257
 MODELS = sorted(path.stem for path in (SHIPPED / "model").glob("*.yml"))
@@ -57,9 +57,8 @@ def counted(**keys: Any) -> tuple[int, int]:
 
 
 def test_every_method() -> None:
-    assert (set(ENCODING_COSTS), set(DEFAULT_KERNEL_SIZES)) == (set(names.encodings()), set(names.processors()[1:]))
-    for encoding in names.encodings():
-        for processor in names.processors():
+    for encoding in catalog.list_encodings():
+        for processor in method_names.list_processor_values():
             estimate, built = counted(pos_emb=encoding, score_processor=processor)
             assert estimate == built, (encoding, processor)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.position import registry
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import BoundedParameter, init_uniform
+from megatron.position.facts import AttentionDims
 from megatron.position.numerics import pow_with_finite_gradient
 
 finite = st.floats(-5, 5, allow_nan=False, width=32)

@@ -16,7 +16,7 @@ from megatron.attention.backends.sdpa import SdpaBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import arange_distances, compute_attention, compute_logits, compute_table
 from megatron.position import registry
-from megatron.position.base import AttentionDims
+from megatron.position.facts import AttentionDims
 from megatron.position.processors.cdape import Cdape
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
 from tools.rounding import FACTOR, assert_alike, assert_rounding_alone, excess

@@ -8,8 +8,8 @@ import torch
 from position_methods import SHAPE, build
 
 from megatron.position import registry, series_tails
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims
 
 HEADS = SHAPE.num_heads
 CONVERGING = {"alibi", "kerple_power", "kerple_bias_weight", "type1", "type2"}
@@ -110,6 +110,8 @@ def test_what_diverges_has_an_infinite_rest() -> None:
 
 class Undeclared(Encoding):
     """An encoding of somebody who does not know."""
+
+    adds_bias = True
 
     def table(self, distances: torch.Tensor) -> ScoreTerms:
         return ScoreTerms(bias=-distances.expand(self.dims.num_heads, -1))

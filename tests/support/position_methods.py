@@ -7,8 +7,8 @@ import torch
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_attention
 from megatron.position import registry
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange
 
@@ -23,7 +23,7 @@ def build(encoding: str, processor: str, shape: AttentionDims = SHAPE) -> tuple[
     e = registry.build_encoding(encoding, shape)
     if processor == "none":
         return e, None
-    return e, registry.build_processor(processor, shape, has_bias=e.has_bias())
+    return e, registry.build_processor(processor, shape, has_bias=e.adds_bias)
 
 
 def output(

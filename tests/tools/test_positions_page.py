@@ -76,7 +76,7 @@ def test_page_has_what_the_files_say(page: str) -> None:
 
 
 def test_advice_names_its_source() -> None:
-    for record in registry.describe_methods():
+    for record in registry.describe_methods([*registry.list_encodings(), *registry.list_processors()])[0]:
         if not any(paper in record["advice"] for paper in ("DAPE V2", "KERPLE", "Exploring Transformer Extrapolation")):
             pytest.fail(record["name"])
 
@@ -192,14 +192,16 @@ def test_reach_is_that_of_two_kernels(options: dict, reach: int) -> None:
 class Everything(Encoding):
     """Answers every hook."""
 
+    adds_bias = multiplies_scores = True
+
     formula = "a | b"
     source = "nobody 2000"
     advice = "Never (KERPLE)."
 
-    def embed(self, positions, like):
-        return positions.positions().to(like.dtype)[:, None].expand(-1, self.dims.hidden_size) + 1
+    def embed(self, tokens, like):
+        return tokens.positions().to(like.dtype)[:, None].expand(-1, self.dims.hidden_size) + 1
 
-    def rotate(self, x, positions):
+    def rotate(self, x, tokens):
         return -x
 
     def dense(self, query, key, like, heads):

@@ -37,7 +37,7 @@ class BiasMaps(Analysis):
     @torch.no_grad()
     def measure(self, looked: Looked) -> Found:
         each = looked.encodings[0]
-        if not each.encoding.has_bias() and looked.window is None:
+        if not each.encoding.adds_bias and looked.window is None:
             raise NotApplicable("It adds no bias: every factor is 1.")
         encoding = in_double(each.encoding)
         span = TokenRange(0, SIDE)

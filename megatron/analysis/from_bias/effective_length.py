@@ -21,7 +21,7 @@ class EffectiveLength(Analysis):
 
     def measure(self, looked: Looked) -> Found:
         encoding = looked.encodings[0].encoding
-        if not encoding.has_bias() and looked.window is None:
+        if not encoding.adds_bias and looked.window is None:
             raise NotApplicable("It adds no bias.")
         if type(encoding).overrides_hook("dense"):
             raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")

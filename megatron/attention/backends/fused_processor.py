@@ -32,7 +32,7 @@ def processor_unsupported_reason(
         return f"its processors have a width of at most {max_width}, not {width}"
     if max_kernel_size is not None and kernel_size > max_kernel_size:
         return f"its kernels have a size of at most {max_kernel_size}, not {kernel_size}"
-    return "it cannot multiply the scores before a processor" if encoding.has_weight() else None
+    return "it cannot multiply the scores before a processor" if encoding.multiplies_scores else None
 
 
 def processor_fallback_reason(inputs: AttentionInputs) -> str | None:

@@ -27,8 +27,8 @@ from megatron.attention.segments import (
     rotate_segments,
 )
 from megatron.conversion.bundled.configuration_farfield import FarfieldConfig
-from megatron.position.base import AttentionDims
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
 from megatron.position.token_range import TokenRange, sample_positions
@@ -79,7 +79,7 @@ class FarfieldAttention(nn.Module):
         self.encoding = build_encoding_for(config) if shared is None else None
         self.processor: Processor | None = None
         if config.score_processor != "none":
-            has_bias = (shared or self.encoding).has_bias()  # type: ignore[union-attr]
+            has_bias = (shared or self.encoding).adds_bias  # type: ignore[union-attr]
             options = config.score_processor_options
             self.processor = build_processor(
                 config.score_processor, build_attention_dims(config), options, has_bias=has_bias

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import EncodingCost
 from megatron.position.series_tails import SeriesTail, exponential_tail
 
 
@@ -26,6 +27,9 @@ class Alibi(Encoding):
         "perplexity stays flat past the training length. There kerple_log's is lower in KERPLE's table 3; in DAPE V2's "
         "table 2 it is lower at twice that length (4.09, alibi 4.53) and higher at eight times (6.95, alibi 4.22)."
     )
+    other_names = ("linear_bias", "linear_biases")
+    adds_bias = True
+    cost = EncodingCost()
 
     def table(self, distances: Tensor) -> ScoreTerms:
         m = torch.tensor(slopes(self.dims.num_heads), dtype=torch.float32, device=distances.device)

@@ -7,9 +7,10 @@ between whole positions. It needs queries and keys, so it is a contextual term, 
 import torch
 from torch import Tensor, nn
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.token_range import TokenRange, causal_mask
 
 
@@ -22,6 +23,12 @@ class Cope(Encoding):
         "For comparison with other encodings that look at the context: up to four times the training length its "
         "perplexity is close to theirs (25.8, transformer_xl 26.1), at 64 times far above (90.7, transformer_xl 41.1; "
         "DAPE V2, table 9)."
+    )
+    other_names = ("contextual_position_encoding",)
+    cost = EncodingCost(
+        num_parameters=lambda dims, options: options["positions"] * dims.head_dim,
+        saved_bytes_per_head_score=32,  # where each key stands among the positions that the gates count
+        num_products=lambda options, num_keys: options["positions"],  # q·e
     )
 
     def __init__(self, dims: AttentionDims, *, positions: int = 64) -> None:
@@ -44,6 +51,3 @@ class Cope(Encoding):
         terms = terms.to(share.dtype)
         low, high = terms.gather(-1, below), terms.gather(-1, below + 1)
         return (low + share * (high - low)).to(scores.dtype)
-
-    def contextual_flops(self, num_keys: float) -> float:
-        return 2.0 * self.dims.num_heads * self.dims.head_dim * self.positions  # q·e

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.kernel_parameters import FireParameters
 from megatron.position.series_tails import SeriesTail, constant_tail
 from megatron.position.token_range import TokenRange
@@ -31,6 +32,14 @@ class Fire(Encoding):
         "May be better than kerple_log if training length and tokens are enough to train its network; with dape it "
         "diverged when trained at 128 tokens and did well at 512 (DAPE V2, appendix A). Without a processor it does "
         "not extrapolate (perplexity 4.06 at the training length of 1,024 tokens, 441 at 8,192; DAPE V2, table 2)."
+    )
+    other_names = ("functional_interpolation",)
+    adds_bias = True
+    cost = EncodingCost(
+        # c, multiplier, and the two layers of the network.
+        num_parameters=lambda dims, options: 2 + 2 * options["width"] + (options["width"] + 1) * dims.num_heads,
+        # Hidden values in float32 (a smooth activation keeps its input too), and four maps of the network's input.
+        saved_bytes_per_score=lambda options: 4 * options["width"] * (1 if options["activation"] == "relu" else 2) + 16,
     )
     relative = False
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import build_per_head_parameter
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, constant_tail
 
 
@@ -17,6 +17,8 @@ class GaussianBias2(Encoding):
         "For comparison: it does not extrapolate (perplexity 58 at 512 tokens, 10,829 at 8,192 on "
         "OpenWebText2; KERPLE, table 6). The Gaussian serves better as a weight (KERPLE, appendix A.3)."
     )
+    adds_bias = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=1)
 
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 1.0) -> None:
         super().__init__(dims)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import build_per_head_parameter
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import pow_with_finite_gradient
 from megatron.position.series_tails import SeriesTail, constant_tail
 
@@ -18,6 +18,8 @@ class GaussianBias3(Encoding):
         "For comparison: perplexity explodes past the training length (26 at 512 tokens, 189,216 at 8,192 on "
         "OpenWebText2; KERPLE, table 6)."
     )
+    adds_bias = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 3 * dims.num_heads, num_saved_tables=3)
 
     def __init__(
         self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 1.0, r3_below: float = 2.0

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import build_per_head_parameter
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 
 
 class GaussianWeight1(Encoding):
@@ -16,6 +16,8 @@ class GaussianWeight1(Encoding):
         "For comparison: perplexity grows slowly with length but is high from the start (33.8 at 512 tokens, where "
         "kerple_log has 23.9, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
+    multiplies_scores = True
+    cost = EncodingCost(num_parameters=lambda dims, options: dims.num_heads, num_saved_tables=1)
 
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0) -> None:
         super().__init__(dims)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import build_per_head_parameter
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import pow_with_finite_gradient
 
 
@@ -17,6 +17,8 @@ class GaussianWeight2(Encoding):
         "The best of KERPLE's Gaussian kernels: it extrapolates (perplexity 24.8 at 512 tokens, 23.2 at 8,192), not as "
         "well as kerple_log (23.9 and 21.3, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
+    multiplies_scores = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=3)
 
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
         super().__init__(dims)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import EncodingCost
 from megatron.position.series_tails import SeriesTail, power_tail
 
 
@@ -14,6 +15,8 @@ class Inverse(Encoding):
         "A counter-example: it favours near tokens, yet its perplexity grows (24.7 at the training length of 512 "
         "tokens, 58.5 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, table 6)."
     )
+    adds_bias = True
+    cost = EncodingCost()
 
     def table(self, distances: Tensor) -> ScoreTerms:
         bias = -torch.log1p(distances)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import EncodingCost
 from megatron.position.series_tails import SeriesTail
 
 
@@ -15,6 +16,8 @@ class InverseNLogN(Encoding):
         "at the training length of 512 tokens, 27.6 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, "
         "table 6)."
     )
+    adds_bias = True
+    cost = EncodingCost()
 
     def table(self, distances: Tensor) -> ScoreTerms:
         bias = -torch.log((distances + 2) * torch.log(distances + 2))

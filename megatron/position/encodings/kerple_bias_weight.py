@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import build_per_head_parameter
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import pow_with_finite_gradient
 from megatron.position.series_tails import SeriesTail, exponential_tail
 
@@ -18,6 +18,9 @@ class KerpleBiasWeight(Encoding):
         "For comparison: more parameters and lower speed than kerple_log without an advantage in extrapolation "
         "(KERPLE, sections 4 and 5.3)."
     )
+    adds_bias = True
+    multiplies_scores = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 4 * dims.num_heads, num_saved_tables=5)
 
     def __init__(
         self,

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import build_per_head_parameter
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, power_tail
 
 
@@ -19,6 +19,9 @@ class KerpleLog(Encoding):
         "extrapolate where r1 > 1 (Exploring Transformer Extrapolation, appendix B); far past the training length "
         "perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2), and with cdape it falls."
     )
+    other_names = ("kerple_logarithmic",)
+    adds_bias = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=2)
 
     def __init__(self, dims: AttentionDims, *, r1_below: float = 2.0, r2_below: float = 1.0) -> None:
         super().__init__(dims)

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter, build_per_head_parameter, init_constant
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import pow_with_finite_gradient
 from megatron.position.series_tails import SeriesTail
 from megatron.position.series_tails import power_tail as power_tail
@@ -21,6 +22,8 @@ class KerpleLog3(Encoding):
         "For comparison: its perplexity is slightly lower than kerple_log's and its speed is lower too, so there is no "
         "clear advantage (KERPLE, sections 4 and 5.3)."
     )
+    adds_bias = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 3 * dims.num_heads, num_saved_tables=4)
 
     def __init__(
         self, dims: AttentionDims, *, r1_below: float = 2.0, r2_below: float = 1.0, r3_start: float = 1.0

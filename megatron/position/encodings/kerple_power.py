@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import build_per_head_parameter
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import pow_with_finite_gradient
 from megatron.position.series_tails import SeriesTail, exponential_tail
 
@@ -18,6 +18,9 @@ class KerplePower(Encoding):
         "learned curves of kerple_power soon reach very negative values, as ALiBi's do, so far tokens count for little "
         "(KERPLE, section 5.4)."
     )
+    other_names = ("kerple_pow",)
+    adds_bias = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=2)
 
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
         super().__init__(dims)

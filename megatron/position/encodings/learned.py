@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.position.base import AttentionDims
 from megatron.position.bounded_parameter import init_normal
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.token_range import TokenRange
 
 
@@ -30,6 +30,8 @@ class Learned(Encoding):
         "For models that never read past the training length; it refuses what is longer than its table. Absolute "
         "positions generalise poorly to longer sequences (DAPE V2, section 2)."
     )
+    other_names = ("ape", "absolute", "learned_absolute", "wpe")
+    cost = EncodingCost(num_parameters=lambda dims, options: dims.max_length * dims.hidden_size)
     relative = False
 
     def __init__(self, dims: AttentionDims, *, std: float = 0.02) -> None:

@@ -1,6 +1,7 @@
 """No position information at all; the causal mask alone tells positions apart."""
 
 from megatron.position.encoding import Encoding
+from megatron.position.facts import EncodingCost
 
 
 class NoPositions(Encoding):
@@ -11,3 +12,5 @@ class NoPositions(Encoding):
         "A baseline: perplexity explodes past the training length of 1,024 tokens (4.16 there, 17,167 at 8,192; DAPE "
         "V2, table 2). With dape or cdape on top it does far better (DAPE V2, section 3.2 and figure 1)."
     )
+    other_names = ("nope", "no_positional_encoding")
+    cost = EncodingCost()

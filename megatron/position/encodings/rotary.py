@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import promote_to_float32, rotary_frequencies
 from megatron.position.rotary_scaling import RotaryScaling
 from megatron.position.token_range import TokenRange
@@ -21,6 +22,8 @@ class Rotary(Encoding):
         "The usual choice within the training length, a baseline past it: perplexity rises from 4.07 to 86 at twice "
         "that length (DAPE V2, table 2). cdape improves it, dape makes it worse (DAPE V2, section 4.4)."
     )
+    other_names = ("rope", "roformer", "rotary_embedding", "rotary_embeddings")
+    cost = EncodingCost()
 
     def __init__(
         self,

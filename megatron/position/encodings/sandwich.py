@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail
 
 
@@ -17,6 +18,8 @@ class Sandwich(Encoding):
         "A fixed bias that is stable past the training length; its perplexity is never below that of alibi, "
         "kerple_log and type1 (Exploring Transformer Extrapolation, tables 4 and 5)."
     )
+    adds_bias = True
+    cost = EncodingCost()
 
     def __init__(self, dims: AttentionDims, *, dimension: int = 128, base: float = 10000.0) -> None:
         super().__init__(dims)

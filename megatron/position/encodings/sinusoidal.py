@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import sinusoidal_embeddings
 from megatron.position.token_range import TokenRange
 
@@ -15,6 +16,8 @@ class Sinusoidal(Encoding):
         "A baseline: it is defined at any length, but perplexity explodes past the training length (33 at 512 tokens, "
         "30,046 at 16,384 on OpenWebText2; KERPLE, table 3)."
     )
+    other_names = ("sine", "sincos", "sinusoid")
+    cost = EncodingCost()
     relative = False
 
     def __init__(self, dims: AttentionDims, *, base: float = 10000.0) -> None:

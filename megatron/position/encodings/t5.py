@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter, init_normal
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, constant_tail
 
 
@@ -22,6 +23,9 @@ class T5(Encoding):
         "kerple_log is 9.7% faster (KERPLE, section 5.2), and in a 1.3B model t5 is weaker than kerple_log and alibi "
         "(KERPLE, appendix A.4)."
     )
+    other_names = ("t5_rpe", "t5_bias", "t5_relative_bias", "relative_bias")
+    adds_bias = True
+    cost = EncodingCost(num_parameters=lambda dims, options: options["num_buckets"] * dims.num_heads)
 
     def __init__(
         self, dims: AttentionDims, *, num_buckets: int = 32, max_distance: int = 128, std: float = 0.02

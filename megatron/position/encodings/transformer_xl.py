@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter, init_normal
 from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.numerics import sinusoidal_embeddings
 from megatron.position.token_range import TokenRange, count_distances
 
@@ -47,6 +48,13 @@ class TransformerXL(Encoding):
     advice = (
         "For comparison with other encodings that look at the context: at 64 times the training length its perplexity "
         "is 41.1, that of cope 90.7 and that of dape on kerple_log 25.0 (DAPE V2, table 9)."
+    )
+    other_names = ("txl", "trxl", "xl")
+    cost = EncodingCost(
+        num_parameters=lambda dims, options: dims.hidden_size**2 + 2 * dims.hidden_size,
+        num_saved_maps=1,
+        saved_bytes_per_score=lambda options: 8,
+        num_products=lambda options, num_keys: num_keys,  # (q + v)·W_R R; u·k is linear in T
     )
 
     def __init__(self, dims: AttentionDims, *, base: float = 10000.0, std: float = 0.02) -> None:
@@ -89,6 +97,3 @@ class TransformerXL(Encoding):
         distance = query.positions(q.device)[:, None] - key.positions(q.device)[None, :]
         index = distance.clamp_(min=0).expand(*by_distance.shape[:3], -1)
         return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * self.dims.head_dim**-0.5
-
-    def contextual_flops(self, num_keys: float) -> float:
-        return 2.0 * self.dims.num_heads * self.dims.head_dim * num_keys  # (q + v)·W_R R; u·k is linear in T

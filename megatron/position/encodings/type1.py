@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import EncodingCost
 from megatron.position.series_tails import SeriesTail, power_tail
 
 
@@ -14,6 +15,8 @@ class Type1(Encoding):
         "A fixed bias that is sure to extrapolate and looks further than type2: about as good as alibi, close to "
         "kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
     )
+    adds_bias = True
+    cost = EncodingCost()
 
     def table(self, distances: Tensor) -> ScoreTerms:
         bias = -2 * torch.log1p(distances)

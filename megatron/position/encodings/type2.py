@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import EncodingCost
 from megatron.position.series_tails import SeriesTail, squared_log_tail
 
 
@@ -14,6 +15,8 @@ class Type2(Encoding):
         "A fixed bias that is sure to extrapolate and looks less far than type1, which is never worse (Exploring "
         "Transformer Extrapolation, section 3.4, tables 4 and 5)."
     )
+    adds_bias = True
+    cost = EncodingCost()
 
     def table(self, distances: Tensor) -> ScoreTerms:
         bias = -torch.log1p(distances).square()

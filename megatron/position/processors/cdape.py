@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.position.base import AttentionDims, OptionError
+from megatron.position.base import OptionError
+from megatron.position.facts import AttentionDims, ProcessorCost
 from megatron.position.kernel_parameters import ConvolutionParameters
 from megatron.position.numerics import promote_to_float32
 from megatron.position.processor import BiasContribution, Processor
@@ -94,6 +95,8 @@ class Cdape(Processor):
         "too (section 4.4). Start with kernel_size 3; the best size differs between tasks and data (sections "
         "4.6 and 4.7). It takes 33% longer than kerple_log alone at 350M and 12% at 6.7B (appendix H)."
     )
+    other_names = ("dapev2", "capev2")
+    cost = ProcessorCost(width=lambda options: options["width"], kernel_size=lambda options: options["kernel_size"])
 
     def __init__(
         self,

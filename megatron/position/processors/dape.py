@@ -1,6 +1,6 @@
 """DAPE: a two-layer perceptron over the heads' scores and biases, entry by entry; CDAPE with a kernel of size 1."""
 
-from megatron.position.base import AttentionDims
+from megatron.position.facts import AttentionDims, ProcessorCost
 from megatron.position.processors.cdape import Cdape
 
 
@@ -12,6 +12,8 @@ class Dape(Cdape):
         "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; makes rotary worse "
         "(DAPE V2, sections 3.2 and 4.4). A narrower cdape is better at about the same cost (DAPE V2, section 4.5)."
     )
+    other_names = ("cape", "dapev1")
+    cost = ProcessorCost(width=lambda options: options["width"], kernel_size=lambda options: 1)
 
     def __init__(
         self,

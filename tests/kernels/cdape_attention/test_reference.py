@@ -6,7 +6,7 @@ import torch
 from kernels.cdape_attention.cases import SATURATED, SMALL, Case
 from kernels.cdape_attention.reference import reference
 from megatron.attention.reference import apply_softmax
-from megatron.position.base import AttentionDims
+from megatron.position.facts import AttentionDims
 from megatron.position.processors.cdape import Cdape
 from megatron.position.toeplitz import toeplitz
 from megatron.position.token_range import TokenRange, causal_mask

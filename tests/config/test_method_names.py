@@ -2,31 +2,31 @@
 
 import pytest
 
-from megatron.config import names, reference
+from megatron.config import method_names, reference
 from megatron.config.load import load
 from megatron.errors import UserError
-from megatron.position import registry
+from megatron.position import catalog, registry
 
 
 def test_names_are_the_registrys():
-    assert names.encodings() == registry.list_encodings()
-    assert names.processors() == ["none", *registry.list_processors()]
+    assert catalog.list_encodings() == registry.list_encodings()
+    assert method_names.list_processor_values() == ["none", *registry.list_processors()]
 
 
 def test_options_are_the_registrys():
-    for name in names.encodings():
-        assert set(names.encoding_options(name)) == set(registry.load_encoding_class(name).options()), name
-    for name in names.processors():
+    for name in catalog.list_encodings():
+        assert set(method_names.list_encoding_options(name)) == set(registry.load_encoding_class(name).options()), name
+    for name in method_names.list_processor_values():
         known = set() if name == "none" else set(registry.load_processor_class(name).options())
-        assert set(names.processor_options(name)) == known, name
+        assert set(method_names.list_processor_options(name)) == known, name
 
 
 def test_other_names_are_of_our_methods_and_of_one_each():
     ours = {*registry.list_encodings(), *registry.list_processors()}
-    assert set(names.CALLED) <= ours
-    every = [names._plain(name) for method in names.CALLED for name in names.CALLED[method]]
-    assert len(set(every)) == len(every)
-    assert not {name for others in names.CALLED.values() for name in others} & ours
+    every = [name for method in ours for name in method_names.list_other_names(method)]
+    assert len(every) > 20
+    assert len(set(map(method_names.normalize_name, every))) == len(every)
+    assert not set(every) & ours
 
 
 FIELD = [  # as papers write them
@@ -50,7 +50,7 @@ SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=
 
 @pytest.mark.parametrize(("name", "key", "ours"), FIELD)
 def test_names_of_the_field_lead_to_ours(name, key, ours):
-    assert names.meant(name) == (key, ours)
+    assert method_names.find_method(name) == (key, ours)
     with pytest.raises(UserError, match=rf"{key}: no method is called '{name}'; it is '{ours}' here$"):
         load([], [*SHAPE, f"{key}={name}"])
     with pytest.raises(UserError, match=rf"^{name}: no such configuration file, .*; '{name}' is '{ours}' here$"):
@@ -74,7 +74,7 @@ def test_names_of_other_projects_are_told_where_a_file_is_named():
 
 
 def test_no_name_is_made_up():
-    assert names.meant("rotory") is None
-    assert names.meant("") is None
+    assert method_names.find_method("rotory") is None
+    assert method_names.find_method("") is None
     with pytest.raises(UserError, match=r"pos_emb: xpos is not offered; .*rotary"):
         load([], [*SHAPE, "pos_emb=xpos"])

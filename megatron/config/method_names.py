@@ -1,0 +1,92 @@
+"""The names that people give position encodings and score processors, as values of `pos_emb` and `score_processor`.
+
+The names that GPT-NeoX, KERPLE and DAPE write in configurations are understood (`neox.POSITIONS`). Other names, which
+each method's file declares, are refused with ours. Nothing here imports torch (`megatron/position/catalog.py`).
+"""
+
+import re
+
+from megatron.errors import UserError
+from megatron.position.catalog import (
+    MethodFacts,
+    MethodFileError,
+    list_encodings,
+    list_processors,
+    read_encoding_facts,
+    read_processor_facts,
+)
+from megatron.suggest import did_you_mean
+
+
+def list_processor_values() -> list[str]:
+    """Valid values of `score_processor`; `none` is always among them."""
+    return ["none", *list_processors()]
+
+
+def find_method(text: str) -> tuple[str, str] | None:
+    """Key and name of the method that somebody calls `text`: ("pos_emb", "rotary") for RoPE; None if there is none."""
+    wanted = normalize_name(text)
+    for key, methods in (("pos_emb", list_encodings()), ("score_processor", list_processors())):
+        for method in methods:
+            if wanted in map(normalize_name, (method, *list_other_names(method))):
+                return key, method
+    return None
+
+
+def normalize_name(name: str) -> str:
+    """Lower case, without dashes, underscores and blanks."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def list_other_names(method: str) -> tuple[str, ...]:
+    """What people call one of our methods besides; nothing for a file that cannot be read."""
+    try:
+        return _read_facts(method).other_names
+    except MethodFileError:
+        return ()
+
+
+def list_encoding_options(name: str) -> tuple[str, ...] | None:
+    """Names of `pos_emb_options` for an encoding; None if only the code itself can tell."""
+    defaults = read_encoding_facts(name).defaults
+    return None if defaults is None else tuple(defaults)
+
+
+def list_processor_options(name: str) -> tuple[str, ...] | None:
+    """Names of `score_processor_options` for a processor; None if only the code itself can tell."""
+    if name == "none":
+        return ()
+    defaults = read_processor_facts(name).defaults
+    return None if defaults is None else tuple(defaults)
+
+
+def list_readable_options(method: str) -> tuple[str, ...]:
+    """Names of the options of one of our methods, as far as its file can be read."""
+    try:
+        return tuple(_read_facts(method).defaults or ())
+    except MethodFileError:
+        return ()
+
+
+def changes_scores(encoding: str) -> bool:
+    """May an encoding add to the scores of attention, or multiply them? Not if it answers none of those hooks."""
+    return encoding not in list_encodings() or read_encoding_facts(encoding).changes_scores
+
+
+def find_methods(text: str) -> list[str]:
+    """Encodings and processors one of whose names contains a text, in any case: `rope` finds rotary.
+
+    Raises:
+        UserError: there is none, with the nearest.
+    """
+    wanted = text.replace("-", "_").lower()
+    names = {method: (method, *list_other_names(method)) for method in (*list_encodings(), *list_processor_values())}
+    methods = [method for method, called in names.items() if any(wanted in name for name in called)]
+    if not methods:
+        near = did_you_mean(wanted, [name for called in names.values() for name in called], most=3)
+        raise UserError(f"no method's name contains {text!r}; {near}".removesuffix("; "))
+    return methods
+
+
+def _read_facts(method: str) -> MethodFacts:
+    return read_encoding_facts(method) if method in list_encodings() else read_processor_facts(method)

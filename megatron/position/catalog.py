@@ -1,0 +1,160 @@
+"""The encodings and processors that there are, and what their files declare, without importing them or torch.
+
+A method is a file of `encodings/` or `processors/`, and its name is the file's. Its options are the keyword arguments
+of its constructor, its hooks the methods of its class: both are read off the syntax tree. What it declares in its class
+body (`facts.py`) is evaluated by itself.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.position.facts import HOOKS, MODEL_ARGUMENTS, EncodingCost, MethodOptions, ProcessorCost
+
+FOLDER = Path(__file__).parent
+SCORE_HOOKS = frozenset({"table", "dense", "contextual"})
+"""The hooks whose answers change the scores of attention."""
+BASES = ("Encoding", "Processor")
+_DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "other_names", "cost")
+_NAMESPACE: dict[str, Any] = {"EncodingCost": EncodingCost, "ProcessorCost": ProcessorCost}
+
+
+class MethodFileError(ValueError):
+    """A method's file that cannot be used: one line with the file, and the class and hook where there is one."""
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """What the file of a method declares."""
+
+    name: str
+    path: Path
+    defaults: Mapping[str, Any] | None
+    """The options with their default values; None if only the code itself can tell."""
+    hooks: frozenset[str]
+    """The hooks that an encoding answers; empty for a processor."""
+    adds_bias: bool = False
+    """A bias is added to the scores."""
+    multiplies_scores: bool = False
+    """The scores are multiplied by a matrix [H, R, C]."""
+    takes_positions: bool = True
+    other_names: tuple[str, ...] = ()
+    """What papers and people call it besides, in any case and with or without dashes."""
+    cost: EncodingCost | ProcessorCost | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Is anything added to the scores, or multiplied into them? If not, PyTorch's fused attention can do it."""
+        return bool(self.hooks & SCORE_HOOKS)
+
+    @property
+    def rotates_qk(self) -> bool:
+        """Are queries and keys rotated, and so copied?"""
+        return "rotate" in self.hooks
+
+    @property
+    def only_adds_embeddings(self) -> bool:
+        """Does it add to the token embeddings and do nothing else? The first pipeline stage alone holds it then."""
+        return self.hooks == {"embed"}
+
+    def fill_options(self, options: Mapping[str, Any]) -> MethodOptions:
+        """All options: those that are given, and defaults for the others."""
+        return {**(self.defaults or {}), **options}
+
+
+def list_encodings() -> list[str]:
+    """Names of all position encodings, in alphabetical order."""
+    return _list_names("encodings")
+
+
+def list_processors() -> list[str]:
+    """Names of all score processors, in alphabetical order; `none` is no processor and not listed."""
+    return _list_names("processors")
+
+
+def read_encoding_facts(name: str) -> MethodFacts:
+    """What an encoding's file declares. Raises MethodFileError for a file that is no valid Python."""
+    return _read_facts(FOLDER / "encodings" / f"{name}.py")
+
+
+def read_processor_facts(name: str) -> MethodFacts:
+    """What a processor's file declares. Raises MethodFileError for a file that is no valid Python."""
+    return _read_facts(FOLDER / "processors" / f"{name}.py")
+
+
+def format_path(path: Path) -> str:
+    """A file of the project as messages name it."""
+    root = FOLDER.parent.parent
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _list_names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (FOLDER / folder).glob("*.py") if path.stem != "__init__")
+
+
+@cache
+def _read_facts(path: Path) -> MethodFacts:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise MethodFileError(f"{format_path(path)}:{error.lineno}: {error.msg}") from error
+    imports = {
+        alias.asname or alias.name: str(node.module)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for base in (base.id for base in node.bases if isinstance(base, ast.Name)):
+            if base in BASES:
+                return _read_class(path, node, MethodFacts(path.stem, path, {}, frozenset()))
+            if imports.get(base, "").startswith("megatron.position."):  # a method that varies another
+                inherited = _read_facts(FOLDER.joinpath(*imports[base].split(".")[2:]).with_suffix(".py"))
+                return _read_class(path, node, inherited)
+    return MethodFacts(path.stem, path, None, frozenset(HOOKS))  # only its code can tell, so it may do anything
+
+
+def _read_class(path: Path, node: ast.ClassDef, inherited: MethodFacts) -> MethodFacts:
+    functions = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    facts: dict[str, Any] = {**vars(inherited), "name": path.stem, "path": path}
+    facts["hooks"] = inherited.hooks | functions.keys() & set(HOOKS)
+    facts["other_names"] = ()
+    if "__init__" in functions:
+        facts["defaults"] = _read_defaults(functions["__init__"].args)
+    for item in node.body:
+        targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
+        for name in (target.id for target in targets if isinstance(target, ast.Name)):
+            if name in _DECLARED and isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None:
+                facts[name] = _evaluate(path, f"{node.name}.{name}", item.value)
+    return MethodFacts(**facts)
+
+
+def _read_defaults(arguments: ast.arguments) -> dict[str, Any] | None:
+    if arguments.kwarg is not None:
+        return None
+    pairs = [
+        *zip(reversed(arguments.args), reversed(arguments.defaults), strict=False),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    defaults = {
+        argument.arg: None if default is None else ast.literal_eval(default)
+        for argument, default in pairs
+    }  # fmt: skip
+    names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    return {name: defaults.get(name) for name in names if name not in MODEL_ARGUMENTS}
+
+
+def _evaluate(path: Path, name: str, expression: ast.expr) -> Any:
+    code = compile(ast.Expression(expression), str(path), "eval")
+    try:
+        return eval(code, dict(_NAMESPACE))  # of our own files, which are imported anyhow when a model is built
+    except Exception as error:
+        raise MethodFileError(
+            f"{format_path(path)}:{expression.lineno}: {name} must be made of Python's builtins, EncodingCost and "
+            f"ProcessorCost alone: {error}"
+        ) from error

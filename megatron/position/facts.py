@@ -1,0 +1,58 @@
+"""What a method declares of itself so that it is known without torch: its cost, and the sizes that this depends on.
+
+Planning a run must not import torch, but encodings are torch modules. So the declarations are expressions in the class
+body, made of what stands here and of Python's builtins: `catalog.py` evaluates them without importing the file.
+
+H heads, D hidden size, d head dimension, N distances, R rows and C columns of a score map.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HOOKS = ("embed", "rotate", "table", "dense", "contextual")
+"""The questions that an encoding may answer (`encoding.py`)."""
+MODEL_ARGUMENTS = ("self", "dims", "has_bias")
+"""Constructor arguments that the model gives; all others are options."""
+
+MethodOptions = Mapping[str, Any]
+"""All options of a method by name, defaults filled in."""
+
+
+@dataclass(frozen=True)
+class AttentionDims:
+    """Sizes of the attention that a method is built for."""
+
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+    train_length: int
+    """Tokens per training sequence."""
+    max_length: int
+    """Rows of an absolute position table."""
+
+
+@dataclass(frozen=True)
+class EncodingCost:
+    """The parameters of an encoding, and what it makes autograd keep beyond what its hooks imply."""
+
+    num_parameters: Callable[[AttentionDims, MethodOptions], int] = lambda dims, options: 0
+    num_saved_tables: int = 0
+    """float32 tables [H, N] over the distances that are kept for the backward pass, per layer."""
+    num_saved_maps: int = 0
+    """Maps [R, C] in the compute type that are kept per sequence and head."""
+    saved_bytes_per_head_score: int = 0
+    """Bytes kept per score of each sequence and head."""
+    saved_bytes_per_score: Callable[[MethodOptions], int] = lambda options: 0
+    """Bytes kept per score, once for all sequences and heads."""
+    num_products: Callable[[MethodOptions, float], float] = lambda options, num_keys: 0.0
+    """Products of d numbers per token and head in the forward pass, of a token that sees `num_keys` keys: those of
+    contextual terms. Bias and weight are computed once for all sequences of a batch and not counted."""
+
+
+@dataclass(frozen=True)
+class ProcessorCost:
+    """A processor of two convolutions along the keys."""
+
+    width: Callable[[MethodOptions], int]
+    kernel_size: Callable[[MethodOptions], int]

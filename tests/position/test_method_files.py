@@ -1,0 +1,137 @@
+"""A new encoding is one file: what its file declares is known without importing it, and its mistakes are one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.position import catalog, registry
+from megatron.position.catalog import MethodFileError
+from megatron.position.facts import AttentionDims, EncodingCost, ProcessorCost
+
+DIMS = AttentionDims(num_heads=2, head_dim=8, hidden_size=16, train_length=8, max_length=8)
+HEAD = """
+import torch
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import EncodingCost
+
+class Mine(Encoding):
+    formula = source = advice = "mine"
+"""
+
+
+@pytest.fixture
+def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Add a file of an encoding `mine`, beside the real ones."""
+    import megatron.position.encodings as package
+
+    encodings = tmp_path / "encodings"
+    encodings.mkdir()
+    for path in (catalog.FOLDER / "encodings").glob("*.py"):
+        (encodings / path.name).symlink_to(path)
+    (tmp_path / "processors").symlink_to(catalog.FOLDER / "processors")
+    monkeypatch.setattr(package, "__path__", [str(encodings)])
+    for module in (catalog, registry):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
+    sys.modules.pop("megatron.position.encodings.mine", None)
+    registry._load_class.cache_clear()
+
+    def write(body: str, head: str = HEAD) -> None:
+        (encodings / "mine.py").write_text(head + body)
+
+    yield write
+    sys.modules.pop("megatron.position.encodings.mine", None)
+    registry._load_class.cache_clear()
+
+
+def test_what_a_file_declares_is_what_its_class_has() -> None:
+    for name in catalog.list_encodings():
+        facts, encoding = catalog.read_encoding_facts(name), registry.load_encoding_class(name)
+        assert facts.defaults == {option: p.default for option, p in encoding.options().items()}, name
+        assert facts.hooks == {hook for hook in catalog.HOOKS if encoding.overrides_hook(hook)}, name
+        declared = (facts.adds_bias, facts.multiplies_scores, facts.takes_positions, facts.other_names)
+        assert declared == (
+            encoding.adds_bias, encoding.multiplies_scores, encoding.takes_positions, encoding.other_names
+        ), name  # fmt: skip
+        assert isinstance(facts.cost, EncodingCost), name
+    for name in catalog.list_processors():
+        facts, processor = catalog.read_processor_facts(name), registry.load_processor_class(name)
+        assert facts.defaults == {option: p.default for option, p in processor.options().items()}, name
+        assert isinstance(facts.cost, ProcessorCost), name
+
+
+def test_a_module_keeps_the_options_that_it_was_built_with() -> None:
+    assert registry.build_encoding("cope", DIMS, {"positions": 9}).option_values == {"positions": 9}
+    assert registry.build_encoding("alibi", DIMS).option_values == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    adds_bias = True\n    def tabel(self, n):\n        return n", r"Mine\.tabel is no hook .* mean table\?"),
+        ("    def roatate(self, x, tokens):\n        return x", r"Mine\.roatate is no hook .* mean rotate\?"),
+        ("    pass", r"Mine answers none of the hooks embed, rotate, table, dense, contextual"),
+        ("    adds_bias = True\n    def table(self, n):\n        return n", r"Mine\.table must return ScoreTerms"),
+        (
+            "    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(bias=-n)",
+            r"Mine\.table returns the shape \[1\] for one token of 2 heads; it must be \[2, 1\]",
+        ),
+        (
+            "    def table(self, n):\n        return ScoreTerms(bias=-n.expand(2, -1))",
+            r"Mine\.table returns a bias, but Mine\.adds_bias is False",
+        ),
+        (
+            "    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(weight=n.expand(2, -1))",
+            r"Mine\.table returns no bias, but Mine\.adds_bias is True",
+        ),
+        ("    adds_bias = True\n    def table(self, n):\n        return 1 / {}", r"Mine\.table raised TypeError: "),
+        (
+            "    def rotate(self, x, tokens):\n        pass",
+            r"Mine\.rotate must return a tensor of the shape .*, not None",
+        ),
+        ("    def embed(self, tokens, like):\n        return like[..., :3]", r"Mine\.embed returns the shape"),
+        (
+            "    def contextual(self, q, k, scores, query, key, heads):\n        return 1",
+            r"Mine\.contextual must return",
+        ),
+    ],
+)
+def test_a_mistake_in_a_hook_is_one_line(add, body: str, message: str) -> None:
+    add(body)
+    with pytest.raises(MethodFileError, match=r"mine\.py: " + message) as raised:
+        registry.build_encoding("mine", DIMS)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Mine(Encoding)\n    pass", r"mine\.py:1: expected ':'"),
+        ("import torch\n1 / 0\n", r"mine\.py:2: ZeroDivisionError: division by zero"),
+        ("import torch\n", r"mine\.py must define one Encoding, it defines 0"),
+    ],
+)
+def test_a_broken_file_disables_no_other(add, text: str, message: str) -> None:
+    add(text, head="")
+    with pytest.raises(MethodFileError, match=message):
+        registry.load_encoding_class("mine")
+    records, errors = registry.describe_methods(registry.list_encodings())
+    assert len(records) == len(registry.list_encodings()) - 1
+    assert len(errors) == 1
+    assert registry.build_encoding("alibi", DIMS) is not None
+
+
+def test_what_is_declared_is_made_of_builtins(add) -> None:
+    add(
+        "    cost = EncodingCost(num_saved_tables=torch.tensor(1))\n    def table(self, n):\n        return "
+        "ScoreTerms()"
+    )
+    with pytest.raises(MethodFileError, match=r"mine\.py:8: Mine\.cost must be made of Python's builtins"):
+        catalog.read_encoding_facts("mine")
+
+
+def test_the_catalogue_needs_no_torch() -> None:
+    code = "import sys; from megatron.position.catalog import *; [read_encoding_facts(n) for n in list_encodings()]; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=catalog.FOLDER.parent.parent).returncode == 0
