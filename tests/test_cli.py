@@ -163,7 +163,7 @@ MISTAKES = {
     ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is about texts, and tasks bring",
     ("analyze",): "no run given; name a run's folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: there is no analysis 'kernel'; did you mean kernels? choose from",
-    ("analyze", "run", "--layers", "a"): "--layers is 'a'; write numbers such as 0,5",
+    ("analyze", "run", "--layers", "a"): "item 1 of layers is a; it must be a whole number",
     ("analyze", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
     ("analyze", "run", "--windows", "0"): "Invalid value '0' for '--windows'",
     ("analyze", "--config", "tiny.yml pos_emb=alibis", "-o", "out"): "alibi",

@@ -177,7 +177,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.reports",
         *OURS,
     ),
+    "megatron/cli": ("typer", "rich", "pydantic", "megatron", *OURS),
     "megatron/launch": (
+        "megatron.model.build",
         "megatron.meter",
         "torch",
         "rich",

@@ -12,8 +12,11 @@ from megatron.config import method_names, neox
 from megatron.config.schema import SECTIONS, Key, keys
 from megatron.config.settings import show
 from megatron.options.analysis import AnalysisOptions
+from megatron.options.conversion import ExportOptions, ImportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.options.generation import GenerationOptions
+from megatron.options.planning import PlanOptions
+from megatron.options.report import ReportOptions
 from megatron.options.section import Section, docstring
 from megatron.options.sweep import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.position.catalog import list_encodings, list_processors
@@ -83,7 +86,11 @@ What no configuration file holds: `evaluate.limit` is `--limit` of `./deepy.py e
 COMMANDS: dict[str, type[Section]] = {
     "analyze": AnalysisOptions,
     "evaluate": TaskOptions,
+    "export": ExportOptions,
     "generate": GenerationOptions,
+    "import": ImportOptions,
+    "plan": PlanOptions,
+    "report": ReportOptions,
 }
 """Commands and their options."""
 

@@ -4,37 +4,9 @@ import math
 from collections.abc import Sequence
 
 from megatron.errors import UserError
-from megatron.options.evaluation import EvaluationOptions
+from megatron.options.evaluation import MAX_LENGTH, EvaluationOptions, build_length_error
 
 DEFAULT_MULTIPLES = (1, 2, 4, 8, 16, 32)
-LONGEST = 2**40
-
-
-def read_lengths(text: str) -> dict[str, list[int] | list[float]]:
-    """Lengths as the command line has them: `128,256` in tokens, `1x,1.5x` in training lengths, or both.
-
-    Returns:
-        `lengths` and `multiples` of `EvaluationOptions`, those that are given.
-
-    Raises:
-        UserError: a part is no length.
-    """
-    tokens: list[int] = []
-    multiples: list[float] = []
-    for part in (part.strip() for part in text.split(",")):
-        bare = part.replace("_", "")
-        number = bare.removesuffix("x").removesuffix("×")
-        try:
-            value = float(number) if number != bare else int(number)
-        except ValueError:
-            value = 0  # refused below
-        if not 0 < value < LONGEST:
-            raise _none(part)
-        if isinstance(value, int):
-            tokens.append(value)
-        else:
-            multiples.append(value)
-    return ({"lengths": tokens} if tokens else {}) | ({"multiples": multiples} if multiples else {})
 
 
 def wanted_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> tuple[int, ...]:
@@ -61,11 +33,7 @@ def wanted_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
                 f"lengths: {multiple:g}x is ambiguous, as the runs were trained at different lengths; name tokens"
             )
         length = multiple * train_lengths[0]
-        if not (1 <= length < LONGEST and math.floor(length) == length):
-            raise _none(f"{multiple:g}x")
+        if not (1 <= length < MAX_LENGTH and math.floor(length) == length):
+            raise build_length_error(f"{multiple:g}x")
         found.add(int(length))
     return tuple(sorted(found))
-
-
-def _none(part: str) -> UserError:
-    return UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")

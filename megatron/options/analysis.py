@@ -1,23 +1,37 @@
 """What is analysed, of what: the options of `./deepy.py analyze`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.options.section import Section, key
+from megatron.options.evaluation import LENGTHS_METAVAR, LengthOptions
+from megatron.options.section import CommaSeparated, key
 
 
-class AnalysisOptions(Section):
+class AnalysisOptions(LengthOptions):
     """How models are looked at, declared once for the command line and Python callers."""
 
-    lengths: list[int] | None = key(None, "window lengths in tokens", min_length=1)
+    lengths: Annotated[list[int] | None, CommaSeparated] = key(
+        None,
+        "window lengths in tokens; on the command line also in training lengths, and 1x and 4x if absent",
+        min_length=1,
+        metavar=LENGTHS_METAVAR,
+    )
     multiples: list[float] | None = key(
         None, "window lengths in training lengths; 1 and 4 if neither these nor lengths are given", min_length=1
     )
-    only: list[str] | None = key(None, "analyses to make; all if absent", min_length=1)
-    layers: list[int] | None = key(
-        None, "layers whose maps are drawn, counted from 0; the first, the middle and the last if absent", min_length=1
+    only: Annotated[list[str] | None, CommaSeparated] = key(
+        None, "analyses to make; all if absent", min_length=1, metavar="NAME,…"
     )
-    heads: list[int] | None = key(
-        None, "heads whose maps are drawn, counted from 0; the first and the last if absent", min_length=1
+    layers: Annotated[list[int] | None, CommaSeparated] = key(
+        None,
+        "layers whose maps are drawn, counted from 0; the first, the middle and the last if absent",
+        min_length=1,
+        metavar="0,5,…",
+    )
+    heads: Annotated[list[int] | None, CommaSeparated] = key(
+        None,
+        "heads whose maps are drawn, counted from 0; the first and the last if absent",
+        min_length=1,
+        metavar="0,3,…",
     )
     data: str | None = key(
         None,

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Iterator
 from math import isfinite
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator
 
 from megatron.errors import UserError
-from megatron.options.section import Section, key
+from megatron.options.section import CommaSeparated, Section, key
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -18,6 +20,19 @@ LARGEST_VOCABULARY = 1 << 24
 """Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
 
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
+
+
+def _parse_corpus_split(value: Any) -> Any:
+    """Shares as the command line has them: 0.9,0.05,0.05, or none."""
+    if not isinstance(value, str):
+        return value
+    if value == "none":
+        return None
+    try:
+        train, valid, test = (float(part) for part in value.split(","))
+    except ValueError as error:
+        raise UserError(f"--split is {value!r}; write three shares such as 0.9,0.05,0.05, or none") from error
+    return [train, valid, test]
 
 
 class CorpusOptions(Section):
@@ -36,12 +51,20 @@ class CorpusOptions(Section):
     vocab_size: int | None = key(
         None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257, le=LARGEST_VOCABULARY
     )
-    split: list[float] | None = key(
-        lambda: [0.9, 0.05, 0.05], "train, valid and test shares; null: no division", min_length=3, max_length=3
+    split: Annotated[list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split)] = key(
+        lambda: [0.9, 0.05, 0.05],
+        "train, valid and test shares; null (on the command line none): no division",
+        min_length=3,
+        max_length=3,
+        metavar="SHARES|none",
     )
     packages: bool = key(False, "with python: all installed packages too")
-    suffixes: list[str] | None = key(None, "files to take from folders, as .txt; all kinds that are known if absent")
-    column: str = key("text", "key of a JSON line, or column of a table, that holds the text")
+    suffixes: Annotated[list[str] | None, CommaSeparated] = key(
+        None, "files to take from folders, as .txt; all kinds that are known if absent", metavar=".EXT,…"
+    )
+    column: str = key(
+        "text", "key of a JSON line, or column of a table, that holds the text", flags=("--column", "--jsonl-key")
+    )
     hf_split: str = key("train", "of a dataset hf:NAME, which of its splits")
     documents: int | None = key(None, "only so many documents, the first ones", ge=1)
     tokens: int | None = key(None, "only the first documents that hold so many tokens with their ends", ge=1)

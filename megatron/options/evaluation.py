@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field, model_validator
 
 from megatron.errors import UserError
-from megatron.options.section import Section, key
+from megatron.options.section import CommaSeparated, Section, key
 
 Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
 PROBES = ("repeated", "passkey")
@@ -15,21 +15,64 @@ PROBES = ("repeated", "passkey")
 Measure = Literal["perplexity", "delta_perplexity", "position"]
 
 
-def _listed(value: Any) -> Any:
-    """A list, given as one, as its only entry, or as the command line has it: 64,256."""
-    if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")]
-        return [int(part) if part.isdecimal() else part for part in parts]
-    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+MAX_LENGTH = 2**40
 
 
-Listed = BeforeValidator(_listed)
+def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
+    """Lengths as the command line has them: `128,256` in tokens, `1x,1.5x` in training lengths, or both.
+
+    Returns:
+        `lengths` and `multiples`, those that are given.
+
+    Raises:
+        UserError: a part is no length.
+    """
+    tokens: list[int] = []
+    multiples: list[float] = []
+    for part in (part.strip() for part in text.split(",")):
+        bare = part.replace("_", "")
+        number = bare.removesuffix("x").removesuffix("×")
+        try:
+            value = float(number) if number != bare else int(number)
+        except ValueError:
+            value = 0  # refused below
+        if not 0 < value < MAX_LENGTH:
+            raise build_length_error(part)
+        if isinstance(value, int):
+            tokens.append(value)
+        else:
+            multiples.append(value)
+    return ({"lengths": tokens} if tokens else {}) | ({"multiples": multiples} if multiples else {})
+
+
+def build_length_error(part: str) -> UserError:
+    """The error of what is no length."""
+    return UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")
+
+
+class LengthOptions(Section):
+    """Keys `lengths` and `multiples`, which may be written as one text: `128,256,1x`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_lengths(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("lengths"), str):
+            return values
+        return {name: value for name, value in values.items() if name != "lengths"} | parse_lengths(values["lengths"])
+
+
+LENGTHS_METAVAR = "128,256,… | 1x,2x,…"
 
 
 class TaskOptions(Section):
     """Which tasks of lm-evaluation-harness a model is given, and how much of them."""
 
-    tasks: list[str] = key(..., "names of tasks, groups or tags; * stands for anything", min_length=1)
+    tasks: Annotated[list[str], CommaSeparated] = key(
+        ...,
+        "tasks of lm-evaluation-harness instead of perplexity: names of tasks, groups or tags; * stands for anything",
+        min_length=1,
+        metavar="TASK,…",
+    )
     include_path: str | None = key(None, "with --tasks: folder with tasks of your own (YAML files)")
     limit: int | None = key(None, "with --tasks: documents of each task, the first ones; all if absent", ge=1)
     num_fewshot: int | None = key(
@@ -37,10 +80,15 @@ class TaskOptions(Section):
     )
 
 
-class EvaluationOptions(Section):
+class EvaluationOptions(LengthOptions):
     """How models are scored, declared once: the command line, sweep files and Python callers all choose these."""
 
-    lengths: list[int] | None = key(None, "context lengths in tokens", min_length=1)
+    lengths: Annotated[list[int] | None, CommaSeparated] = key(
+        None,
+        "context lengths in tokens; on the command line also in training lengths, and 1x to 32x if absent",
+        min_length=1,
+        metavar=LENGTHS_METAVAR,
+    )
     multiples: list[float] | None = key(
         None, "context lengths in training lengths; 1 to 32 if neither these nor lengths are given", min_length=1
     )
@@ -52,13 +100,13 @@ class EvaluationOptions(Section):
     windows: int | None = key(
         None, "windows per length; if absent 64 (last, probes), 512 (learned tasks) or all (the others)", ge=1
     )
-    targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, Listed] = key(
+    targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = key(
         None,
         "tokens scored per window of last, one number or several; the training length if absent (repeated: 16 copied)",
         min_length=1,
     )
     stride: int | None = key(None, "tokens from one window of strided to the next, all of them scored", ge=1)
-    measures: Annotated[list[Measure] | None, Listed] = key(
+    measures: Annotated[list[Measure] | None, CommaSeparated] = key(
         None,
         "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the scored tokens), "
         "position (perplexity by position in the window); perplexity if absent",

@@ -20,7 +20,9 @@ class GenerationOptions(Section):
         1.0, "draw from the fewest likeliest tokens whose probabilities reach this sum; 1 from all", gt=0, le=1
     )
     seed: int = key(1234, "of the draws: the same seed, prompt and options give the same text", ge=0)
-    stop: list[str] = key(list, "texts that end what is written where one of them occurs; it is left out")
+    stop: list[str] = key(
+        list, "a text that ends what is written where it occurs, and is left out; as many as you like"
+    )
     batch_size: int = key(8, "prompts that are read together, at most", ge=1)
     window: int | None = key(None, "attend to the last this many keys only, the own included", ge=1)
     device: str = key("auto", "where the model computes: auto, cpu or cuda")

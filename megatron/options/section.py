@@ -7,9 +7,10 @@ A section is a frozen pydantic model whose field names are the keys of the YAML 
 import ast
 import inspect
 import textwrap
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MOST_STEPS = 10**9
 """The upper bound of every count of steps: what is counted fits 64 bits even when multiplied by the largest batch."""
@@ -55,16 +56,39 @@ def docstring(thing: Any) -> str:
     return ast.get_docstring(definition) or ""
 
 
-def key(default: Any, doc: str, *, role: Role | None = None, **constraints: Any) -> Any:
+def _split_list(value: Any) -> Any:
+    """A list, given as one, as its only entry, or as the command line has it: 64,256."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        return [int(part) if part.isdecimal() else part for part in parts]
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+CommaSeparated = BeforeValidator(_split_list)
+"""Marks a key whose value is a list that may be written with commas: `Annotated[list[int], CommaSeparated]`."""
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    role: Role | None = None,
+    flags: Sequence[str] = (),
+    metavar: str | None = None,
+    **constraints: Any,
+) -> Any:
     """One configuration key.
 
     Args:
         default: its default, a function that makes one, or `...` for a key that must be given.
         doc: one sentence of documentation; `docs/configuration.md` shows it.
         role: what it decides. None only for a key that opens a section of its own, whose keys have theirs.
+        flags: how the command line calls it, if not by its name.
+        metavar: how the command line shows its value.
         constraints: pydantic's (`ge=1` …).
     """
-    mark: dict[str, Any] = {} if role is None else {"json_schema_extra": {"role": role}}
+    facts = {"role": role, "flags": list(flags), "metavar": metavar}
+    mark: dict[str, Any] = {"json_schema_extra": {name: fact for name, fact in facts.items() if fact}}
     if callable(default):
         return Field(default_factory=default, description=doc, **mark, **constraints)
     return Field(default=default, description=doc, **mark, **constraints)

@@ -25,11 +25,12 @@ from megatron.data.datasets import token_stream
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import load_tokenizer
 from megatron.errors import RunError, UserError
-from megatron.evaluation.lengths import read_lengths, wanted_lengths
+from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import evaluate_runs
 from megatron.model.device_dtype import resolve_device
 from megatron.options.evaluation import EvaluationOptions as Options
+from megatron.options.evaluation import parse_lengths
 from megatron.reports import plots, records
 from megatron.reports.records import Record
 from tools.rounding import apart, sums_of_gpt
@@ -58,7 +59,7 @@ def evaluated(
     **options: object,
 ) -> list[Record]:
     """`evaluate_runs` with lengths in tokens or as the command line has them, and the other options by name."""
-    of_text = {} if lengths is None else read_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
+    of_text = {} if lengths is None else parse_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
     return evaluate_runs(runs, chosen(Options, {**options, **of_text}), output=output, console=console)
 
 
@@ -437,14 +438,14 @@ def test_records_are_plain_json(place: Path) -> None:
     ],
 )
 def test_lengths_in_tokens_and_in_training_lengths(text: str | None, lengths: list[int] | None) -> None:
-    asked = Options(**({} if text is None else read_lengths(text)))
+    asked = Options(**({} if text is None else parse_lengths(text)))
     assert wanted_lengths(asked, [8, 8]) == tuple(lengths or [8, 16, 32, 64, 128, 256])
 
 
 @pytest.mark.parametrize("text", ["", "8,", "x", "-8", "0", "0.3x", "1e99999x", "8.0", "nanx", "infx", "9" * 30])
 def test_lengths_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="is not a length"):
-        wanted_lengths(Options(**read_lengths(text)), [8])
+        wanted_lengths(Options(**parse_lengths(text)), [8])
 
 
 def test_devices() -> None:

@@ -1,0 +1,123 @@
+"""All commands in one application, with help that names the page that explains more."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megatron.cli.analyze import analyze
+from megatron.cli.convert import export, import_
+from megatron.cli.evaluate import evaluate
+from megatron.cli.generate import generate
+from megatron.cli.keys import keys
+from megatron.cli.plan import plan
+from megatron.cli.positions import positions
+from megatron.cli.prepare import prepare
+from megatron.cli.report import report
+from megatron.cli.runs import checkpoints, status
+from megatron.cli.sweep import sweep
+from megatron.cli.train import train
+from megatron.options.section import docstring
+from megatron.stopping.command import run, untouched
+
+COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (train, "docs/training.md"),
+    (plan, "docs/planning.md"),
+    (prepare, "docs/data.md"),
+    (import_, "docs/export.md"),
+    (evaluate, "docs/evaluation.md"),
+    (analyze, "docs/analysis.md"),
+    (generate, "docs/export.md"),
+    (positions, "docs/positions.md"),
+    (sweep, "docs/evaluation.md"),
+    (report, "docs/evaluation.md"),
+    (export, "docs/export.md"),
+    (checkpoints, "docs/training.md"),
+    (status, "docs/training.md"),
+    (keys, "docs/configuration.md"),
+)
+"""Every command, in the order of the help, with the page that explains more. It is called as its function is, without
+the underscore that keeps a name from being a word of Python."""
+
+
+class Commands(TyperGroup):
+    """Commands with or without `.py`, GPT-NeoX's habit: `./deepy.py train.py …`."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name.removesuffix(".py"))
+
+    def invoke(self, ctx: Any) -> Any:
+        with untouched():
+            return super().invoke(ctx)
+
+
+def format_help(text: str) -> str:
+    """Help as rich should show it: paragraphs wrapped to the terminal, indented lines as they are."""
+    blocks = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(block if block.startswith(" ") else " ".join(block.splitlines()) for block in blocks)
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="deepy.py",
+    help="""Pretrain GPTs that extrapolate to lengths they were never trained on.
+
+    From text to a table in three steps:
+
+      ./deepy.py prepare python --output data/python
+
+      ./deepy.py train 125M cdape_kerple_log local_setup save=runs/cdape
+
+      ./deepy.py evaluate runs/cdape --lengths 1x,2x,4x,8x,16x
+
+    Each command explains itself: ./deepy.py train --help""",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def add_command(function: Callable[..., Any], page: str) -> None:
+    """Add a command whose help is the function's docstring."""
+    text = f"{format_help(docstring(function))}\n\nMore: {page}"
+    app.command(function.__name__.rstrip("_"), help=text)(function)
+
+
+for function, page in COMMANDS:
+    add_command(function, page)
+
+
+def _show_versions(is_requested: bool) -> None:
+    if not is_requested:
+        return
+    from megatron.launch.versions import versions
+
+    for name, version in versions().items():
+        print(f"{name} {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def before_any_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="What is installed here, and on what it would run.",
+            callback=_show_versions,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Options that belong to no command."""
+
+
+def main() -> int:
+    """Run a command; every failure is a line on standard error and an exit code."""
+    return run(app, "./deepy.py")

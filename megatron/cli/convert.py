@@ -1,0 +1,93 @@
+"""`./deepy.py import` and `./deepy.py export`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron.cli.loading import print_aside, print_notes
+from megatron.cli.options import with_options
+from megatron.options.conversion import ExportOptions, ImportOptions
+
+
+@with_options(ImportOptions)
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="The folder of a model, or a checkpoint.", show_default=False)
+    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make.", show_default=False)],
+    **options: Any,
+) -> None:
+    """Make a run folder of a model from elsewhere.
+
+    SOURCE is a folder as Hugging Face's libraries write it (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2,
+    Qwen2), an export of this project, or a checkpoint of GPT-NeoX, KERPLE or DAPE. What it computes is computed here;
+    what could not be is refused by name. The run is evaluated, generated from and finetuned like any other.
+
+    [bold]Examples[/]
+
+      ./deepy.py import pythia-160m runs/pythia
+
+      ./deepy.py evaluate runs/pythia --data book.txt --lengths 1x,2x,4x
+
+      ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
+    """
+    from megatron.config.chosen import chosen
+    from megatron.conversion.import_model import import_model
+    from megatron.meter import AnnounceWait
+    from megatron.quantities import count
+
+    request = chosen(ImportOptions, {**options, "config": options["config"] or []})
+    with AnnounceWait(print_aside, f"reading {source}"):
+        imported, notes = import_model(
+            source,
+            run,
+            configs=request.config,
+            tokenizer=request.tokenizer,
+            vocab_file=request.vocab_file,
+            merge_file=request.merge_file,
+            end_token=request.end_token,
+            add_bos=request.add_bos,
+        )
+    print_notes(notes)
+    model = imported.config.model
+    print(
+        f"{run}: {count(imported.num_parameters)} parameters, {model.num_layers} layers of width {model.hidden_size}, "
+        f"{imported.config.position.pos_emb}, training length {model.seq_length:,}, tokenizer {imported.tokenizer}"
+    )
+
+
+@with_options(ExportOptions)
+def export(
+    run: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)],
+    **options: Any,
+) -> None:
+    """Write a model for Hugging Face's transformers: weights, tokenizer, model card, and the code that computes it.
+
+    The folder needs torch and transformers (4.57 or 5) and nothing of this project. Every encoding, processor and
+    window exports; the code is the one that trained the model.
+
+    [bold]Examples[/]
+
+      ./deepy.py export runs/cdape exported/cdape
+
+      ./deepy.py export runs/cdape/checkpoints/step_0010000 exported/cdape --dtype bfloat16 --license apache-2.0
+
+      ./deepy.py export runs/rotary exported/rotary --native
+
+    The last needs nothing but transformers, also in programs that know its models only.
+    """
+    from megatron.config.chosen import chosen
+    from megatron.conversion.export_model import export_model
+
+    request = chosen(ExportOptions, options)
+    export_model(
+        run,
+        folder,
+        native=request.native,
+        dtype=request.dtype,
+        max_shard_size=request.shard,
+        license=request.license,
+        overwrite=request.overwrite,
+    )

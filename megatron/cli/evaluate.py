@@ -1,0 +1,64 @@
+"""`./deepy.py evaluate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron.cli.loading import open_work_console
+from megatron.cli.options import with_options
+from megatron.errors import UserError
+from megatron.options.evaluation import EvaluationOptions, TaskOptions
+
+
+@with_options(TaskOptions)
+@with_options(EvaluationOptions, leaving_out=("multiples",))
+def evaluate(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FOLDER", help="For results.json, .csv and .png.", show_default=False),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Measure perplexity at lengths never trained on, or tasks of lm-evaluation-harness.
+
+    The model is rebuilt from the configuration in its checkpoint. Every run and every length is scored on the same
+    target tokens, so that the numbers differ in context alone. Prints a table; writes JSON, CSV and a picture.
+
+    [bold]Examples[/]
+
+      ./deepy.py evaluate runs/kerple --lengths 512,1024,2048,4096
+
+      ./deepy.py evaluate runs/rotary runs/kerple runs/cdape --lengths 1x,4x,16x -o results/books
+
+      ./deepy.py evaluate runs/kerple/checkpoints/step_0010000 --protocol nonoverlapping
+
+      ./deepy.py evaluate runs/kerple --data book.txt
+
+      ./deepy.py evaluate runs/rotary --window 512 -o results/window
+
+      ./deepy.py evaluate runs/kerple --tasks lambada_openai,piqa --lengths 1x,4x
+
+    A run that learned a task (docs/tasks.md) is asked that task: its accuracy at lengths of the input.
+
+    With --tasks a length is the most tokens that the model sees at once; it is the training's if none is given.
+
+    A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
+    """
+    with open_work_console() as console:
+        from megatron.config.chosen import chosen
+        from megatron.evaluation.run import evaluate_runs
+
+        task_options = {name: options.pop(name) for name in TaskOptions.model_fields}
+        request = chosen(EvaluationOptions, options)
+        if task_options["tasks"] is None:
+            if unused := [f"--{name.replace('_', '-')}" for name, value in task_options.items() if value is not None]:
+                raise UserError(f"{unused[0]} is for tasks, and there is no --tasks")
+            evaluate_runs(runs, request, output=output, console=console)
+            return
+        from megatron.evaluation.harness_tasks import evaluate_tasks
+
+        evaluate_tasks(runs, chosen(TaskOptions, task_options), request, output=output, console=console)

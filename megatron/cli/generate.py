@@ -1,0 +1,56 @@
+"""`./deepy.py generate`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron.cli.loading import print_aside
+from megatron.cli.options import with_options
+from megatron.options.generation import GenerationOptions
+
+
+@with_options(GenerationOptions)
+def generate(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, or a single checkpoint.", show_default=False)
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option("-p", "--prompt", help="A text to go on with; as often as you like.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("-f", "--file", help="A file whose text is gone on with; of .jsonl files, each text."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each prompt instead of its text.")] = False,
+    **options: Any,
+) -> None:
+    """Let a model go on with texts.
+
+    Without a prompt, what standard input holds is gone on with; on a terminal, lines are typed one by one. What is
+    written goes to standard output as it comes, and everything else to standard error.
+
+    [bold]Examples[/]
+
+      ./deepy.py generate runs/kerple --prompt "def main(" --maximum-tokens 200 --temperature 0.8 --top-p 0.95
+
+      ./deepy.py generate runs/kerple --temperature 0 < book.txt
+
+      ./deepy.py generate runs/kerple --file prompts.jsonl --json --batch-size 16 --stop "###"
+
+      ./deepy.py generate runs/kerple
+    """
+    from megatron.config.chosen import chosen
+    from megatron.generation import run as generation
+    from megatron.launch.console import explained, run_console, temporary_log
+
+    asked = chosen(GenerationOptions, {**options, "stop": options["stop"] or []})
+    prompts = generation.read_prompts(prompt or [], file or [], sys.stdin)
+    request = generation.read_request(run, asked, prompts)
+    with temporary_log() as log, run_console(log), explained(log):
+        writer = generation.load(request)
+    if prompts:
+        generation.write_all(writer, prompts, sys.stdout, print_aside, as_json=as_json)
+    else:
+        generation.talk(writer, sys.stdout, print_aside)

@@ -1,0 +1,33 @@
+"""`./deepy.py keys`."""
+
+from typing import Annotated
+
+import typer
+
+from megatron.cli.loading import print_facts
+from megatron.errors import UserError
+
+
+def keys(
+    pattern: Annotated[
+        str, typer.Argument(help="Only keys with this text in their name or meaning.", show_default=False)
+    ] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/configuration.md.")] = False,
+) -> None:
+    """Explain the keys of configuration files: ours, and what GPT-NeoX's, KERPLE's and DAPE's mean here."""
+    from megatron.config import reference
+
+    if markdown:
+        print(reference.markdown(), end="")
+        return
+    from rich.markup import escape
+
+    found = reference.lookup(pattern)
+    if not found:
+        raise UserError(f"no key contains {pattern!r}; {reference.nearest(pattern)}".removesuffix("; "))
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
+    for i, (name, default, values, meaning) in enumerate(found):
+        console.print("\n" * (i > 0) + f"[bold cyan]{escape(name)}[/]")
+        print_facts(console, {"default": default, "values": values, "meaning": meaning})

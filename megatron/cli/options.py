@@ -1,0 +1,80 @@
+"""Options of commands, made of the keys of configuration sections, so that each is described once."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from megatron.options.section import CommaSeparated, Section
+
+Arguments = Annotated[
+    list[str],
+    typer.Argument(metavar="CONFIG… [KEY=VALUE …]", help="Configuration files, then single keys.", show_default=False),
+]
+ConfigFolder = Annotated[
+    Path | None,
+    typer.Option("-d", "--conf-dir", metavar="FOLDER", help="Look names up here first.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")]
+
+
+def with_options(section: type[Section], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
+    """Give a command that takes `**options` one for each key of a section, with its type, bounds, default and words."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        names = {parameter.name for parameter in own}
+        fields = {name: field for name, field in section.model_fields.items() if name not in {*leaving_out, *names}}
+        parameters = [*own, *(build_option(name, field) for name, field in fields.items())]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return function
+
+    return add
+
+
+def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
+    """A key of a section as an option of a command. Choices are left to the section, which has better words.
+
+    A list is an option that may be given several times, or, where the section takes text with commas, once.
+    """
+    kinds = (field.annotation, *get_args(field.annotation))
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    flags: Any = extra.get("flags", ())
+    metavar: Any = extra.get("metavar")
+    bounds = {name: getattr(item, name) for item in field.metadata for name in ("ge", "le") if hasattr(item, name)}
+    is_list = any(get_origin(kind) is list for kind in kinds)
+    kind: Any = str
+    if CommaSeparated in field.metadata:
+        bounds = {}
+        default = ",".join(map(str, default)) if isinstance(default, list) else default
+    elif is_list:
+        kind, bounds, default = list[str], {}, default or None
+    else:
+        kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
+    if kind is bool and not flags:
+        flag = f"--{name.replace('_', '-')}"
+        flags = (flag,) if default is False else (f"{flag}/--no-{flag.removeprefix('--')}",)
+    option = typer.Option(
+        *flags,
+        help=format_sentence(field.description or ""),
+        min=bounds.get("ge"),
+        max=bounds.get("le"),
+        metavar=metavar,
+        show_default=default is not None and default is not False,
+    )
+    annotation: Any = Annotated[kind if default is not None else kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def format_sentence(text: str) -> str:
+    """A key's description as help: a capital at the beginning and a full stop at the end. Names of files stay as they
+    are."""
+    first = text.partition(" ")[0]
+    text = text[:1].upper() + text[1:] if "." not in first.rstrip(".,") else text
+    return text if text.endswith(("…", ".")) else f"{text}."

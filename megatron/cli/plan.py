@@ -1,0 +1,68 @@
+"""`./deepy.py plan`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from megatron.cli.loading import load_config, print_notes
+from megatron.cli.options import Arguments, ConfigFolder, with_options
+from megatron.config.schema import Config
+from megatron.errors import FarfieldError
+from megatron.options.planning import PlanOptions
+
+GPT2_VOCAB_SIZE = 50257
+
+
+@with_options(PlanOptions)
+def plan(
+    arguments: Arguments,
+    conf_dir: ConfigFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    **options: Any,
+) -> None:
+    """Estimate memory and time on GPUs, and find the layouts that fit.
+
+    Nothing is trained, and no GPU is needed: it is arithmetic, which docs/planning.md explains and compares with what
+    was measured. Batch, length, steps and precision stay as configured; what varies is how the GPUs divide the work.
+
+    [bold]Examples[/]
+
+      ./deepy.py plan 2-7B cdape_kerple_log a100_8k --gpus 64 --gpu a100-40gb
+
+      ./deepy.py plan 350M rotary a100_2k --gpus 8 --gpu a100-80gb --mfu 0.35 --json
+    """
+    from dataclasses import replace
+
+    from megatron.config.chosen import chosen
+    from megatron.distributed.gpus import named
+    from megatron.planning.plan import make_plan
+    from megatron.planning.step_time import Cluster
+
+    request = chosen(PlanOptions, options)
+    gpu = named(request.gpu)
+    loaded = load_config(arguments, conf_dir)
+    gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
+    cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu)
+    result = make_plan(loaded.config, _find_vocab_size(loaded.config, request.vocabulary), cluster)
+    if as_json:
+        import json
+
+        print(json.dumps(result.to_dict(request.layouts), indent=2))
+        return
+    from megatron.launch.console import PlainConsole
+    from megatron.planning.print_plan import print_plan
+
+    print_plan(result, PlainConsole(highlight=False), request.layouts)
+
+
+def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
+    """Tokens of a configuration: as given, or of its data, or GPT-2's."""
+    from megatron.data.vocabulary import vocabulary
+
+    if vocab_size is not None:
+        return vocab_size
+    try:
+        return vocabulary(config.data).size
+    except FarfieldError:
+        print_notes((f"the data's tokenizer is not here: {GPT2_VOCAB_SIZE} tokens are assumed (--vocabulary)",))
+        return GPT2_VOCAB_SIZE

@@ -1,0 +1,47 @@
+"""`./deepy.py positions`."""
+
+from typing import Annotated
+
+import typer
+
+from megatron.cli.loading import print_aside, print_facts
+from megatron.cli.options import AsJson
+
+
+def positions(
+    name: Annotated[
+        str, typer.Argument(help="Only methods one of whose names contains this text.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List position encodings and score processors: formula, parameters, options, traits, when to use it."""
+    import json
+
+    from megatron.config.method_names import find_methods
+
+    names = find_methods(name)
+    from megatron.position.registry import describe_methods
+
+    records, errors = describe_methods(names)
+    for error in errors:
+        print_aside(f"error: {error}")
+    if as_json:
+        print(json.dumps(records, indent=2))
+        return
+    from rich.markup import escape
+
+    from megatron.config.settings import show
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
+    for kind, key in (("encoding", "pos_emb"), ("processor", "score_processor")):
+        kind_records = [record for record in records if record["kind"] == kind]
+        if not kind_records:
+            continue
+        console.print(f"[bold underline]{kind}s[/] ({key})")
+        for record in kind_records:
+            console.print(f"\n[bold cyan]{record['name']}[/]  {escape(record['formula'])}")
+            options = ", ".join(f"{name}: {show(value)}" for name, value in record["options"].items())
+            facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
+            print_facts(console, {**facts, "use": record["advice"], "source": record["source"]})
+        console.print()

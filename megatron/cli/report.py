@@ -1,0 +1,40 @@
+"""`./deepy.py report`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron.cli.options import with_options
+from megatron.options.report import ReportOptions
+
+
+@with_options(ReportOptions)
+def report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULTS…", help="results.json files, or folders that hold one.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="A page to write: report.html.", show_default=False),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Put results together: tables, who extrapolates, and who is better than another beyond chance.
+
+    Nothing is measured: what evaluations and sweeps left is read, and other programs' results as well. Over several
+    seeds methods are compared by paired t-tests, over one by a paired bootstrap over blocks of the text.
+
+    [bold]Examples[/]
+
+      ./deepy.py report runs/quickstart --against kerple_log
+
+      ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
+    """
+    from megatron.config.chosen import chosen
+    from megatron.launch.console import PlainConsole
+    from megatron.reports.combine import combine_results
+
+    request = chosen(ReportOptions, options)
+    combine_results(results, PlainConsole(highlight=False), output=output, **request.model_dump())

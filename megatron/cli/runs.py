@@ -1,0 +1,53 @@
+"""`./deepy.py status` and `./deepy.py checkpoints`: what there is on disk of runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron.cli.options import AsJson
+
+
+def checkpoints(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with the checksums.")] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option("--keep", min=1, help="Delete all but so many, the newest that are whole; extra_save_iters stay."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a run: step, size, losses, whole or not; and delete old ones.
+
+    The exit code is 1 if one of them is not whole.
+
+    [bold]Example[/]
+
+      ./deepy.py checkpoints runs/a --keep 2
+    """
+    from megatron.launch import checkpoints as listing
+
+    if keep is not None:
+        listing.thin(run, keep, print)
+    if not listing.show(run, verify=verify, as_json=as_json):
+        raise typer.Exit(1)
+
+
+def status(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="Run folders, or folders of runs.", show_default=False)
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every five seconds, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how far runs are: step, loss, speed, time left, last checkpoint, and whether they are alive.
+
+    [bold]Examples[/]
+
+      ./deepy.py status runs/a
+
+      ./deepy.py status runs --watch
+    """
+    from megatron.launch import status as files
+
+    files.show(runs, as_json=as_json, watch=watch)

@@ -1,0 +1,40 @@
+"""`./deepy.py sweep`."""
+
+from typing import Annotated
+
+import typer
+
+from megatron.cli.loading import split_arguments
+from megatron.cli.options import Arguments, ConfigFolder
+
+
+def sweep(
+    arguments: Arguments,
+    conf_dir: ConfigFolder = None,
+    member: Annotated[
+        int | None,
+        typer.Option(min=0, help="Only this run, counted from 0; no report. A job array's tasks call this."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With launcher=slurm: print the batch script, and do nothing else.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Train members again whose training diverged.")
+    ] = False,
+) -> None:
+    """Train every variant of a sweep file, evaluate each, and report them side by side.
+
+    [bold]Examples[/]
+
+      ./deepy.py sweep quickstart
+
+      ./deepy.py sweep mine.yml slurm_a100 num_gpus=1
+
+    The second submits a job array, a task for each run; once they have ended, the same command writes the report.
+    """
+    from megatron.sweeps.run import run
+
+    files, overrides = split_arguments(arguments)
+    run(
+        files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run, retry_failed=retry_failed
+    )

@@ -1,0 +1,43 @@
+"""`./deepy.py train`."""
+
+from typing import Annotated
+
+import typer
+
+from megatron.cli.loading import load_config, print_notes
+from megatron.cli.options import Arguments, ConfigFolder
+
+
+def train(
+    arguments: Arguments,
+    conf_dir: ConfigFolder = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the resolved configuration, or the batch script, and do nothing else."),
+    ] = False,
+) -> int:
+    """Train a model.
+
+    Files are merged left to right, then KEY=VALUE pairs; later wins, and one line says what it replaced. A file is a
+    path, or a name with or without .yml that is looked up in configs/ and its subfolders: [bold]model[/] (shapes with
+    their paper's settings), [bold]position[/] (one overlay per method), [bold]cluster[/] (where it runs).
+
+    [bold]Examples[/]
+
+      ./deepy.py train 162M kerple_log local_setup save=runs/kerple
+
+      ./deepy.py train 125M rotary cdape local_setup precision=bf16 optimizer.params.lr=3e-4
+
+      ./deepy.py train my.yml num_gpus=2 device=cpu
+
+      ./deepy.py train runs/kerple/config.yml load=runs/kerple train_iters=60000
+
+      ./deepy.py train.py -d configs 125M.yml local_setup.yml
+
+    The third uses two processes on a CPU, the fourth resumes a run and goes on, the last is GPT-NeoX's way to say it.
+
+    All keys: ./deepy.py keys, or docs/configuration.md.
+    """
+    from megatron.launch.dispatch import train as dispatch
+
+    return dispatch(lambda silent: load_config(arguments, conf_dir, silent=silent), print_notes, dry_run=dry_run)
