@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Farfield's command line. `./deepy.py --help` lists its commands, which live in megatron/cli/."""
 
-from megatron.stopping.signals import leave_at_once
+from megatron.utils.signals import install_exit_handlers
 
 if __name__ == "__main__":
-    leave_at_once()  # until `main` takes care of them
+    install_exit_handlers()  # until `main` takes care of them
 
 import importlib.util
 import os

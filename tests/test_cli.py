@@ -207,13 +207,13 @@ OWN = ("results.md", "metrics.jsonl", "analysis.html", "data/kernels.csv", "runs
 
 @pytest.fixture(scope="module")
 def mistakes(corpus) -> dict[tuple[str, ...], list]:
-    from megatron.checkpoint.progress import Progress
+    from megatron.checkpoint.trainer_state import TrainerState
     from megatron.config.load import load
 
     data = f"test_data_paths=[{corpus}/data/fox/test_text_document]"
     checkpoint = corpus / "run" / "checkpoints" / "step_0000004"
     load([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
-    Progress(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
+    TrainerState(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
     (checkpoint / "model.safetensors").touch()  # nobody comes to read it
     (corpus / "own" / "data").mkdir(parents=True)
     (corpus / "own" / "runs" / "rotary").mkdir(parents=True)

@@ -9,34 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.uncompiled import uncompiled
+from megatron.utils.without_compile import disable_torch_compile
 
 ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
-OURS = (
-    "megatron.errors",
-    "megatron.options",
-    "megatron.optional",
-    "megatron.files",
-    "megatron.quantities",
-    "megatron.suggest",
-    "megatron.stopping",
-)
-NUMERIC = ("torch", "numpy", "megatron.core", "megatron.uncompiled")
+OURS = ("megatron.options", "megatron.utils")
+NUMERIC = ("torch", "numpy", "megatron.core")
 DOORS = {f"megatron/{part}/megatron_core.py" for part in ("data", "distributed", "model")}
 
 # part → prefixes of modules it may import besides the standard library and itself
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "megatron/errors.py": (),
-    "megatron/options": ("pydantic", "megatron.errors"),
-    "megatron/optional.py": ("megatron.errors",),
-    "megatron/uncompiled.py": ("torch",),
-    "megatron/quantities.py": (),
-    "megatron/suggest.py": (),
-    "megatron/meter.py": ("rich", "megatron.quantities"),
-    "megatron/stopping": ("megatron.errors",),
+    "megatron/options": ("pydantic", "megatron.utils.errors"),
+    "megatron/utils": ("rich", "torch"),
     "megatron/position": ("torch",),
-    "megatron/attention": ("torch", "megatron.position", "megatron.errors", "kernels"),
+    "megatron/attention": ("torch", "megatron.position", "megatron.utils.errors", "kernels"),
     "megatron/tasks": ("numpy", "pydantic", *OURS),
     "kernels": ("torch", "triton"),
     "megatron/distributed": (*NUMERIC, *OURS),
@@ -51,13 +37,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/planning": (
         "megatron.config",
         "megatron.distributed.mesh",
-        "megatron.distributed.places",
-        "megatron.distributed.layers",
-        "megatron.distributed.gpus",
+        "megatron.distributed.partition",
+        "megatron.distributed.hardware",
         "megatron.options",
-        "megatron.errors",
-        "megatron.quantities",
         "megatron.attention.backends.backend",
+        *OURS,
         "megatron.model.attention_dims",
         "megatron.position.catalog",
         "megatron.position.facts",
@@ -114,7 +98,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/training": (
-        "megatron.meter",
         "megatron.planning.memory_estimate",
         "megatron.planning.parameter_count",
         *NUMERIC,
@@ -133,7 +116,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/generation": (
         *NUMERIC,
-        "megatron.meter",
         "pydantic",
         "readline",
         "megatron.config",
@@ -143,10 +125,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.checkpoint",
         *OURS,
     ),
-    "megatron/files.py": ("megatron.errors",),
     "megatron/reports": ("numpy", "scipy", "matplotlib", "rich", "pydantic", *OURS),
     "megatron/evaluation": (
-        "megatron.meter",
         *NUMERIC,
         "rich",
         "pydantic",
@@ -164,7 +144,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/analysis": (
-        "megatron.meter",
         *NUMERIC,
         "matplotlib",
         "rich",
@@ -180,7 +159,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/cli": ("typer", "rich", "pydantic", "megatron", *OURS),
     "megatron/launch": (
         "megatron.model.build",
-        "megatron.meter",
         "torch",
         "rich",
         "pydantic",
@@ -192,7 +170,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/sweeps": (
-        "megatron.meter",
         "rich",
         "pydantic",
         "megatron.config",
@@ -303,23 +280,23 @@ def _asks_who_it_is(path: Path) -> list[str]:
 
 
 def test_only_one_part_asks_which_process_this_is() -> None:
-    """Whoever else wants to know is handed `Processes`, or a `Mesh`, which say along which dimension they speak."""
+    """Whoever else wants to know is handed `ProcessGroups`, or a `Mesh`, which say along which dimension they speak."""
     files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "deepy.py"]
     asking = {path for path in files if _asks_who_it_is(path)}
     assert {path.relative_to(ROOT).parent.as_posix() for path in asking} == {"megatron/distributed"}
-    assert ROOT / "megatron/distributed/processes.py" in asking
+    assert ROOT / "megatron/distributed/process_groups.py" in asking
     assert _asks_who_it_is(Path(__file__).with_name("support") / "tensor_parallel_rank.py") == ["torch.distributed"]
 
 
 def test_the_mesh_is_arithmetic_alone() -> None:
     """So that a layout can be refused before torch is imported."""
-    code = "import sys; from megatron.distributed import devices, gpus, mesh, place; "
+    code = "import sys; from megatron.distributed import hardware, launcher_environment, mesh, partition; "
     assert subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT).returncode == 0
 
 
 def test_functions_stay_as_they_are_without_the_compiler() -> None:
     usual = torch.compile
-    with uncompiled():
+    with disable_torch_compile():
         assert torch.compile(abs) is abs
         assert torch.compile(mode="reduce-overhead")(abs) is abs
     assert torch.compile is usual

@@ -7,8 +7,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron.errors import UserError
-from megatron.optional import need
+from megatron.utils.errors import UserError
+from megatron.utils.optional_packages import require_package
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("requirements.txt", "requirements-dev.txt", "requirements-eval.txt")
@@ -68,8 +68,8 @@ def test_images_install_nothing_in_a_version_that_nobody_named() -> None:
 
 
 def test_a_package_that_is_missing_is_asked_for_in_one_line() -> None:
-    need("pytest", "this test")
+    require_package("pytest", "this test")
     with pytest.raises(
         UserError, match=r"^--tasks needs the package lm_evil, .*: pip install -r requirements-eval\.txt$"
     ):
-        need("lm_evil", "--tasks")
+        require_package("lm_evil", "--tasks")

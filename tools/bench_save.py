@@ -23,21 +23,21 @@ from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_
 if __name__ == "__main__":
     tell_interrupts_in_a_line()
 
-from megatron.checkpoint import folder  # noqa: E402
+from megatron.checkpoint import layout  # noqa: E402
 from megatron.config.load import load  # noqa: E402
 from megatron.data.corpus import prepare  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
-from megatron.stopping.signals import StopRequest  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
-from megatron.training.loop import Loop  # noqa: E402
-from megatron.training.setup import prepare as prepare_run  # noqa: E402
+from megatron.training.train_state import build_state as prepare_run  # noqa: E402
+from megatron.training.trainer import Trainer  # noqa: E402
+from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
 
 SHAPES = {"125M": (12, 768, 12, 512, 50304), "tiny": (2, 64, 2, 64, 64)}
 """Layers, width, heads, length, rows of the embedding."""
 
 
-def ready(shape: str, corpus: Path, save: Path) -> Loop:
+def ready(shape: str, corpus: Path, save: Path) -> Trainer:
     """A run of one micro-batch of one sequence per step, ready to step."""
     layers, width, heads, length, rows = SHAPES[shape]
     values = {
@@ -49,7 +49,7 @@ def ready(shape: str, corpus: Path, save: Path) -> Loop:
     config = load([], [f"{key}={value}" for key, value in values.items()]).config
     run = prepare_run(config, ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
-    return Loop(run, time.perf_counter())
+    return Trainer(run, time.perf_counter())
 
 
 def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
@@ -60,24 +60,24 @@ def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     assert saver is not None
     times: dict[str, list[float]] = {"step": [], "stall": [], "step_while_writing": [], "written": [], "waited_for": []}
 
-    def step(kind: str, stop: StopRequest) -> None:
+    def step(kind: str, stop: GracefulStop) -> None:
         begun = time.perf_counter()
-        loop.take_step(stop)
+        loop.train_step(stop)
         times[kind].append(time.perf_counter() - begun)
 
-    with closing(loop.run), StopRequest() as stop:
+    with closing(loop.state), GracefulStop() as stop:
         for number in range(rounds + 1):
             step("step", stop)
             step("step", stop)
             begun = time.perf_counter()
-            loop._save()
+            loop._save_checkpoint()
             times["stall"].append(time.perf_counter() - begun)
-            while saver.pending is not None:
+            while saver.is_pending is not None:
                 step("step_while_writing", stop)
             times["written"].append(time.perf_counter() - begun)
             step("step", stop)
             begun = time.perf_counter()
-            loop._save()
+            loop._save_checkpoint()
             saver.finish()
             times["waited_for"].append(time.perf_counter() - begun)
             if number == 0:
@@ -85,10 +85,10 @@ def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
                 times = {kind: [] for kind in times}
             if stop.signal is not None:
                 raise SystemExit(128 + stop.signal)
-        files = [path for path in folder.resolve(place / "run").rglob("*") if path.is_file()]
+        files = [path for path in layout.resolve_checkpoint_path(place / "run").rglob("*") if path.is_file()]
     return {
         "shape": shape,
-        "parameters": loop.run.parameters,
+        "parameters": loop.state.parameters,
         "bytes": sum(path.stat().st_size for path in files),
         "first_stall": round(first, 4),
         "medians": {kind: round(statistics.median(found), 4) for kind, found in times.items() if found},

@@ -37,12 +37,12 @@ import torch  # noqa: E402
 
 from kernels.runtime import interpreted  # noqa: E402
 from megatron.attention.segments import build_segments  # noqa: E402
-from megatron.distributed.processes import alone  # noqa: E402
+from megatron.distributed.process_groups import single_process  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.precision import DTYPES  # noqa: E402
 from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
-from megatron.training.hardware import peak_tflops  # noqa: E402
+from megatron.training.hardware import find_peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402
 from tools.kernel_gate import in_a_line, products_in_full  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402
@@ -104,10 +104,15 @@ def farfield(problem: Problem, method: str) -> Candidate:
         seq_length=problem.length, make_vocab_size_divisible_by=128,
     )  # fmt: skip
     gpt = build_model(
-        options, PositionOptions(**METHODS[method]), 128 if problem.layer else VOCABULARY, groups=alone(), seed=1,
-        device=problem.device, dtype=DTYPES[problem.dtype],
+        options,
+        PositionOptions(**METHODS[method]),
+        128 if problem.layer else VOCABULARY,
+        groups=single_process(),
+        seed=1,
+        device=problem.device,
+        dtype=DTYPES[problem.dtype],
         backend="triton" if (problem.cuda or interpreted()) and method != "rotary" else "auto",
-    )  # fmt: skip
+    )
     if problem.layer:
         return Candidate(_layer_step(problem, gpt, width))
     return Candidate(_model_step(problem, gpt, lambda x, y: gpt(x, y).mean()), gpt.flops_per_token(problem.length))
@@ -214,7 +219,7 @@ def _record(problem: Problem, name: str, found: dict[str, Candidate]) -> dict[st
         return {**head, "ms": None, "rounds": 0} | ({"refusal": candidate.refusal} if candidate.refusal else {})
     middle = statistics.median(candidate.seconds)
     tflops = candidate.flops * problem.tokens / middle / 1e12
-    peak = peak_tflops(torch.device(problem.device), problem.dtype, None)
+    peak = find_peak_tflops(torch.device(problem.device), problem.dtype, None)
     ratios = {}
     for other in ("rotary", "kerple_log", "plain"):
         if other in found and found[other].refusal is None and found[other].seconds:

@@ -37,10 +37,10 @@ from megatron.config.load import load  # noqa: E402
 from megatron.data.corpus import prepare  # noqa: E402
 from megatron.data.datasets import token_stream  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
-from megatron.stopping.signals import StopRequest  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
-from megatron.training.loop import Loop  # noqa: E402
-from megatron.training.setup import prepare as prepare_run  # noqa: E402
+from megatron.training.train_state import build_state as prepare_run  # noqa: E402
+from megatron.training.trainer import Trainer  # noqa: E402
+from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
 
@@ -57,7 +57,7 @@ METHODS = {
 }
 
 
-def farfield(shape: dict, method: str, corpus: Path) -> Loop:
+def farfield(shape: dict, method: str, corpus: Path) -> Trainer:
     """Farfield's loop, ready to step: the configuration that `./deepy.py train` would run."""
     values = {
         "num_layers": shape["layers"], "hidden_size": shape["width"], "num_attention_heads": shape["heads"],
@@ -72,7 +72,7 @@ def farfield(shape: dict, method: str, corpus: Path) -> Loop:
     config = load([], [f"{key}={value}" for key, value in values.items()]).config
     run = prepare_run(config, ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
-    return Loop(run, time.perf_counter())
+    return Trainer(run, time.perf_counter())
 
 
 class Plain:
@@ -116,11 +116,11 @@ def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int)
     """
     shape = SHAPES[shape_name]
     loop = farfield(shape, method, corpus)
-    plain = Plain(shape, method, corpus, loop.run.vocabulary.size)
+    plain = Plain(shape, method, corpus, loop.state.vocabulary.size)
     tokens = shape["batch"] * shape["length"] * steps
     times: dict[str, list[float]] = {"farfield": [], "plain": []}
-    with closing(loop.run), StopRequest() as stop:
-        takers = {"farfield": lambda: loop.take_step(stop), "plain": plain.step}
+    with closing(loop.state), GracefulStop() as stop:
+        takers = {"farfield": lambda: loop.train_step(stop), "plain": plain.step}
         for block in range(blocks + 1):  # the first block warms up
             for name in sorted(takers, reverse=bool(block % 2)):
                 begun = time.perf_counter()
@@ -135,7 +135,7 @@ def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int)
         "shape": shape_name,
         "method": method,
         **{k: shape[k] for k in ("layers", "width", "heads", "length", "batch")},
-        "parameters": {"farfield": sum(p.numel() for p in loop.run.engine.model.parameters()),
+        "parameters": {"farfield": sum(p.numel() for p in loop.state.engine.model.parameters()),
                        "plain": sum(p.numel() for p in plain.model.parameters())},
         "tokens_per_second": {name: round(tokens / statistics.median(t)) for name, t in times.items()},
         "ratio": round(statistics.median(ratios), 3),

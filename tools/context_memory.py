@@ -21,7 +21,7 @@ from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_
 if __name__ == "__main__" and len(sys.argv) < 4:
     tell_interrupts_in_a_line()
 
-from megatron.distributed.place import Place  # noqa: E402
+from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from tools.ranks import rank_main, run  # noqa: E402
 
 RANKS = (1, 2, 4)
@@ -36,17 +36,17 @@ MODEL = {
 }  # fmt: skip
 
 
-def saved_bytes(job: dict[str, Any], meet: Callable[[], Place]) -> list[int]:
+def saved_bytes(job: dict[str, Any], meet: Callable[[], RankInfo]) -> list[int]:
     """What this rank keeps of one sequence, of each method, with and without recomputed layers."""
     import torch
 
-    from megatron.distributed.mesh import Sizes
-    from megatron.distributed.processes import join
+    from megatron.distributed.mesh import ParallelSizes
+    from megatron.distributed.process_groups import init_distributed
     from megatron.model.build import build_model
     from megatron.options.model import ModelOptions, PositionOptions
 
     length, place = job["length"], meet()
-    processes = join(place, Sizes(context=place.world), device="cpu", backend="gloo")
+    processes = init_distributed(place, ParallelSizes(context=place.world_size), device="cpu", backend="gloo")
     found = []
     for method in METHODS.values():
         for recomputed in (False, True):
@@ -61,7 +61,7 @@ def saved_bytes(job: dict[str, Any], meet: Callable[[], Place]) -> list[int]:
                     kept[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
-            tokens = torch.zeros(1, length // place.world, dtype=torch.int64)
+            tokens = torch.zeros(1, length // place.world_size, dtype=torch.int64)
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 loss = model(tokens, labels=tokens).sum()
             found.append(sum(kept.values()))

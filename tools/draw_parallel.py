@@ -10,11 +10,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megatron.distributed.mesh import Axis, Mesh, Sizes
-from megatron.distributed.places import held
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
+from megatron.distributed.partition import list_context_chunks
 
 PICTURE = Path("docs/images/parallel.png")
-SIZES = Sizes(tensor=2, context=2, data=2, pipeline=2)
+SIZES = ParallelSizes(tensor=2, context=2, data=2, pipeline=2)
 LAYERS, LENGTH = 4, 8
 SHOWN = 5
 """The GPU whose share stands out."""
@@ -33,12 +33,12 @@ def holders(
 
     def holds(rank: int) -> bool:
         t, c, d, p = _of(rank)
-        own = held(LENGTH, Axis(c, SIZES.context))
+        own = list_context_chunks(LENGTH, Axis(c, SIZES.context))
         wanted = ((tensor, t), (stage, p), (data, d))
         here = place is None or any(first <= place < first + size for first, size in own)
         return here and all(asked is None or asked == found for asked, found in wanted)
 
-    return [rank for rank in range(SIZES.world) if holds(rank)]
+    return [rank for rank in range(SIZES.world_size) if holds(rank)]
 
 
 def _box(axes: Axes, x: float, y: float, width: float, height: float, ranks: list[int], text: str) -> None:
@@ -69,7 +69,7 @@ def _model(axes: Axes) -> None:
 def _batch(axes: Axes) -> None:
     for data in range(SIZES.data):
         for first in range(0, LENGTH, 2):
-            ranks = [rank for rank in holders(data=data, place=first) if rank < SIZES.world // SIZES.pipeline]
+            ranks = [rank for rank in holders(data=data, place=first) if rank < SIZES.world_size // SIZES.pipeline]
             _box(axes, first, 1.5 - data * 2, 1.94, 1.9, ranks, _names(ranks))
         axes.text(-0.2, 2.45 - data * 2, f"sequence\n{data + 1}", ha="right", va="center", fontsize=8)
     for first in range(0, LENGTH, 2):

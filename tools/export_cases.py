@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.folder import CHECKPOINTS, CONFIG, WEIGHTS, name
-from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.weights import buffers
+from megatron.checkpoint.layout import CHECKPOINTS, CONFIG, WEIGHTS, format_checkpoint_name
+from megatron.checkpoint.trainer_state import TrainerState
+from megatron.checkpoint.weights import list_persistent_buffers
 from megatron.config.schema import Config
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer
-from megatron.distributed.processes import alone
+from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.position.registry import list_encodings, list_processors
@@ -89,7 +89,7 @@ def shapes() -> Iterator[Case]:
 def gpt_of(case: Case, vocabulary: int) -> GPT:
     """The case's model with random weights, norms and biases too."""
     config = case.config()
-    gpt = build_model(config.model, config.position, vocabulary, groups=alone(), seed=11).eval()
+    gpt = build_model(config.model, config.position, vocabulary, groups=single_process(), seed=11).eval()
     generator = torch.Generator().manual_seed(12)
     with torch.no_grad():
         for parameter_name, parameter in gpt.named_parameters():
@@ -101,14 +101,16 @@ def gpt_of(case: Case, vocabulary: int) -> GPT:
 def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | None = None) -> Path:
     """A run's folder with one checkpoint, as far as others read it."""
     tokenizer = tokenizer or ByteTokenizer()
-    checkpoint = folder / CHECKPOINTS / name(1)
+    checkpoint = folder / CHECKPOINTS / format_checkpoint_name(1)
     checkpoint.mkdir(parents=True)
-    tensors = {**dict(gpt.named_parameters()), **dict(buffers(gpt))}
+    tensors = {**dict(gpt.named_parameters()), **dict(list_persistent_buffers(gpt))}
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, checkpoint / WEIGHTS)
     config.save(checkpoint / CONFIG)
     vocabulary = {"size": tokenizer.vocab_size, "name": tokenizer.name}
-    Progress(step=1, vocabulary=vocabulary).write(checkpoint)
-    manifest.write(checkpoint, manifest.seal(checkpoint, [checkpoint / file for file in manifest.MODEL_FILES]))
+    TrainerState(step=1, vocabulary=vocabulary).write(checkpoint)
+    manifest.write_manifest(
+        checkpoint, manifest.compute_checksums(checkpoint, [checkpoint / file for file in manifest.MODEL_FILES])
+    )
     keep_tokenizer(tokenizer, folder)
     return folder
 

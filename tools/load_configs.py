@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config.load import merge
 from megatron.config.yaml_files import Document, read_yaml
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 from tools.arguments import Parser
 
 LEFT_TO_OTHERS: dict[str, Any] = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron.config.load import load
 from megatron.config.ranks import mesh_sizes
-from megatron.distributed.devices import Machine
-from megatron.errors import UserError
+from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
-from megatron.training.preflight import preflight
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/parallel.md")
@@ -30,7 +30,7 @@ def estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
     config = load([model, METHOD, overlay, "local_setup"]).config
     for gpus in COUNTS:
         try:
-            settled = preflight(config, Machine(gpus=gpus, cores=gpus)).config
+            settled = resolve_run(config, LocalHardware(num_gpus=gpus, num_cores=gpus)).config
         except UserError:
             continue
         yield gpus, estimate_memory(settled, mesh_sizes(settled, gpus), GPT2_VOCABULARY)

@@ -47,9 +47,9 @@ def _apart(a: float, b: float) -> float:
     return abs(a / b - 1) if math.isfinite(a) else math.inf
 
 
-def trained(cases: Sequence[Case], world: int, folder: Path) -> dict[Case, Found]:
+def trained(cases: Sequence[Case], world_size: int, folder: Path) -> dict[Case, Found]:
     """What the first rank found of each case."""
-    first, *_ = run(RANK, folder, world, [case.as_json() for case in cases])
+    first, *_ = run(RANK, folder, world_size, [case.as_json() for case in cases])
     return dict(zip(cases, first, strict=True))
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Sizes
+from megatron.distributed.mesh import ParallelSizes
 from tools.rounding import apart, sums_of_gpt
 
 STEPS = 5
@@ -47,8 +47,8 @@ class Layout:
     stage: int = 0
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.tensor, self.context, self.data, self.pipeline)
+    def sizes(self) -> ParallelSizes:
+        return ParallelSizes(self.tensor, self.context, self.data, self.pipeline)
 
     def __str__(self) -> str:
         letters = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "DP": self.data}
@@ -58,12 +58,12 @@ class Layout:
         )
 
 
-def layouts(world: int) -> Iterator[Layout]:
+def layouts(world_size: int) -> Iterator[Layout]:
     """Every division of so many ranks, with every ZeRO stage that it allows."""
-    for tensor in _divisors(world, HEADS):
-        for context in _divisors(world // tensor, LENGTH // 2):
-            for pipeline in _divisors(world // tensor // context, LAYERS):
-                data = world // tensor // context // pipeline
+    for tensor in _divisors(world_size, HEADS):
+        for context in _divisors(world_size // tensor, LENGTH // 2):
+            for pipeline in _divisors(world_size // tensor // context, LAYERS):
+                data = world_size // tensor // context // pipeline
                 for stage in (0, 1) if pipeline > 1 else (0, 1, 2, 3):
                     if BATCH // data >= pipeline:
                         yield Layout(tensor, context, data, pipeline, stage)
@@ -108,7 +108,7 @@ class Case:
                 "model_parallel_size": layout.tensor,
                 "context_parallel_size": layout.context,
                 "pipe_parallel_size": layout.pipeline,
-                "num_gpus": layout.sizes.world,
+                "num_gpus": layout.sizes.world_size,
                 "device": "cpu",
                 "distributed_backend": "gloo",
             }

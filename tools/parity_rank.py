@@ -14,9 +14,9 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 
 from megatron.data.batches import Batch, batches  # noqa: E402
-from megatron.distributed import seeds  # noqa: E402
-from megatron.distributed.place import Place  # noqa: E402
-from megatron.distributed.processes import Processes, join  # noqa: E402
+from megatron.distributed import rng  # noqa: E402
+from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
+from megatron.distributed.process_groups import ProcessGroups, init_distributed  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.training.engine import Engine  # noqa: E402
 from tools.parity_cases import BATCH, LENGTH, VOCABULARY, Case  # noqa: E402
@@ -41,43 +41,45 @@ class Sequences(torch.utils.data.Dataset):
         return {"tokens": self.rows[index, :-1], "labels": self.rows[index, 1:], "loss_mask": self.masks[index]}
 
 
-def trained(case: Case, processes: Processes) -> dict[str, Any]:
+def trained(case: Case, groups: ProcessGroups) -> dict[str, Any]:
     """Train one case. All ranks must call this."""
     config = case.config()
-    model = build_model(config.model, config.position, VOCABULARY, groups=processes, seed=3)
+    model = build_model(config.model, config.position, VOCABULARY, groups=groups, seed=3)
     parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
-    engine = Engine(config, model, processes)
+    engine = Engine(config, model, groups)
     engine.model.train()
     data = Sequences(case.steps)
-    order = batches(data, micro_batch=1, mesh=processes.mesh)
+    order = batches(data, micro_batch=1, mesh=groups.mesh)
     steps = config.training.gradient_accumulation_steps
 
     def over_all(share: torch.Tensor) -> float:
-        return processes.sum(processes.mesh.once(float(share)))[0]
+        return groups.all_reduce_sum(groups.mesh.count_once(float(share)))[0]
 
     losses, norms = [], []
     for step in range(case.steps):
         first = step * BATCH
         tokens = int(data.masks[first : first + BATCH].sum())
         micro = [next(order) for _ in range(steps)]
-        losses.append(over_all(engine.accumulate(micro, tokens, draw=seeds.seed_of_positions(1, first))))
+        losses.append(
+            over_all(engine.forward_backward(micro, tokens, position_seed=rng.derive_position_seed(1, first)))
+        )
         engine.step(1e-2)
         norms.append(float(engine.grad_norm))
     engine.model.eval()
-    order = batches(data, micro_batch=1, mesh=processes.mesh)
-    valid = over_all(engine.score([next(order) for _ in range(steps)])) / float(data.masks[:BATCH].sum())
+    order = batches(data, micro_batch=1, mesh=groups.mesh)
+    valid = over_all(engine.evaluate_loss([next(order) for _ in range(steps)])) / float(data.masks[:BATCH].sum())
     engine.close()
     return {"losses": losses, "norms": norms, "valid": valid, "parameters": parameters, "flops": flops}
 
 
-def all_trained(job: list[dict[str, Any]], meet: Callable[[], Place]) -> list[dict[str, Any]]:
+def all_trained(job: list[dict[str, Any]], meet: Callable[[], RankInfo]) -> list[dict[str, Any]]:
     """Train the cases in turn, saying how far it is."""
     cases: list[Case] = [Case.of_json(values) for values in job]
     found: list[dict[str, Any]] = []
     processes = None
     for case in cases:
         if processes is None or processes.mesh.sizes != case.layout.sizes:
-            processes = join(meet(), case.layout.sizes, device="cpu", backend="gloo")
+            processes = init_distributed(meet(), case.layout.sizes, device="cpu", backend="gloo")
         found.append(trained(case, processes))
         print(f"{len(found)} of {len(cases)}: {case.method}, {case.layout}, {case.precision}", flush=True)
     return found

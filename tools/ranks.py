@@ -9,10 +9,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron.distributed.place import Place
+from megatron.distributed.launcher_environment import RankInfo
 
 
-def run(script: Path, folder: Path, world: int, job: Any) -> list[Any]:
+def run(script: Path, folder: Path, world_size: int, job: Any) -> list[Any]:
     """Start the script once per rank, with the job as FOLDER/job.json.
 
     Returns:
@@ -26,9 +26,9 @@ def run(script: Path, folder: Path, world: int, job: Any) -> list[Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     children = []
     try:
-        for rank in range(world):
+        for rank in range(world_size):
             with open(folder / f"{rank}.txt", "w") as output:
-                command = [sys.executable, "-W", "ignore", str(script), str(folder), str(rank), str(world)]
+                command = [sys.executable, "-W", "ignore", str(script), str(folder), str(rank), str(world_size)]
                 children.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
         failed = [rank for rank, child in enumerate(children) if child.wait() != 0]
     finally:
@@ -36,11 +36,11 @@ def run(script: Path, folder: Path, world: int, job: Any) -> list[Any]:
             child.kill()
     if failed:
         printed = (folder / f"{failed[0]}.txt").read_text(encoding="utf-8")
-        raise SystemExit(f"error: rank {failed[0]} of {world} failed: {printed[-2000:]}")
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+        raise SystemExit(f"error: rank {failed[0]} of {world_size} failed: {printed[-2000:]}")
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world_size)]
 
 
-def rank_main(work: Callable[[Any, Callable[[], Place]], Any]) -> None:
+def rank_main(work: Callable[[Any, Callable[[], RankInfo]], Any]) -> None:
     """What such a script does: write `work(job, meet)`.
 
     `meet()` meets the other ranks, anew each time, so that the next mesh is not the last one's; what was met before is
@@ -54,13 +54,13 @@ def rank_main(work: Callable[[Any, Callable[[], Place]], Any]) -> None:
     torch.set_num_threads(1)
     meetings = count()
 
-    def meet() -> Place:
+    def meet() -> RankInfo:
         if torch.distributed.is_initialized():
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
         store = torch.distributed.FileStore(str(folder / f"store_{next(meetings)}"), world)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        return Place(rank, world)
+        return RankInfo(rank, world)
 
     found = work(json.loads((folder / "job.json").read_text(encoding="utf-8")), meet)
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")

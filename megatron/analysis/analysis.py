@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron.errors import UserError
 from megatron.options.analysis import AnalysisOptions
-from megatron.suggest import choose_from
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -190,4 +190,4 @@ def check_names(only: Sequence[str] | None) -> None:
     """Raises UserError for a name that no analysis has."""
     for name in only or ():
         if name not in names():
-            raise UserError(f"--only: there is no analysis {name!r}; {choose_from(name, names())}")
+            raise UserError(f"--only: there is no analysis {name!r}; {format_choices(name, names())}")

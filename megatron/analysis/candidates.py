@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatron.analysis.analysis import LayerEncoding, Looked, names, reads
 from megatron.analysis.request import Request
-from megatron.meter import Job
 from megatron.model.device_dtype import resolve_device, resolve_dtype
+from megatron.utils.progress import WorkItem
 
 if TYPE_CHECKING:
     from megatron.config.schema import Config
@@ -23,7 +23,7 @@ class Candidate:
     """A model that is about to be looked at."""
 
     name: str
-    job: Job
+    job: WorkItem
     config: Config
     checkpoint: Path | None
     """None for a configuration that was not trained."""
@@ -38,7 +38,7 @@ def candidates_of(asked: Request) -> list[Candidate]:
         seen.add(unique)
         trained = checkpoint is not None
         work = sum(work_of(analysis, asked, trained) for analysis in asked.options.only or names())
-        job = Job(unique, "analyze" if trained else "analyze, untrained", work)
+        job = WorkItem(unique, "analyze" if trained else "analyze, untrained", work)
         found.append(Candidate(unique, job, config, checkpoint))
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.analysis.analysis import Analysis, Looked, NotApplicable
-from megatron.files import write_text
+from megatron.utils.atomic_io import write_text_atomically
 
 if TYPE_CHECKING:
     from megatron.analysis.page import Part
@@ -39,7 +39,7 @@ class Findings:
         except NotApplicable as reason:
             self.missing[model.name] = str(reason)
         else:
-            write_text(self.file, self._data())
+            write_text_atomically(self.file, self._data())
 
     def _data(self) -> str:
         """`method` first in each row."""

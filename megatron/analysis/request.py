@@ -10,18 +10,18 @@ from pathlib import Path
 
 from megatron.analysis.analysis import check_names, is_data, names, reads
 from megatron.analysis.reading import Reading, of_task, of_text
-from megatron.checkpoint.trained import Run, open_runs
+from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.load import load
 from megatron.config.schema import Config
-from megatron.errors import UserError
 from megatron.evaluation.exercise import learned_task, questions
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.texts import common_text
-from megatron.files import check_folder, refuse_files_of_others
 from megatron.model.device_dtype import check_precision
 from megatron.options.analysis import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.html_page import is_generated_page
+from megatron.utils.atomic_io import check_folder, refuse_foreign_files
+from megatron.utils.errors import UserError
 
 MULTIPLES = [1.0, 4.0]
 """Window lengths in training lengths, if none are asked for."""
@@ -34,7 +34,7 @@ FOLDER = "analysis"
 class Request:
     """What is to be looked at."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[TrainedRun, ...]
     untrained: tuple[tuple[str, Config], ...]
     """Configurations as they were written, and what they say."""
     options: AnalysisOptions
@@ -82,12 +82,12 @@ def read_request(
 def _refuse_files_of_others(folder: Path, options: AnalysisOptions) -> None:
     """Refuse a folder with files by the names of ours that no analysis wrote. Raises UserError."""
     data = [folder / f"{name}.{kind}" for name in options.only or names() for kind in ("csv", "json")]
-    refuse_files_of_others("--output", [folder / PAGE], is_generated_page)
-    refuse_files_of_others("--output", data, is_data)
+    refuse_foreign_files("--output", [folder / PAGE], is_generated_page)
+    refuse_foreign_files("--output", data, is_data)
 
 
 def _lengths_and_reading(
-    runs: Sequence[Run], everyone: Sequence[Config], options: AnalysisOptions
+    runs: Sequence[TrainedRun], everyone: Sequence[Config], options: AnalysisOptions
 ) -> tuple[tuple[int, ...], Reading | None]:
     """The lengths of windows in tokens, and what the runs read, if anything that was asked for reads."""
     multiples = MULTIPLES if options.lengths is None and options.multiples is None else options.multiples
@@ -118,7 +118,7 @@ def _check_places(key: str, asked: Sequence[int] | None, counts: Sequence[int], 
             raise UserError(f"{key}: there is no {place}; {what} are counted from 0 to {max(counts) - 1}")
 
 
-def _folder(runs: Sequence[Run], untrained: Sequence[tuple[str, Config]], output: str | Path | None) -> Path:
+def _folder(runs: Sequence[TrainedRun], untrained: Sequence[tuple[str, Config]], output: str | Path | None) -> Path:
     if output is not None:
         return Path(output)
     if len(runs) == 1 and not untrained:

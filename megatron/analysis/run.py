@@ -18,9 +18,9 @@ from megatron.analysis.findings import Findings
 from megatron.analysis.request import PAGE, Request, read_request
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import saying
-from megatron.files import write_text
-from megatron.meter import Meter
 from megatron.options.analysis import AnalysisOptions
+from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.progress import Meter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +74,7 @@ def analyze(
                 done += work
             del model
             meter.finish()
-    page = write_text(asked.folder / PAGE, _page(asked, candidates, findings))
+    page = write_text_atomically(asked.folder / PAGE, _page(asked, candidates, findings))
     say(f"written: {', '.join(map(str, [page, *(each.file for each in findings if each.found)]))}")
     return page
 

@@ -4,22 +4,56 @@
     random_states/     one file of torch's per rank
 
 Nothing writes them any more.
+
+DeepSpeed reads its files with an unrestricted pickle, which runs whatever code a file contains. They hold nothing but
+tensors, numbers, text and a few of DeepSpeed's own plain classes, so here they are read with `weights_only`, those
+classes allowed by name.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import random_states, tensor_files
-from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.stored import config_of
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from megatron.checkpoint import rng_state, tensor_files
+from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Sizes
-from megatron.errors import FarfieldError, RunError, UserError
-
-DEEPSPEED = "deepspeed"
+from megatron.distributed.mesh import ParallelSizes
+from megatron.utils.errors import FarfieldError, RunError, UserError
 
 
-def check_engine(checkpoint: Path, progress: Progress, config: Config, sizes: Sizes) -> None:
+def _list_safe_classes() -> list[Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+class SafeTorchCheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's file layer, for reading."""
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        return tensor_files.read_torch_file(path, classes=_list_safe_classes(), map_location=map_location)
+
+
+@contextmanager
+def use_safe_loading(engine: Any) -> Iterator[None]:
+    """Let a DeepSpeed engine use `SafeTorchCheckpointEngine` inside the block."""
+    usual, engine.checkpoint_engine = engine.checkpoint_engine, SafeTorchCheckpointEngine()
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = usual
+
+
+DEEPSPEED_FOLDER = "deepspeed"
+
+
+def check_legacy_engine(checkpoint: Path, progress: TrainerState, config: Config, sizes: ParallelSizes) -> None:
     """Refuse what DeepSpeed's files cannot be loaded into, before anything is built.
 
     Each of the ranks that hold a model together stored its own part, so their numbers must stay. ZeRO 1–3 stored one
@@ -30,7 +64,7 @@ def check_engine(checkpoint: Path, progress: Progress, config: Config, sizes: Si
     Raises:
         UserError: naming the key and both values.
     """
-    before, now = config_of(checkpoint).training, config.training
+    before, now = load_checkpoint_config(checkpoint).training, config.training
     stage, precision = now.zero_optimization.stage, now.compute_type
     same_parts = {progress.zero_stage, stage} == {1, 2} and precision != "bf16"
     was, steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
@@ -44,7 +78,7 @@ def check_engine(checkpoint: Path, progress: Progress, config: Config, sizes: Si
         ("zero_optimization.stage", progress.zero_stage, stage, progress.zero_stage == stage or same_parts),
         ("model_parallel_size", progress.tensor, sizes.tensor, progress.tensor == sizes.tensor),
         ("pipe_parallel_size", progress.pipeline, sizes.pipeline, progress.pipeline == sizes.pipeline),
-        ("num_gpus", progress.world, sizes.world, progress.world == sizes.world or stage == 0),
+        ("num_gpus", progress.world, sizes.world_size, progress.world == sizes.world_size or stage == 0),
         ("gradient_accumulation_steps", was, steps, same_optimizer or (was > 1) == (steps > 1)),
         ("zero_optimization.offload_optimizer.device", old_device, new_device, same_optimizer),
         ("zero_optimization.sub_group_size", old_zero.sub_group_size, new_zero.sub_group_size, same_groups),
@@ -56,26 +90,26 @@ def check_engine(checkpoint: Path, progress: Progress, config: Config, sizes: Si
             )
 
 
-def restore(checkpoint: Path, progress: Progress, engine: Any) -> None:
+def restore_legacy_engine(checkpoint: Path, progress: TrainerState, engine: Any) -> None:
     """Put masters, optimizer states and loss scale back into a fresh DeepSpeed engine. All ranks must call this.
 
     Raises RunError if the files are missing or damaged: a run never goes on from less.
     """
-    from megatron.checkpoint.deepspeed_files import safe_files  # DeepSpeed: only once its device is chosen
+    from megatron.checkpoint.legacy import use_safe_loading
 
-    states = checkpoint / DEEPSPEED
+    states = checkpoint / DEEPSPEED_FOLDER
     try:
-        with safe_files(engine):
+        with use_safe_loading(engine):
             engine.load_checkpoint(
-                str(checkpoint), tag=DEEPSPEED, load_optimizer_states=True, load_lr_scheduler_states=False
+                str(checkpoint), tag=DEEPSPEED_FOLDER, load_optimizer_states=True, load_lr_scheduler_states=False
             )
     except FarfieldError:
         raise
     except AssertionError as failure:
-        what = "DeepSpeed finds none of its files there" if not any(states.glob("*.pt")) else _first_line(failure)
+        what = "DeepSpeed finds none of its files there" if not any(states.glob("*.pt")) else _get_first_line(failure)
         raise RunError(f"{states}: cannot be loaded: {what}") from None
     except Exception as failure:  # states of another kind fail in as many ways as DeepSpeed has optimizers
-        raise RunError(f"{states}: cannot be loaded: {_first_line(failure)}") from None
+        raise RunError(f"{states}: cannot be loaded: {_get_first_line(failure)}") from None
     if engine.global_steps != progress.step:
         raise RunError(
             f"{states}: holds the states of step {engine.global_steps}, but progress.json is of step "
@@ -83,15 +117,15 @@ def restore(checkpoint: Path, progress: Progress, engine: Any) -> None:
         )
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'its files do not fit this run').splitlines()[0]}"
 
 
-def restore_random(checkpoint: Path, rank: int) -> None:
+def restore_legacy_rng(checkpoint: Path, rank: int) -> None:
     """Put a rank's random states back. Raises RunError if they are missing or damaged."""
     path = checkpoint / "random_states" / f"rank_{rank:05d}.pt"
-    states = tensor_files.read(path)
+    states = tensor_files.read_torch_file(path)
     try:
-        random_states.restore(states)
+        rng_state.restore_rng_state(states)
     except Exception:
         raise RunError(f"{path}: does not hold the random states of a process; the checkpoint is damaged") from None

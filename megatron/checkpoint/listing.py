@@ -7,13 +7,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import folder, manifest
+from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.lock import RunLock
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)
-class Listed:
+class CheckpointInfo:
     """One checkpoint."""
 
     path: Path
@@ -25,7 +25,7 @@ class Listed:
     """What is wrong with its files; None if nothing is."""
 
 
-def listed(run: Path, *, checksums: bool) -> list[Listed]:
+def list_checkpoint_infos(run: Path, *, checksums: bool) -> list[CheckpointInfo]:
     """All checkpoints of a run, oldest first.
 
     Args:
@@ -34,21 +34,25 @@ def listed(run: Path, *, checksums: bool) -> list[Listed]:
 
     Raises UserError: there is no such folder, or no checkpoint in it.
     """
-    run = folder.run_of(run)
-    found = folder.checkpoints(run)
-    if not found:
-        folder.resolve(run)  # says why
+    run = layout.find_run_folder(run)
+    infos = layout.list_checkpoints(run)
+    if not infos:
+        layout.resolve_checkpoint_path(run)  # says why
         raise UserError(f"{run}: is a checkpoint; give the run's folder")
-    rows = [_row(path, checksums=checksums) for path in found]
+    rows = [_read_checkpoint_info(path, checksums=checksums) for path in infos]
     return [row for row in rows if row is not None]
 
 
-def _row(path: Path, *, checksums: bool) -> Listed | None:
+def _read_checkpoint_info(path: Path, *, checksums: bool) -> CheckpointInfo | None:
     """What is to be said of a checkpoint; None if the run deleted it meanwhile."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        row = Listed(
-            path, folder.step_of(path) or 0, size, path.stat().st_mtime, manifest.damage(path, checksums=checksums)
+        row = CheckpointInfo(
+            path,
+            layout.parse_step(path) or 0,
+            size,
+            path.stat().st_mtime,
+            manifest.find_damage(path, checksums=checksums),
         )
     except FileNotFoundError:
         if path.is_dir():
@@ -57,17 +61,17 @@ def _row(path: Path, *, checksums: bool) -> Listed | None:
 
 
 @dataclass(frozen=True)
-class Thinned:
+class PruneResult:
     """What came of keeping only some checkpoints."""
 
     deleted: list[Path]
     damaged: list[tuple[Path, str]]
     """Those that stayed and were not counted, and what is wrong with them."""
-    whole: int
+    num_valid: int
     """How many of those that stayed are as they were written."""
 
 
-def keep_newest(run: Path, count: int, spare: Collection[int]) -> Thinned:
+def prune_run(run: Path, count: int, spare: Collection[int]) -> PruneResult:
     """Delete what is older than the newest `count` checkpoints that are whole; those of the steps in `spare` stay.
 
     Every byte of those that stay is compared with the manifest: what is damaged is no checkpoint to rely on, so it is
@@ -75,23 +79,23 @@ def keep_newest(run: Path, count: int, spare: Collection[int]) -> Thinned:
 
     Raises UserError: a training is writing there, or no checkpoint is whole.
     """
-    run = folder.run_of(run)
+    run = layout.find_run_folder(run)
     lock = RunLock(run)
     try:
         damaged: list[tuple[Path, str]] = []
-        whole = 0
-        left = [path for path in folder.checkpoints(run) if folder.step_of(path) not in spare]
-        while left and whole < count:
+        valid = 0
+        left = [path for path in layout.list_checkpoints(run) if layout.parse_step(path) not in spare]
+        while left and valid < count:
             newest = left.pop()
-            problem = manifest.damage(newest)
+            problem = manifest.find_damage(newest)
             if problem is None:
-                whole += 1
+                valid += 1
             else:
                 damaged.append((newest, problem))
-        if damaged and not whole:
+        if damaged and not valid:
             raise UserError(f"--keep {count}: {damaged[0][0]} and all others are damaged; nothing was deleted")
-        folder.delete(left)
-        folder.prune(run, None)  # what interrupted saves left
-        return Thinned(left, damaged, whole)
+        layout.delete_checkpoint(left)
+        layout.prune_checkpoints(run, None)  # what interrupted saves left
+        return PruneResult(left, damaged, valid)
     finally:
         lock.release()

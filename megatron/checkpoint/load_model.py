@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import folder, manifest
-from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.stored import config_of
+from megatron.checkpoint import layout, manifest
+from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
-from megatron.distributed.processes import alone
-from megatron.errors import RunError, UserError
+from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import PositionOptions
+from megatron.utils.errors import RunError, UserError
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ def load_model(
         UserError: there is no checkpoint, or the backend cannot do this model.
         RunError: the checkpoint is damaged.
     """
-    checkpoint = folder.resolve(path)
-    manifest.refuse_damage(checkpoint, manifest.MODEL_FILES)
-    progress = Progress.read(checkpoint)
-    config = config_of(checkpoint)
+    checkpoint = layout.resolve_checkpoint_path(path)
+    manifest.verify_checkpoint(checkpoint, manifest.MODEL_FILES)
+    progress = TrainerState.read(checkpoint)
+    config = load_checkpoint_config(checkpoint)
     if progress.vocabulary is None:
-        raise RunError(f"{checkpoint / folder.PROGRESS}: says nothing of the vocabulary")
+        raise RunError(f"{checkpoint / layout.PROGRESS}: says nothing of the vocabulary")
     position = config.position
     if window is not None:
         if not isinstance(window, int) or window < 1:
@@ -72,8 +72,8 @@ def load_model(
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):
         size = progress.vocabulary["size"]
-        model = build_model(config.model, position, size, groups=alone(), backend=backend)
-    read_weights(model, checkpoint / folder.WEIGHTS)
+        model = build_model(config.model, position, size, groups=single_process(), backend=backend)
+    read_weights(model, checkpoint / layout.WEIGHTS)
     model = model.to(device=device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too

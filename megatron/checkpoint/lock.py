@@ -12,12 +12,12 @@ import os
 import time
 from pathlib import Path
 
-from megatron.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError
 
 LOCK = ".lock"
 SWEEP_LOCK = ".sweep.lock"
 """In a sweep's folder, which is no run's: by `LOCK` runs are known."""
-PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds to wait for whoever holds the folder; a process that reads data sees within five that its run is gone."""
 
 
@@ -51,14 +51,14 @@ class RunLock:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise RunError(f"{key}: {run}: cannot be written: {error.strerror}") from error
-        deadline = time.monotonic() + (PATIENCE if patience is None else patience)
-        while not self._taken(run):
+        deadline = time.monotonic() + (LOCK_TIMEOUT if patience is None else patience)
+        while not self._describe_holder(run):
             if time.monotonic() > deadline:
                 os.close(self._descriptor)
                 raise UserError(f"{key}: {run}: {busy}") from None
             time.sleep(0.05)
 
-    def _taken(self, run: str | Path) -> bool:
+    def _describe_holder(self, run: str | Path) -> bool:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

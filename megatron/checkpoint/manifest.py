@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.checkpoint.folder import CONFIG, PROGRESS, WEIGHTS, checkpoints, run_of_checkpoint
-from megatron.errors import RunError, reason
-from megatron.files import parse_json
+from megatron.checkpoint.layout import CONFIG, PROGRESS, WEIGHTS, get_run_of_checkpoint, list_checkpoints
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError, describe_cause
 
 MANIFEST = "manifest.json"
 FORMAT = 4
@@ -29,14 +29,14 @@ FORMAT = 4
 MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)
 """The files that a model is rebuilt from. Every checkpoint has them."""
 
-ANEW = "to begin anew choose another folder, or remove this one"
+REWRITE_HINT = "to begin anew choose another folder, or remove this one"
 STATES = "states"
 """The folder that every checkpoint since format 3 has, and none before."""
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileChecksum:
     """What is known of one file."""
 
     bytes: int
@@ -44,7 +44,7 @@ class Entry:
     """Eight hexadecimal digits."""
 
 
-def seal(checkpoint: Path, paths: Iterable[Path]) -> dict[str, Entry]:
+def compute_checksums(checkpoint: Path, paths: Iterable[Path]) -> dict[str, FileChecksum]:
     """Bring files to the disk and describe them, by their names within the checkpoint.
 
     Raises OSError if the disk refuses.
@@ -53,11 +53,11 @@ def seal(checkpoint: Path, paths: Iterable[Path]) -> dict[str, Entry]:
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-        entries[path.relative_to(checkpoint).as_posix()] = Entry(path.stat().st_size, _crc32(path))
+        entries[path.relative_to(checkpoint).as_posix()] = FileChecksum(path.stat().st_size, _crc32(path))
     return entries
 
 
-def write(checkpoint: Path, entries: Mapping[str, Entry], name: str = MANIFEST) -> None:
+def write_manifest(checkpoint: Path, entries: Mapping[str, FileChecksum], name: str = MANIFEST) -> None:
     """Write the manifest and bring it, and all folders of the checkpoint, to the disk. Raises OSError if it refuses."""
     content = {"format": FORMAT, "files": {file: asdict(entries[file]) for file in sorted(entries)}}
     with open(checkpoint / name, "w", encoding="utf-8") as file:
@@ -82,7 +82,7 @@ def has_checksums(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).exists()
 
 
-def format_of(checkpoint: Path) -> int:
+def read_format_version(checkpoint: Path) -> int:
     """The format a checkpoint was written in; 0 for those without a manifest.
 
     Raises RunError: a later version wrote it, or the manifest is damaged.
@@ -102,12 +102,12 @@ def format_of(checkpoint: Path) -> int:
     return number
 
 
-def damage(
+def find_damage(
     checkpoint: Path,
     only: Collection[str] | None = None,
     *,
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     checksums: bool = True,
 ) -> str | None:
     """The first difference between a checkpoint's files and its manifest, in words; None if there is none.
@@ -118,7 +118,7 @@ def damage(
         checkpoint: its folder.
         only: names of the files to look at; None means all, and then a file that does not belong into one of its
             folders is a difference too.
-        rank, world: of several processes each computes the checksums of its share of the files.
+        rank, world_size: of several processes each computes the checksums of its share of the files.
         checksums: look at every byte, and not at names and sizes alone.
     """
     for name in MODEL_FILES:
@@ -127,10 +127,10 @@ def damage(
     if not has_checksums(checkpoint):
         return f"{MANIFEST} is missing" if (checkpoint / STATES).is_dir() else None
     try:
-        format_of(checkpoint)
+        read_format_version(checkpoint)
     except RunError as error:
         return str(error).removeprefix(f"{checkpoint}: ")
-    entries = read(checkpoint / MANIFEST)
+    entries = read_manifest(checkpoint / MANIFEST)
     if entries is None:
         return f"{MANIFEST} cannot be read"
     names = sorted(entries) if only is None else list(only)
@@ -140,15 +140,17 @@ def damage(
         unlisted += sorted({path.relative_to(checkpoint).as_posix() for path in inside} - set(entries))
     if unlisted:
         return f"{unlisted[0]} is not in its {MANIFEST}"
-    return difference(checkpoint, {name: entries[name] for name in names}, rank=rank, world=world, checksums=checksums)
+    return find_difference(
+        checkpoint, {name: entries[name] for name in names}, rank=rank, world_size=world_size, checksums=checksums
+    )
 
 
-def difference(
-    folder: Path, entries: Mapping[str, Entry], *, rank: int = 0, world: int = 1, checksums: bool = True
+def find_difference(
+    folder: Path, entries: Mapping[str, FileChecksum], *, rank: int = 0, world_size: int = 1, checksums: bool = True
 ) -> str | None:
     """The first difference between files of a folder and what was written of them, in words; None if there is none.
 
-    rank, world, checksums: as of `damage`.
+    rank, world_size, checksums: as of `damage`.
     """
     for name in entries:
         path, expected = folder / name, entries[name].bytes
@@ -156,52 +158,54 @@ def difference(
             return f"{name} is missing"
         if (size := path.stat().st_size) != expected:
             return f"{name} has {size:,} bytes, {expected:,} were written"
-    for name in sorted(entries, key=lambda name: (-entries[name].bytes, name))[rank::world] if checksums else ():
+    for name in sorted(entries, key=lambda name: (-entries[name].bytes, name))[rank::world_size] if checksums else ():
         try:
             found = _crc32(folder / name)
         except OSError as error:
-            return f"{name} cannot be read ({reason(error)})"
+            return f"{name} cannot be read ({describe_cause(error)})"
         if found != entries[name].crc32:
             return f"{name} is not as it was written: its checksum is {found}, not {entries[name].crc32}"
     return None
 
 
-def refuse_damage(checkpoint: Path, only: Collection[str]) -> None:
+def verify_checkpoint(checkpoint: Path, only: Collection[str]) -> None:
     """Raises RunError, with what else of its run can be read, if one of these files of a checkpoint is damaged."""
-    if (problem := damage(checkpoint, only)) is not None:
-        raise RunError(f"{checkpoint}: is damaged: {problem}; {_others(checkpoint)}")
+    if (problem := find_damage(checkpoint, only)) is not None:
+        raise RunError(f"{checkpoint}: is damaged: {problem}; {_describe_other_checkpoints(checkpoint)}")
 
 
-def _others(checkpoint: Path) -> str:
+def _describe_other_checkpoints(checkpoint: Path) -> str:
     """What else of the same run can be read, in words."""
-    others = [path for path in checkpoints(run_of_checkpoint(checkpoint)) if path.name != checkpoint.name]
-    whole = (path.name for path in reversed(others) if damage(path, MODEL_FILES) is None)
+    others = [path for path in list_checkpoints(get_run_of_checkpoint(checkpoint)) if path.name != checkpoint.name]
+    whole = (path.name for path in reversed(others) if find_damage(path, MODEL_FILES) is None)
     if (newest := next(whole, None)) is not None:
         return f"the newest other one that is whole is {newest}"
     return "its other checkpoints are damaged too" if others else "there is no other"
 
 
-def newest_whole(run: str | Path) -> Path | None:
+def find_latest_valid(run: str | Path) -> Path | None:
     """The newest checkpoint of a run whose files are as they were written; None if the run has none.
 
     Raises RunError: there are checkpoints, and all are damaged.
     """
     problems = []
-    for checkpoint in reversed(checkpoints(run)):
-        problem = damage(checkpoint)
+    for checkpoint in reversed(list_checkpoints(run)):
+        problem = find_damage(checkpoint)
         if problem is None:
             return checkpoint
         problems.append(f"{checkpoint}: {problem}")
     if problems:
-        raise RunError(f"{run}: no checkpoint in it is whole: {'; '.join(problems)}; {ANEW}")
+        raise RunError(f"{run}: no checkpoint in it is whole: {'; '.join(problems)}; {REWRITE_HINT}")
     return None
 
 
-def read(path: Path) -> dict[str, Entry] | None:
+def read_manifest(path: Path) -> dict[str, FileChecksum] | None:
     """The entries of a manifest; None if it is not one."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        return {name: Entry(int(about["bytes"]), str(about["crc32"])) for name, about in content["files"].items()}
+        return {
+            name: FileChecksum(int(about["bytes"]), str(about["crc32"])) for name, about in content["files"].items()
+        }
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 

@@ -12,18 +12,18 @@ takes no run.
 import os
 from pathlib import Path
 
-from megatron.checkpoint.folder import CONFIG, checkpoints
+from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.checkpoint.lock import LOCK
 from megatron.config.load import read
 from megatron.config.schema import Config
-from megatron.errors import FarfieldError, UserError
+from megatron.utils.errors import FarfieldError, UserError
 
-RESOLVED = "config.resolved.yml"
+CONFIG_NAMES = "config.resolved.yml"
 
 
-def config_file(run: str | Path) -> Path:
+def get_config_path(run: str | Path) -> Path:
     """Where the whole configuration of a run lies, whether it is there or not."""
-    beside = Path(run) / RESOLVED
+    beside = Path(run) / CONFIG_NAMES
     return beside if beside.is_file() else Path(run) / CONFIG
 
 
@@ -33,7 +33,7 @@ def save_config(config: Config, run: str | Path) -> str | None:
     Raises:
         UserError: it may not be written there; RunError if the disk refuses.
     """
-    own, beside = Path(run) / CONFIG, Path(run) / RESOLVED
+    own, beside = Path(run) / CONFIG, Path(run) / CONFIG_NAMES
     if own.exists() and not is_saved_config(own):
         config.save(beside)
         return f"{own} was not written by a run and stays as it is; the whole configuration is in {beside}"
@@ -43,7 +43,7 @@ def save_config(config: Config, run: str | Path) -> str | None:
     return None
 
 
-def refuse_files_of_others(run: str | Path | None, names: tuple[str, ...]) -> None:
+def refuse_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> None:
     """Refuse a folder in which no run has begun, but which holds files that a run would replace.
 
     Args:
@@ -54,11 +54,16 @@ def refuse_files_of_others(run: str | Path | None, names: tuple[str, ...]) -> No
         UserError: with the first of them.
     """
     # A folder that cannot be looked into is refused, with the key, by whoever makes files in it.
-    if run is None or os.path.exists(Path(run) / LOCK) or not os.access(run, os.R_OK | os.X_OK) or checkpoints(run):
+    if (
+        run is None
+        or os.path.exists(Path(run) / LOCK)
+        or not os.access(run, os.R_OK | os.X_OK)
+        or list_checkpoints(run)
+    ):
         return
     found = [name for name in names if os.path.exists(Path(run) / name)]
-    if os.path.exists(Path(run) / RESOLVED) and not is_saved_config(Path(run) / RESOLVED):
-        found.append(RESOLVED)
+    if os.path.exists(Path(run) / CONFIG_NAMES) and not is_saved_config(Path(run) / CONFIG_NAMES):
+        found.append(CONFIG_NAMES)
     if found:
         raise UserError(
             f"save: {run} holds {found[0]}, which no run wrote and a run would replace; choose another folder, or move "

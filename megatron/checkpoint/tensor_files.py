@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from megatron.errors import RunError, reason
+from megatron.utils.errors import RunError, describe_cause
 
 
-def read(path: str | Path, *, classes: Sequence[Any] = (), map_location: Any = "cpu", mapped: bool = False) -> Any:
+def read_torch_file(
+    path: str | Path, *, classes: Sequence[Any] = (), map_location: Any = "cpu", mapped: bool = False
+) -> Any:
     """What `torch.save` wrote: tensors, numbers, text, and plain `classes` allowed by name.
 
     mapped: leave the tensors on the disk until they are used, where the file's format allows it.
@@ -27,12 +29,12 @@ def read(path: str | Path, *, classes: Sequence[Any] = (), map_location: Any = "
                 path, map_location=map_location, weights_only=True, mmap=mapped and zipfile.is_zipfile(path)
             )
     except OSError as error:
-        raise RunError(f"{path}: cannot be read ({reason(error)})") from None
+        raise RunError(f"{path}: cannot be read ({describe_cause(error)})") from None
     except Exception:  # damaged files fail in as many ways as there are readers, and some ask for unsafe loading
-        raise RunError(f"{path}: {_why_not(path, classes)}, and was not opened") from None
+        raise RunError(f"{path}: {_describe_refusal(path, classes)}, and was not opened") from None
 
 
-def _why_not(path: Path, classes: Sequence[Any]) -> str:
+def _describe_refusal(path: Path, classes: Sequence[Any]) -> str:
     """What stands against reading a file. What it wants to run is listed without running it."""
     known = {f"{each.__module__}.{each.__qualname__}" for each in classes if hasattr(each, "__qualname__")}
     try:

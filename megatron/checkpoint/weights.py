@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.distributed.mesh import Axis
-from megatron.distributed.parameters import cut, division
-from megatron.errors import RunError
+from megatron.distributed.sharding import get_shard_spec, shard_tensor
 from megatron.model.parameter_groups import clamp_bounded_parameters
+from megatron.utils.errors import RunError
 
 
-def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def list_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that belong to the state: not those that a module computes for itself."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -29,7 +29,7 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a file. Raises RunError: it is missing or damaged."""
     try:
         with safe_open(path, "pt") as file:
@@ -43,10 +43,10 @@ def read_weights(
     path: Path,
     *,
     tensor: Axis = Axis(),
-    elsewhere: tuple[str, ...] = (),
-    fresh: Collection[str] = (),
-    dropped: Collection[str] = (),
-    stand_ins: Mapping[str, str] | None = None,
+    off_stage_prefixes: tuple[str, ...] = (),
+    initialized: Collection[str] = (),
+    unused: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Copy the weights of a file into a model, or into the part of one that a process holds, converting to its types
     and device.
@@ -55,10 +55,10 @@ def read_weights(
         model: takes the weights.
         path: a safetensors file.
         tensor: the processes that share each layer.
-        elsewhere: how the names of weights begin that only other pipeline stages hold.
-        fresh: weights that are not read; they stay as they are.
-        dropped: weights of the file that are passed over.
-        stand_ins: for a weight that the file lacks, the name of the one to take instead.
+        off_stage_prefixes: how the names of weights begin that only other pipeline stages hold.
+        initialized: weights that are not read; they stay as they are.
+        unused: weights of the file that are passed over.
+        aliases: for a weight that the file lacks, the name of the one to take instead.
 
     Raises:
         RunError: the file is missing or damaged, or its tensors are not this model's; names the first difference.
@@ -67,12 +67,12 @@ def read_weights(
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
-    every = dict(model.named_parameters()) | dict(buffers(model))
-    targets = {name: target for name, target in every.items() if name not in fresh}
-    sources = {name: name if name in stored else (stand_ins or {}).get(name, name) for name in targets}
+    every = dict(model.named_parameters()) | dict(list_persistent_buffers(model))
+    targets = {name: target for name, target in every.items() if name not in initialized}
+    sources = {name: name if name in stored else (aliases or {}).get(name, name) for name in targets}
     missing = sorted(name for name, source in sources.items() if source not in stored)
     unknown = sorted(
-        name for name in set(stored) - set(sources.values()) - set(dropped) if not name.startswith(elsewhere)
+        name for name in set(stored) - set(sources.values()) - set(unused) if not name.startswith(off_stage_prefixes)
     )
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
@@ -80,8 +80,8 @@ def read_weights(
     with torch.no_grad():
         for name, source in sources.items():
             weight, target = stored[source], targets[name]
-            if isinstance(target, nn.Parameter) and (how := division(target)) is not None:
-                weight = cut(weight, how, tensor)
+            if isinstance(target, nn.Parameter) and (how := get_shard_spec(target)) is not None:
+                weight = shard_tensor(weight, how, tensor)
             if weight.shape != target.shape:
                 raise RunError(f"{path}: {source} is {list(weight.shape)}, the model's {list(target.shape)}")
             target.copy_(weight)

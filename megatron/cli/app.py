@@ -22,7 +22,7 @@ from megatron.cli.runs import checkpoints, status
 from megatron.cli.sweep import sweep
 from megatron.cli.train import train
 from megatron.options.section import docstring
-from megatron.stopping.command import run, untouched
+from megatron.utils.run_command import pass_errors_through, run_command
 
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (train, "docs/training.md"),
@@ -51,7 +51,7 @@ class Commands(TyperGroup):
         return super().get_command(ctx, cmd_name.removesuffix(".py"))
 
     def invoke(self, ctx: Any) -> Any:
-        with untouched():
+        with pass_errors_through():
             return super().invoke(ctx)
 
 
@@ -96,9 +96,9 @@ for function, page in COMMANDS:
 def _show_versions(is_requested: bool) -> None:
     if not is_requested:
         return
-    from megatron.launch.versions import versions
+    from megatron.launch.versions import list_versions
 
-    for name, version in versions().items():
+    for name, version in list_versions().items():
         print(f"{name} {version}")
     raise typer.Exit
 
@@ -120,4 +120,4 @@ def before_any_command(
 
 def main() -> int:
     """Run a command; every failure is a line on standard error and an exit code."""
-    return run(app, "./deepy.py")
+    return run_command(app, "./deepy.py")

@@ -34,8 +34,8 @@ def import_(
     """
     from megatron.config.chosen import chosen
     from megatron.conversion.import_model import import_model
-    from megatron.meter import AnnounceWait
-    from megatron.quantities import count
+    from megatron.utils.formatting import format_count
+    from megatron.utils.progress import AnnounceWait
 
     request = chosen(ImportOptions, {**options, "config": options["config"] or []})
     with AnnounceWait(print_aside, f"reading {source}"):
@@ -52,7 +52,8 @@ def import_(
     print_notes(notes)
     model = imported.config.model
     print(
-        f"{run}: {count(imported.num_parameters)} parameters, {model.num_layers} layers of width {model.hidden_size}, "
+        f"{run}: {format_count(imported.num_parameters)} parameters, {model.num_layers} layers of width "
+        f"{model.hidden_size}, "
         f"{imported.config.position.pos_emb}, training length {model.seq_length:,}, tokenizer {imported.tokenizer}"
     )
 

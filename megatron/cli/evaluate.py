@@ -7,8 +7,8 @@ import typer
 
 from megatron.cli.loading import open_work_console
 from megatron.cli.options import with_options
-from megatron.errors import UserError
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
+from megatron.utils.errors import UserError
 
 
 @with_options(TaskOptions)

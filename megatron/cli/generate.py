@@ -43,12 +43,12 @@ def generate(
     """
     from megatron.config.chosen import chosen
     from megatron.generation import run as generation
-    from megatron.launch.console import explained, run_console, temporary_log
+    from megatron.launch.console import log_traceback, run_console, temporary_log
 
     asked = chosen(GenerationOptions, {**options, "stop": options["stop"] or []})
     prompts = generation.read_prompts(prompt or [], file or [], sys.stdin)
     request = generation.read_request(run, asked, prompts)
-    with temporary_log() as log, run_console(log), explained(log):
+    with temporary_log() as log, run_console(log), log_traceback(log):
         writer = generation.load(request)
     if prompts:
         generation.write_all(writer, prompts, sys.stdout, print_aside, as_json=as_json)

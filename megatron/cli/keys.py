@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from megatron.cli.loading import print_facts
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 
 def keys(

@@ -56,8 +56,13 @@ def print_facts(console: Console, facts: dict[str, str]) -> None:
 def open_work_console() -> Iterator[Console]:
     """A clean console for work that third parties write about: what they say goes to a log, which stays only if
     something unexpected happened. A signal is answered at once."""
-    from megatron.launch.console import explained, run_console, temporary_log
-    from megatron.stopping.signals import acknowledged
+    from megatron.launch.console import log_traceback, run_console, temporary_log
+    from megatron.utils.signals import acknowledge_signals
 
-    with temporary_log() as log, run_console(log) as console, explained(log), acknowledged(console.print, "stopping"):
+    with (
+        temporary_log() as log,
+        run_console(log) as console,
+        log_traceback(log),
+        acknowledge_signals(console.print, "stopping"),
+    ):
         yield console

@@ -7,8 +7,8 @@ import typer
 from megatron.cli.loading import load_config, print_notes
 from megatron.cli.options import Arguments, ConfigFolder, with_options
 from megatron.config.schema import Config
-from megatron.errors import FarfieldError
 from megatron.options.planning import PlanOptions
+from megatron.utils.errors import FarfieldError
 
 GPT2_VOCAB_SIZE = 50257
 
@@ -34,12 +34,12 @@ def plan(
     from dataclasses import replace
 
     from megatron.config.chosen import chosen
-    from megatron.distributed.gpus import named
+    from megatron.distributed.hardware import get_gpu_spec
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster
 
     request = chosen(PlanOptions, options)
-    gpu = named(request.gpu)
+    gpu = get_gpu_spec(request.gpu)
     loaded = load_config(arguments, conf_dir)
     gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
     cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu)

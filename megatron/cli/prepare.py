@@ -40,6 +40,6 @@ def prepare(
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
     from megatron.config.chosen import chosen
-    from megatron.launch.prepare import prepare_corpus
+    from megatron.launch.corpus_console import prepare_corpus
 
     prepare_corpus(chosen(CorpusOptions, {**options, "sources": sources}), output, overwrite=overwrite)

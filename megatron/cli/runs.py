@@ -25,11 +25,11 @@ def checkpoints(
 
       ./deepy.py checkpoints runs/a --keep 2
     """
-    from megatron.launch import checkpoints as listing
+    from megatron.launch import checkpoint_table as listing
 
     if keep is not None:
-        listing.thin(run, keep, print)
-    if not listing.show(run, verify=verify, as_json=as_json):
+        listing.prune_checkpoints(run, keep, print)
+    if not listing.print_checkpoints(run, verify=verify, as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -48,6 +48,6 @@ def status(
 
       ./deepy.py status runs --watch
     """
-    from megatron.launch import status as files
+    from megatron.launch import run_status as files
 
-    files.show(runs, as_json=as_json, watch=watch)
+    files.print_status(runs, as_json=as_json, watch=watch)

@@ -32,9 +32,9 @@ def sweep(
 
     The second submits a job array, a task for each run; once they have ended, the same command writes the report.
     """
-    from megatron.sweeps.run import run
+    from megatron.sweeps.run_sweep import run_sweep
 
     files, overrides = split_arguments(arguments)
-    run(
+    run_sweep(
         files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run, retry_failed=retry_failed
     )

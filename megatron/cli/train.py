@@ -38,6 +38,6 @@ def train(
 
     All keys: ./deepy.py keys, or docs/configuration.md.
     """
-    from megatron.launch.dispatch import train as dispatch
+    from megatron.launch.dispatch import launch_training as dispatch
 
     return dispatch(lambda silent: load_config(arguments, conf_dir, silent=silent), print_notes, dry_run=dry_run)

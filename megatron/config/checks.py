@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from megatron.config import method_names
 from megatron.config.ranks import known_world, mesh_sizes, undivided, with_batch
 from megatron.config.schema import Config
-from megatron.errors import UserError
 from megatron.options.data import conflicts as data_conflicts
 from megatron.options.data import split_shares
 from megatron.options.launch import conflicts as launch_conflicts
 from megatron.options.model import find_model_conflicts as model_conflicts
 from megatron.options.training import conflicts as training_conflicts
 from megatron.position.catalog import MethodFileError, list_encodings
-from megatron.suggest import choose_from, did_you_mean
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices, suggest_names
 
 Problem = tuple[str, str]
 
@@ -40,7 +40,7 @@ def wrong_method(kind: str, name: str, valid: list[str]) -> Iterator[Problem]:
             else:
                 yield kind, f"{kind}: {name!r} is no choice of it but of {key}: {key}={ours}"
             return
-        yield kind, f"{kind} {name} is not available; {choose_from(name, valid)}"
+        yield kind, f"{kind} {name} is not available; {format_choices(name, valid)}"
 
 
 def _method(
@@ -52,7 +52,7 @@ def _method(
     for option in options:
         if known is not None and option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            said = [f"{kind} {name} has no option {option!r}", takes, did_you_mean(option, known)]
+            said = [f"{kind} {name} has no option {option!r}", takes, suggest_names(option, known)]
             yield f"{kind}_options.{option}", "; ".join(filter(None, said))
 
 

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError, create_model
 
 from megatron.config.problems import describe
-from megatron.errors import UserError
 from megatron.options.section import Section
+from megatron.utils.errors import UserError
 
 Chosen = TypeVar("Chosen", bound=Section)
 

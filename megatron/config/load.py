@@ -25,11 +25,11 @@ from megatron.config.problems import describe
 from megatron.config.schema import SECTIONS, Config, Path_, owners
 from megatron.config.settings import COMMAND_LINE, Setting, Settings, show
 from megatron.config.yaml_files import Document, parse_value, read_yaml
-from megatron.errors import UserError
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED, MAX_SIZE, ModelOptions, ffn_hidden_size
 from megatron.position.catalog import list_encodings
-from megatron.suggest import did_you_mean
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import suggest_names
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 SUFFIXES = ("", ".yml", ".yaml")
@@ -137,7 +137,7 @@ def _hint(stem: str, known: set[str]) -> str:
         return f"; {stem!r} is {ours!r} here" + ("" if ours in known else f": {key}={ours}")
     if stem in neox.POSITIONS:
         return f"; it is a value: pos_emb={stem}"
-    hint = did_you_mean(stem, sorted(known), most=3)
+    hint = suggest_names(stem, sorted(known), max_suggestions=3)
     return f"; {hint}" if hint else ""
 
 

@@ -6,7 +6,6 @@ each method's file declares, are refused with ours. Nothing here imports torch (
 
 import re
 
-from megatron.errors import UserError
 from megatron.position.catalog import (
     MethodFacts,
     MethodFileError,
@@ -15,7 +14,8 @@ from megatron.position.catalog import (
     read_encoding_facts,
     read_processor_facts,
 )
-from megatron.suggest import did_you_mean
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import suggest_names
 
 
 def list_processor_values() -> list[str]:
@@ -83,7 +83,7 @@ def find_methods(text: str) -> list[str]:
     names = {method: (method, *list_other_names(method)) for method in (*list_encodings(), *list_processor_values())}
     methods = [method for method, called in names.items() if any(wanted in name for name in called)]
     if not methods:
-        near = did_you_mean(wanted, [name for called in names.values() for name in called], most=3)
+        near = suggest_names(wanted, [name for called in names.values() for name in called], max_suggestions=3)
         raise UserError(f"no method's name contains {text!r}; {near}".removesuffix("; "))
     return methods
 

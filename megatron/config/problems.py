@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megatron.config.schema import Key, Path_, keys
 from megatron.config.settings import show
-from megatron.suggest import choose_from
+from megatron.utils.suggestions import format_choices
 
 KINDS = {
     "int_type": "a whole number",
@@ -47,7 +47,7 @@ def _valid(error: dict[str, Any], key: Key | None) -> str:
         # pydantic's words are 'a', 'b' or 'c'.
         words = str(context.get("expected")).replace(" or ", ", ").replace("'", "")
         choices = [show(choice) for choice in key.choices] if key else words.split(", ")
-        text = choose_from(show(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
+        text = format_choices(show(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
         return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
     return error["msg"][0].lower() + error["msg"][1:]
 

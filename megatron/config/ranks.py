@@ -2,7 +2,7 @@
 
     train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × data-parallel ranks
 
-The number of processes is known for certain only when they are about to start: `megatron.training.preflight` settles
+The number of processes is known for certain only when they are about to start: `megatron.training.resolve_run` settles
 the batch then, once. Where the configuration alone decides it, `load` refuses sizes that do not fit, with their line.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Sizes
-from megatron.errors import UserError
+from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import find_indivisible_sizes
 from megatron.options.training import BATCH, LARGEST_BATCH, MICRO, STEPS, TrainingOptions
+from megatron.utils.errors import UserError
 
 
 def known_world(config: Config) -> int | None:
@@ -31,7 +31,7 @@ def one_model(config: Config) -> int:
     return launch.model_parallel_size * launch.context_parallel_size * max(1, launch.pipe_parallel_size)
 
 
-def mesh_sizes(config: Config, world: int) -> Sizes:
+def mesh_sizes(config: Config, world_size: int) -> ParallelSizes:
     """How so many processes divide the work.
 
     Raises:
@@ -44,12 +44,12 @@ def mesh_sizes(config: Config, world: int) -> Sizes:
         max(1, launch.pipe_parallel_size),
     )
     try:
-        return Sizes.of(world, tensor=tensor, context=context, pipeline=pipeline)
+        return ParallelSizes.from_world_size(world_size, tensor=tensor, context=context, pipeline=pipeline)
     except ValueError:
-        nearest = " or ".join(str(n) for n in (world // one * one, (world // one + 1) * one) if n)
+        nearest = " or ".join(str(n) for n in (world_size // one * one, (world_size // one + 1) * one) if n)
         raise UserError(
             f"model_parallel_size {tensor} × context_parallel_size {context} × pipe_parallel_size {pipeline} = {one} "
-            f"does not divide the {world} processes (num_gpus); {nearest} would do"
+            f"does not divide the {world_size} processes (num_gpus); {nearest} would do"
         ) from None
 
 

@@ -20,7 +20,7 @@ from megatron.options.report import ReportOptions
 from megatron.options.section import Section, docstring
 from megatron.options.sweep import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.position.catalog import list_encodings, list_processors
-from megatron.suggest import did_you_mean
+from megatron.utils.suggestions import suggest_names
 
 PAGE = Path("docs/configuration.md")
 
@@ -261,7 +261,7 @@ def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
 def nearest(pattern: str) -> str:
     """`did you mean seq_length?` for a text that no key contains; nothing if none is near."""
     ours = (key.name.rpartition(".")[2] for key in keys().values())
-    return did_you_mean(pattern.replace("-", "_"), [*ours, *neox.RULES], most=3)
+    return suggest_names(pattern.replace("-", "_"), [*ours, *neox.RULES], max_suggestions=3)
 
 
 def _methods(wanted: str) -> list[tuple[str, str, str, str]]:

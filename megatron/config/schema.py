@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from megatron.config.yaml_files import dump
-from megatron.files import write_text
 from megatron.options.checkpoint import CheckpointOptions
 from megatron.options.data import DataOptions
 from megatron.options.launch import LaunchOptions
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.options.section import Role, Section, docstring
 from megatron.options.training import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
+from megatron.utils.atomic_io import write_text_atomically
 
 Path_ = tuple[str, ...]
 
@@ -124,7 +124,7 @@ class Config(BaseModel):
         Raises:
             UserError: it may not be written there; RunError if the disk refuses.
         """
-        write_text(path, self.text())
+        write_text_atomically(path, self.text())
 
 
 SECTIONS: dict[str, type[Section]] = {

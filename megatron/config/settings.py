@@ -15,7 +15,7 @@ from typing import Any
 from megatron.config import neox
 from megatron.config.schema import Path_, keys
 from megatron.config.yaml_files import Document
-from megatron.suggest import did_you_mean
+from megatron.utils.suggestions import suggest_names
 
 COMMAND_LINE = "command line"
 PRECISION = ("precision",)
@@ -256,6 +256,6 @@ def unknown(path: Path_) -> str:
     everywhere = [".".join(key) for key in keys()]
     same = [other for other in everywhere if other.split(".")[-1] == path[-1]]  # a bare `stage`, or `params.lr`
     hint = f"did you mean {' or '.join(same)}?" if same else ""
-    hint = hint or did_you_mean(path[-1], siblings, most=2, cutoff=0.63, shown=siblings)
-    hint = hint or did_you_mean(name, everywhere, cutoff=0.8) or "`./deepy.py keys` lists all keys"
+    hint = hint or suggest_names(path[-1], siblings, max_suggestions=2, cutoff=0.63, shown=siblings)
+    hint = hint or suggest_names(name, everywhere, cutoff=0.8) or "`./deepy.py keys` lists all keys"
     return f"unknown key {name!r}; {hint}"

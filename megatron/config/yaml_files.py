@@ -28,7 +28,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.parser import Parser
 from ruamel.yaml.representer import SafeRepresenter
 
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 HARMLESS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE = "tag:yaml.org,2002:merge"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.folder import WEIGHTS
-from megatron.checkpoint.trained import Run, open_run
+from megatron.checkpoint.layout import WEIGHTS
+from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.conversion.families.farfield import AUTO_MAP, CHECKSUMS_FILE, FARFIELD, TOKENIZER_TYPE_KEY
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
 from megatron.conversion.hf_weights import HFWeights, write_shards
@@ -21,10 +21,10 @@ from megatron.conversion.registry import find_exact_family
 from megatron.data.folders import whole_folder, written
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.errors import RunError, UserError
-from megatron.files import parse_json
 from megatron.options.model import padded_vocab_size
-from megatron.suggest import choose_from
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.suggestions import format_choices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EXPORT_FILE_NAMES = re.compile(
@@ -64,7 +64,7 @@ def export_model(
     run, target = open_run(source), Path(target)
     family = _find_native_family(run) if native else FARFIELD
     _check_target(target, overwrite)
-    if (problem := manifest.damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
+    if (problem := manifest.find_damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
         raise RunError(f"{run.checkpoint}: is damaged: {problem}")
     tokenizer = run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
     weights = HFWeights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else torch_dtype)
@@ -73,7 +73,9 @@ def export_model(
         _write_configs(run, tokenizer, family, dtype, folder, auto_map_keys)
         write_hf_tokenizer(tokenizer, folder, run.config.model.seq_length)
         write_shards(weights, folder, max_shard_bytes)
-        manifest.write(folder, manifest.seal(folder, folder.glob("*.safetensors")), CHECKSUMS_FILE)
+        manifest.write_manifest(
+            folder, manifest.compute_checksums(folder, folder.glob("*.safetensors")), CHECKSUMS_FILE
+        )
         page, plot = render_model_card(
             run, tokenizer, family, num_parameters=weights.num_parameters, license=license, title=target.name
         )
@@ -90,7 +92,7 @@ def export_model(
     return target
 
 
-def _find_native_family(run: Run) -> ModelFamily:
+def _find_native_family(run: TrainedRun) -> ModelFamily:
     family, reasons = find_exact_family(run.config)
     if family is None:
         common_reasons = {reason.partition(";")[0] for reason in reasons.values()}
@@ -103,7 +105,7 @@ def _find_native_family(run: Run) -> ModelFamily:
     return family
 
 
-def _write_code(run: Run, folder: Path) -> dict[str, str]:
+def _write_code(run: TrainedRun, folder: Path) -> dict[str, str]:
     """The code of a model; returns where its classes are (`auto_map`)."""
     position = run.config.position
     files, suffix = add_content_digest(bundle_modeling_code(position.pos_emb, position.score_processor))
@@ -113,7 +115,7 @@ def _write_code(run: Run, folder: Path) -> dict[str, str]:
 
 
 def _write_configs(
-    run: Run, tokenizer: Tokenizer, family: ModelFamily, dtype: str, folder: Path, auto_map_keys: dict[str, Any]
+    run: TrainedRun, tokenizer: Tokenizer, family: ModelFamily, dtype: str, folder: Path, auto_map_keys: dict[str, Any]
 ) -> None:
     """config.json and generation_config.json. Rows that only pad the vocabulary are never drawn."""
     num_embeddings = padded_vocab_size(run.config.model, tokenizer.vocab_size)
@@ -141,7 +143,7 @@ def _write_json(path: Path, content: object) -> None:
 
 def _parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
-        raise UserError(f"--dtype is {name!r}; {choose_from(name, DTYPES)}")
+        raise UserError(f"--dtype is {name!r}; {format_choices(name, DTYPES)}")
     return DTYPES[name]
 
 

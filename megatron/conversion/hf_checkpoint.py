@@ -12,8 +12,8 @@ from megatron.conversion.hf_config_reader import HFConfigReader
 from megatron.conversion.model_family import EMBEDDING_WEIGHT, HF_CONFIG_FILE, OUTPUT_WEIGHT, ModelFamily, WeightMapping
 from megatron.conversion.model_source import ModelSource
 from megatron.conversion.registry import get_family
-from megatron.errors import RunError, UserError, reason
-from megatron.files import parse_json
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError, UserError, describe_cause
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({reason(error)})") from None
+        raise UserError(f"{path}: cannot be read as JSON ({describe_cause(error)})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no keys")
     return values

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 _REQUIRED = object()
 

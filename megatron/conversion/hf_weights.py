@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.schema import Config
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
-from megatron.errors import RunError, reason
+from megatron.utils.errors import RunError, describe_cause
 
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
@@ -109,7 +109,7 @@ def write_shards(weights: HFWeights, folder: Path, max_shard_bytes: int) -> None
         try:
             save_file(shard, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OSError(reason(error)) from error
+            raise OSError(describe_cause(error)) from error
         shutil.copymode(folder / HF_CONFIG_FILE, folder / file)  # safetensors leaves it to its owner alone
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.folder import near_folder
+from megatron.checkpoint.layout import suggest_folder
 from megatron.conversion import imported_run
 from megatron.conversion.hf_checkpoint import read_hf_source
 from megatron.conversion.imported_run import ImportedRun
 from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.model_source import ModelSource
 from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_source
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 
 def read_source(path: Path, configs: Sequence[Path] = ()) -> ModelSource:
@@ -18,7 +18,7 @@ def read_source(path: Path, configs: Sequence[Path] = ()) -> ModelSource:
     if not path.is_dir():
         if path.exists():
             raise UserError(f"{path}: is a file; name its folder")
-        raise UserError(f"{path}: no such folder; {near_folder(path)}".rstrip("; "))
+        raise UserError(f"{path}: no such folder; {suggest_folder(path)}".rstrip("; "))
     if (path / HF_CONFIG_FILE).is_file():
         if configs:
             raise UserError(f"--config {configs[0]}: {path / HF_CONFIG_FILE} says what the model is")

@@ -19,16 +19,16 @@ from megatron.conversion.model_source import ModelSource, WeightReader
 from megatron.data.folders import whole_folder, written
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
-from megatron.errors import RunError, UserError
-from megatron.files import parse_json
 from megatron.options.data import TokenizerType
 from megatron.planning.parameter_count import count_parameters
-from megatron.suggest import choose_from
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron.checkpoint.stream import Form
+    from megatron.checkpoint.tensor_writer import TensorSpec
 
 MIN_LAYERS_TO_CHECK = 500
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -132,7 +132,7 @@ def _read_tokenizer_type(folder: Path) -> str | None:
     if tokenizer_type is not None and tokenizer_type not in get_args(TokenizerType):
         raise UserError(
             f"{path}: {TOKENIZER_TYPE_KEY} is {tokenizer_type!r}; "
-            f"{choose_from(str(tokenizer_type), get_args(TokenizerType))}"
+            f"{format_choices(str(tokenizer_type), get_args(TokenizerType))}"
         )
     return tokenizer_type
 
@@ -188,34 +188,36 @@ def write_imported_run(source: ModelSource, run: Path, tokenizer: Tokenizer) -> 
 def _write_run_files(
     new_folder: Path, source: ModelSource, config: Config, weights: WeightReader, tokenizer: Tokenizer
 ) -> int:
-    from megatron.checkpoint import folder, manifest, stream
-    from megatron.checkpoint.progress import Progress
-    from megatron.distributed.processes import alone
+    from megatron.checkpoint import layout, manifest, tensor_writer
+    from megatron.checkpoint.trainer_state import TrainerState
+    from megatron.distributed.process_groups import single_process
     from megatron.model.build import build_model
 
-    gpt = build_model(config.model, config.position, tokenizer.vocab_size, groups=alone(), device="meta")
-    tensor_headers = {name: stream.Form(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()}
+    gpt = build_model(config.model, config.position, tokenizer.vocab_size, groups=single_process(), device="meta")
+    tensor_headers = {
+        name: tensor_writer.TensorSpec(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()
+    }
     weights.check_names(list(tensor_headers))
     config_text = _format_config(source, config)
-    (new_folder / folder.CONFIG).write_text(config_text, encoding="utf-8")
+    (new_folder / layout.CONFIG).write_text(config_text, encoding="utf-8")
     keep_tokenizer(tokenizer, new_folder)
-    checkpoint = new_folder / folder.CHECKPOINTS / folder.name(0)
+    checkpoint = new_folder / layout.CHECKPOINTS / layout.format_checkpoint_name(0)
     checkpoint.mkdir(parents=True)
-    weights_checksum = stream.write(
-        checkpoint / folder.WEIGHTS,
+    weights_checksum = tensor_writer.write_tensor_stream(
+        checkpoint / layout.WEIGHTS,
         tensor_headers,
         _iter_checked_weights(source, weights, tensor_headers),
         {"step": "0"},
     )
-    (checkpoint / folder.CONFIG).write_text(config_text, encoding="utf-8")
-    Progress(vocabulary={"size": tokenizer.vocab_size, "name": tokenizer.name}).write(checkpoint)
-    other_checksums = manifest.seal(checkpoint, [checkpoint / folder.CONFIG, checkpoint / folder.PROGRESS])
-    manifest.write(checkpoint, {folder.WEIGHTS: weights_checksum} | other_checksums)
+    (checkpoint / layout.CONFIG).write_text(config_text, encoding="utf-8")
+    TrainerState(vocabulary={"size": tokenizer.vocab_size, "name": tokenizer.name}).write(checkpoint)
+    other_checksums = manifest.compute_checksums(checkpoint, [checkpoint / layout.CONFIG, checkpoint / layout.PROGRESS])
+    manifest.write_manifest(checkpoint, {layout.WEIGHTS: weights_checksum} | other_checksums)
     return gpt.num_parameters()
 
 
 def _iter_checked_weights(
-    source: ModelSource, weights: WeightReader, tensor_headers: "Mapping[str, Form]"
+    source: ModelSource, weights: WeightReader, tensor_headers: "Mapping[str, TensorSpec]"
 ) -> "Iterator[Tensor]":
     """The weights as the model wants them, one at a time."""
     import torch

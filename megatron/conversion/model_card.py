@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.trained import Run
+from megatron.checkpoint.trained_run import TrainedRun
 from megatron.conversion.model_family import ModelFamily
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import ffn_hidden_size
-from megatron.quantities import count
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.reports.table_formats import render_comparison_markdown
+from megatron.utils.formatting import format_count
 
 PLOT_FILE = "results.png"
 
@@ -53,7 +53,7 @@ _RESULTS_TEMPLATE = """
 
 
 def render_model_card(
-    run: Run, tokenizer: Tokenizer, family: ModelFamily, *, num_parameters: int, license: str | None, title: str
+    run: TrainedRun, tokenizer: Tokenizer, family: ModelFamily, *, num_parameters: int, license: str | None, title: str
 ) -> tuple[str, bytes | None]:
     """The page, and a picture of what was measured, if anything was.
 
@@ -68,7 +68,7 @@ def render_model_card(
         license=license or "other",
         pos_emb=run.config.position.pos_emb,
         title=title,
-        parameters=count(num_parameters),
+        parameters=format_count(num_parameters),
         positions=_describe_positions(run),
         length=run.config.model.seq_length,
         stated="" if license else "Its licence was not stated when it was exported.\n",
@@ -80,7 +80,7 @@ def render_model_card(
     return page, _render_plot(records) if records else None
 
 
-def _read_results(run: Run) -> list[Record]:
+def _read_results(run: TrainedRun) -> list[Record]:
     path = run.folder / RESULTS_FILE
     return read_records(path) if path.is_file() else []
 
@@ -91,7 +91,7 @@ def _render_plot(records: Sequence[Record]) -> bytes:
     return render_plots_png(records)
 
 
-def _describe_positions(run: Run) -> str:
+def _describe_positions(run: TrainedRun) -> str:
     position = run.config.position
     text = f"`{position.pos_emb}` positions"
     if position.score_processor != "none":
@@ -116,7 +116,7 @@ def _render_loading_code(*, trust_remote_code: bool) -> str:
     )
 
 
-def _describe_remote_code(run: Run, family: ModelFamily) -> str:
+def _describe_remote_code(run: TrainedRun, family: ModelFamily) -> str:
     if not family.auto_map:
         difference_note = f"\nBut {family.known_difference}." if family.known_difference else ""
         return f"transformers' own `{family.architecture}` computes this model.{difference_note}"
@@ -138,7 +138,7 @@ def _render_results(records: Sequence[Record]) -> str:
     return _RESULTS_TEMPLATE.format(tables=tables, picture=PLOT_FILE)
 
 
-def _list_settings(run: Run, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     model, training, progress = run.config.model, run.config.training, run.progress
     architecture = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
     options = {**run.config.position.pos_emb_options, **run.config.position.score_processor_options}

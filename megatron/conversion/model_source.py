@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatron.config.checks import check
 from megatron.config.problems import describe
 from megatron.config.schema import Config
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

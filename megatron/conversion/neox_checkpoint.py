@@ -35,8 +35,8 @@ from megatron.config.schema import Config, owners
 from megatron.config.yaml_files import Document, read_yaml
 from megatron.conversion.model_source import ModelSource
 from megatron.conversion.transforms import SeparateQKV
-from megatron.errors import RunError, UserError, shortened
 from megatron.options.model import GATED, ffn_hidden_size, intermediate_size_of, num_kv_heads
+from megatron.utils.errors import RunError, UserError, shorten_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,9 @@ def find_neox_checkpoint(path: Path) -> Path | None:
         if name and Path(name).name == name and os.path.isdir(path / name):
             return path / name
         if not _has_state_files(path):
-            raise UserError(f"{path / LATEST_FILE}: names {shortened(name)!r}, and there is no such folder beside it")
+            raise UserError(
+                f"{path / LATEST_FILE}: names {shorten_text(name)!r}, and there is no such folder beside it"
+            )
     return path if _has_state_files(path) else None
 
 

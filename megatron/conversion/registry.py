@@ -9,8 +9,8 @@ from megatron.conversion.families.gpt_neox import GPT_NEOX
 from megatron.conversion.families.llama import LLAMA, QWEN2
 from megatron.conversion.families.opt import OPT
 from megatron.conversion.model_family import ModelFamily
-from megatron.errors import UserError
-from megatron.suggest import choose_from
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 HF_FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, OPT)}
 """The published ones, by `model_type`. Of several that can express a configuration, `find_exact_family` takes the
@@ -24,7 +24,7 @@ def get_family(model_type: Any, source: str) -> ModelFamily:
     """The family of a config.json's model_type. UserError names it and those that there are."""
     if model_type not in IMPORTABLE_FAMILIES:
         raise UserError(
-            f"{source}: model_type {model_type!r} is not known; {choose_from(str(model_type), IMPORTABLE_FAMILIES)}"
+            f"{source}: model_type {model_type!r} is not known; {format_choices(str(model_type), IMPORTABLE_FAMILIES)}"
         )
     return IMPORTABLE_FAMILIES[model_type]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest, tensor_files
 from megatron.conversion.families.farfield import CHECKSUMS_FILE
-from megatron.errors import RunError, UserError, reason
-from megatron.files import parse_json
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError, UserError, describe_cause
 
 WEIGHT_FORMATS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
 """Names of a folder's weights, and how they are read; the first that is there is taken."""
@@ -97,10 +97,10 @@ def _verify_export(folder: Path) -> None:
     checksums_path = folder / CHECKSUMS_FILE
     if not checksums_path.is_file():
         return
-    checksums = manifest.read(checksums_path)
+    checksums = manifest.read_manifest(checksums_path)
     if checksums is None or any(Path(name).name != name for name in checksums):
         raise RunError(f"{checksums_path}: cannot be read; export the model again")
-    if (problem := manifest.difference(folder, checksums)) is not None:
+    if (problem := manifest.find_difference(folder, checksums)) is not None:
         raise RunError(
             f"{folder}: {problem}; export the model again, or delete {CHECKSUMS_FILE} if you changed the weights"
         )
@@ -122,7 +122,7 @@ def _add_torch_file(tensors: LazyTensors, path: Path) -> None:
 
 def load_torch_file(path: Path, *, classes: Sequence[Any] = ()) -> Any:
     """What is in a file of torch.save, its tensors mapped and not read where the format allows it."""
-    return tensor_files.read(path, classes=classes, mapped=True)
+    return tensor_files.read_torch_file(path, classes=classes, mapped=True)
 
 
 def add_state_dict(tensors: LazyTensors, path: Path, state_dict: Any, prefix: str = "") -> None:
@@ -137,5 +137,5 @@ def add_state_dict(tensors: LazyTensors, path: Path, state_dict: Any, prefix: st
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, OSError):
-        return reason(error)
+        return describe_cause(error)
     return (str(error).strip() or type(error).__name__).splitlines()[0]

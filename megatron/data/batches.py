@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from megatron.distributed.mesh import Axis, Mesh
-from megatron.distributed.places import held
-from megatron.errors import RunError, UserError
+from megatron.distributed.partition import list_context_chunks
+from megatron.utils.errors import RunError, UserError
 
 Batch = dict[str, torch.Tensor]
 
@@ -66,7 +66,7 @@ def _stacked(samples: list[Batch], context: Axis) -> Batch:
     if context.size == 1:
         return batch
     length = next(iter(batch.values())).shape[1]
-    chunks = [slice(start, start + size) for start, size in held(length, context)]
+    chunks = [slice(start, start + size) for start, size in list_context_chunks(length, context)]
     return {name: torch.cat([rows[:, chunk] for chunk in chunks], dim=1) for name, rows in batch.items()}
 
 

@@ -38,10 +38,10 @@ from megatron.data.recipe import Recipe, read_recipe
 from megatron.data.sources import SourceFile, decode
 from megatron.data.tokenizers import Tokenizer, open_tokenizer, train_bpe
 from megatron.data.writing import PROGRESS, CorpusWriter, read_progress
-from megatron.errors import UserError
-from megatron.files import farfield_version
 from megatron.options.data import CorpusOptions
-from megatron.stopping.signals import Stopped
+from megatron.utils.atomic_io import get_farfield_version
+from megatron.utils.errors import UserError
+from megatron.utils.signals import StoppedBySignal
 
 
 def prepare(
@@ -108,7 +108,7 @@ def _make(recipe: Recipe, folder: Path, report: Progress) -> None:
         few = ", ".join(writer.skipped[:5])
         notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {few}")
     described = Description(
-        farfield=farfield_version(),
+        farfield=get_farfield_version(),
         sources=list(options.sources),
         made_from=recipe.made_from,
         tokenizer=tokenizer.facts,
@@ -198,7 +198,7 @@ def _building(output: Path, key: str) -> Iterator[Path]:
 
     def stays(error: BaseException) -> bool:
         assert work is not None
-        return isinstance(error, KeyboardInterrupt | Stopped | UnfinishedError) and _goes_on(work)
+        return isinstance(error, KeyboardInterrupt | StoppedBySignal | UnfinishedError) and _goes_on(work)
 
     with written(output, "the corpus that"), whole_folder(real, key=key, stays=stays) as folder:
         work = folder.parent

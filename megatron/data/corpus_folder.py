@@ -17,7 +17,7 @@ from megatron.data.description import (
 from megatron.data.hub import PREFIX as HUB
 from megatron.data.indexed import open_indexed
 from megatron.data.paths import SPLITS, WHOLE, basename, check_dataset
-from megatron.errors import FarfieldError, UserError
+from megatron.utils.errors import FarfieldError, UserError
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many bytes are done, of how many."""

@@ -20,14 +20,14 @@ import numpy as np
 from megatron.data.lengths import sequence_lengths
 from megatron.data.parts import check_content, check_part, parts_of
 from megatron.data.vocabulary import vocabulary
-from megatron.errors import UserError
 from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.tasks.chosen import exercise
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from megatron.distributed.processes import Processes
+    from megatron.distributed.process_groups import ProcessGroups
 
 
 INDEX_BYTES = 12
@@ -66,7 +66,7 @@ def build_datasets(
     test_samples: int,
     seed: int,
     cache: str | Path | None,
-    processes: "Processes",
+    groups: "ProcessGroups",
     extend_train_to: int | None = None,
     batch: int = 1,
     consumed: int = 0,
@@ -113,7 +113,7 @@ def build_datasets(
             total=totals[split],
             seed=seed,
             cache=None if cache is None else Path(cache),
-            processes=processes,
+            groups=groups,
             vocabulary=known,
             eod_mask_loss=data.eod_mask_loss,
             notes=notes,

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from megatron.errors import RunError, UserError
-from megatron.files import parse_json
 from megatron.options.data import LARGEST_VOCABULARY, TokenizerType
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError, UserError
 
 CORPUS_FILE, TOKENIZER_FILE = "corpus.json", "description.json"
 LARGEST_FILE = 1 << 26

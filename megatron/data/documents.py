@@ -15,7 +15,7 @@ from megatron.data.paths import SPLITS
 from megatron.data.sources import RawDocument, SourceFile, cut, document_names, raw_documents
 from megatron.data.splits import assign
 from megatron.data.tokenizers import Tokenizer
-from megatron.errors import RunError
+from megatron.utils.errors import RunError
 
 Item = TypeVar("Item")
 Documents = Iterator[tuple[RawDocument, int]]

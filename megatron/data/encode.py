@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.data.sources import RawDocument, decode
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
-from megatron.errors import RunError
+from megatron.utils.errors import RunError
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1024

@@ -23,8 +23,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.errors import RunError, reason
-from megatron.stopping.signals import cleaned_up
+from megatron.utils.errors import RunError, describe_cause
+from megatron.utils.signals import cleanup_on_signal
 
 FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's words for it: of libraries' errors the words are all that is known (`errors.reason`)."""
@@ -52,7 +52,7 @@ def whole_folder(
     keep = False
     try:
         (work / "new").mkdir(exist_ok=True)  # not mkdtemp's permissions, which are for its owner alone
-        with cleaned_up(lambda: _settle(work, target, keep=stays is not None and stays(KeyboardInterrupt()))):
+        with cleanup_on_signal(lambda: _settle(work, target, keep=stays is not None and stays(KeyboardInterrupt()))):
             yield work / "new"
         if replace or not target.exists():
             if target.exists():
@@ -74,7 +74,7 @@ def written(target: Path, what: str = "what") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = "the disk is full" if reason(error) in FULL else reason(error)
+        why = "the disk is full" if describe_cause(error) in FULL else describe_cause(error)
         kept = f"{what} was there is kept as it was" if there else "nothing was kept of it"
         raise RunError(f"{target}: cannot be written: {why}; {kept}") from error
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import zstandard
 
-from megatron.errors import RunError, UserError, reason
-from megatron.files import parse_json, write_bytes
-from megatron.optional import need
-from megatron.suggest import choose_from
+from megatron.utils.atomic_io import parse_json, write_bytes_atomically
+from megatron.utils.errors import RunError, UserError, describe_cause
+from megatron.utils.optional_packages import require_package
+from megatron.utils.suggestions import format_choices
 
 PREFIX = "hf:"
 PIECE_BYTES = 1 << 24
@@ -93,7 +93,7 @@ class Hub:
             except Exception as error:  # whatever the library and the network below it raise
                 raise UnfinishedError(
                     f"{self.source}: ended after {pieces.documents:,} documents: {type(error).__name__}: "
-                    f"{reason(error)}; the same command goes on there"
+                    f"{describe_cause(error)}; the same command goes on there"
                 ) from error
             text = _text(row, column, f"{self.source}, row {pieces.documents + 1}")
             if pieces.add(text):
@@ -102,21 +102,21 @@ class Hub:
             yield text
 
     def _opened(self) -> Any:
-        need("datasets", self.source)
+        require_package("datasets", self.source)
         import datasets
 
         datasets.disable_progress_bars()
         try:
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
         except (ConnectionError, TimeoutError) as error:
-            raise RunError(f"{self.source}: cannot be reached: {reason(error)}") from error
+            raise RunError(f"{self.source}: cannot be reached: {describe_cause(error)}") from error
         except Exception as error:  # the library has a class for each way to be wrong, some of them its hub's
-            raise UserError(f"{self.source} (--hf-split {self.split}): {reason(error)}") from error
+            raise UserError(f"{self.source} (--hf-split {self.split}): {describe_cause(error)}") from error
 
 
 def _text(row: dict[str, Any], column: str, where: str) -> str:
     if column not in row:
-        raise UserError(f"{where}: no column {column!r}; {choose_from(column, list(row))} (--column)")
+        raise UserError(f"{where}: no column {column!r}; {format_choices(column, list(row))} (--column)")
     value = row[column]
     if not isinstance(value, str | None):
         raise UserError(f"{where}: column {column!r} holds {type(value).__name__}, not text (--column)")
@@ -160,8 +160,8 @@ class _Pieces:
         if not self._held and not self.ended:
             return
         facts = {"documents": self.documents, "ended": self.ended, "state": state}
-        write_bytes(self._path(".jsonl.zst"), zstandard.ZstdCompressor().compress(b"\n".join(self._held)))
-        write_bytes(self._path(".json"), json.dumps(facts).encode())
+        write_bytes_atomically(self._path(".jsonl.zst"), zstandard.ZstdCompressor().compress(b"\n".join(self._held)))
+        write_bytes_atomically(self._path(".json"), json.dumps(facts).encode())
         self._number += 1
         self._held, self._size, self._since = [], 0, time.monotonic()
 

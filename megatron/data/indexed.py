@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

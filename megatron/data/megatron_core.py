@@ -5,11 +5,11 @@ Its own messages about cached indices are shown where they are errors.
 
 import logging
 
-from megatron.uncompiled import uncompiled
+from megatron.utils.without_compile import disable_torch_compile
 
 logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
 
-with uncompiled():
+with disable_torch_compile():
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

@@ -8,8 +8,8 @@ from megatron.data.description import CHECKED_WHOLE
 from megatron.data.indexed import Indexed, open_indexed
 from megatron.data.paths import check_dataset, split_prefixes
 from megatron.data.vocabulary import Vocabulary
-from megatron.errors import UserError
 from megatron.options.data import SPLITS, DataOptions, Split, split_shares
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

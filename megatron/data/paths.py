@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.data.description import CORPUS_FILE, Description, check_files, read_description
-from megatron.errors import UserError
 from megatron.options.data import SPLITS, DataOptions, Split, conflicts
+from megatron.utils.errors import UserError
 
 WHOLE: Literal["all"] = "all"  # the one split of a corpus that is not divided
 

@@ -11,9 +11,9 @@ from megatron.data.documents import is_one_text
 from megatron.data.sources import SourceFile, scan
 from megatron.data.splits import check_shares
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, open_tokenizer
-from megatron.errors import UserError
 from megatron.options.data import CorpusOptions
-from megatron.suggest import choose_from
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 TRAINED = "bpe"
 """The choice of `tokenizer` that trains one here, on the training documents; it becomes an `HFTokenizer`."""
@@ -119,7 +119,7 @@ def _tokenizer(options: CorpusOptions) -> Tokenizer | None:
         return None
     if type not in TOKENIZERS:
         choices = (*TOKENIZERS, TRAINED)
-        raise UserError(f"tokenizer: {type!r} is unknown; {choose_from(type, choices)}")
+        raise UserError(f"tokenizer: {type!r} is unknown; {format_choices(type, choices)}")
     if options.vocab_size is not None:
         raise UserError(f"vocab_size: only tokenizer {TRAINED} takes one; {type} has its own")
     files = options.vocab_file, options.merge_file

@@ -13,8 +13,8 @@ from pathlib import Path
 from megatron.data.description import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
 from megatron.data.folders import whole_folder, written
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of_keys
-from megatron.errors import FarfieldError, UserError
 from megatron.options.data import DataOptions
+from megatron.utils.errors import FarfieldError, UserError
 
 FOLDER = "tokenizer"
 _OWN = {TOKENIZER_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)}

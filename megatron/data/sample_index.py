@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.data.description import FileFacts, file_facts
 from megatron.data.megatron_core import GPTDataset
-from megatron.files import parse_json
+from megatron.utils.atomic_io import parse_json
 
 MANIFEST = "index.json"
 UNREADABLE = (OSError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)

@@ -33,9 +33,9 @@ from megatron.data.megatron_core import Split as CoreSplit
 from megatron.data.parts import Part, check_content
 from megatron.data.sample_index import UNREADABLE, IndexedSamples, damage, read_index, write_index
 from megatron.data.vocabulary import Vocabulary
-from megatron.distributed.processes import Processes
-from megatron.errors import FarfieldError, RunError, reason
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split
+from megatron.utils.errors import FarfieldError, RunError, describe_cause
 
 Sample = dict[str, torch.Tensor]
 
@@ -102,7 +102,7 @@ def build_samples(
     total: int,
     seed: int,
     cache: Path | None,
-    processes: Processes,
+    groups: ProcessGroups,
     vocabulary: Vocabulary,
     eod_mask_loss: bool,
     notes: list[str],
@@ -116,7 +116,7 @@ def build_samples(
     for part, weight in zip(parts, weights, strict=True):
         # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
         share = (lambda n: n) if len(parts) == 1 else (lambda n, weight=weight: int(weight * n) + 2)
-        build = _LinkBuilder(part, split, seq_length, cache, processes, vocabulary, eod_mask_loss, notes)
+        build = _LinkBuilder(part, split, seq_length, cache, groups, vocabulary, eod_mask_loss, notes)
         links = [build(share(ordered), seed)]
         while (length := sum(len(link) for link in links)) < share(total):
             mixed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
@@ -137,13 +137,13 @@ class _LinkBuilder:
         split: Split,
         seq_length: int,
         cache: Path | None,
-        processes: Processes,
+        groups: ProcessGroups,
         vocabulary: Vocabulary,
         eod_mask_loss: bool,
         notes: list[str],
     ) -> None:
         self.part, self.split, self.seq_length, self.cache = part, CoreSplit[split], seq_length, cache
-        self.processes, self.eod_mask_loss, self.notes = processes, eod_mask_loss, notes
+        self.groups, self.eod_mask_loss, self.notes = groups, eod_mask_loss, notes
         self.tokenizer = _TokenizerFacts(vocabulary.size, vocabulary.eod, {})
         self.prefix = str(part.dataset.prefix.resolve())  # however it is written, the index is the same
         self.dataset = IndexedDataset(self.prefix)
@@ -171,11 +171,11 @@ class _LinkBuilder:
                 with tempfile.TemporaryDirectory(prefix="farfield-samples-") as passing:
                     return GPTDataset(*self._arguments(samples, seed, Path(passing)))  # maps outlive files' names
             except OSError as error:
-                place = f"{tempfile.gettempdir()}: the sample index cannot be written: {reason(error)}"
+                place = f"{tempfile.gettempdir()}: the sample index cannot be written: {describe_cause(error)}"
                 raise RunError(f"{place}; data_cache or TMPDIR names another folder") from None
         folder = self.cache / self._key(samples, seed)
-        problem = self._fill(folder, samples, seed) if self.processes.first else None
-        if (problem := self.processes.agree(problem)) is not None:
+        problem = self._fill(folder, samples, seed) if self.groups.is_main else None
+        if (problem := self.groups.find_first_error(problem)) is not None:
             raise RunError(problem)
         try:
             return IndexedSamples(read_index(folder), *self._arguments(samples, seed, None))
@@ -200,7 +200,7 @@ class _LinkBuilder:
             with whole_folder(folder, replace=harm is not None) as new:
                 write_index(new, lambda place: GPTDataset(*self._arguments(samples, seed, place)))
         except OSError as error:
-            return f"{folder}: the sample index cannot be written: {reason(error)}"
+            return f"{folder}: the sample index cannot be written: {describe_cause(error)}"
         except FarfieldError as error:
             return str(error)
         if harm is not None:

@@ -30,9 +30,9 @@ from typing import Literal
 
 from megatron.data.hub import PREFIX, Hub
 from megatron.data.tables import TABLES, row_count, texts
-from megatron.errors import UserError
-from megatron.files import parse_json
-from megatron.optional import need
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import UserError
+from megatron.utils.optional_packages import require_package
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSON_LINES, *TABLES)
@@ -210,7 +210,7 @@ def cut(file: SourceFile, shares: Sequence[float]) -> list[bytes]:
 
 def _of_hub(hub: Hub) -> SourceFile:
     """A source on the hub; of a local folder, size and time of its files tell whether it is the same."""
-    need("datasets", hub.source)
+    require_package("datasets", hub.source)
     facts = [path.stat() for path in hub.files]
     name = "/".join(part for part in ("hf", Path(hub.name).name if facts else hub.name, hub.config, hub.split) if part)
     size, modified = sum(each.st_size for each in facts), max((each.st_mtime_ns for each in facts), default=0)

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 
 def check_shares(shares: Sequence[float]) -> tuple[float, ...]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import UserError, reason
-from megatron.optional import need
-from megatron.suggest import choose_from
+from megatron.utils.errors import UserError, describe_cause
+from megatron.utils.optional_packages import require_package
+from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,7 +40,7 @@ def texts(path: Path, column: str) -> Iterator[str]:
     with _opened(path) as table:
         names = table.schema.names
         if column not in names:
-            raise UserError(f"{path}: no column {column!r}; {choose_from(column, names)} (--column)")
+            raise UserError(f"{path}: no column {column!r}; {format_choices(column, names)} (--column)")
         if not _is_text(table.schema.field(column).type):
             raise UserError(f"{path}: column {column!r} holds {table.schema.field(column).type}, not text (--column)")
         number = 0
@@ -72,7 +72,7 @@ class _Table:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[_Table]:
     """UserError for what goes wrong until the file is closed again."""
-    need("pyarrow", str(path))
+    require_package("pyarrow", str(path))
     import pyarrow as pa
 
     try:
@@ -83,7 +83,7 @@ def _opened(path: Path) -> Iterator[_Table]:
             with pa.memory_map(str(path)) as source:
                 yield _arrow(source)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: broken {path.suffix[1:]} file: {reason(error)}") from None
+        raise UserError(f"{path}: broken {path.suffix[1:]} file: {describe_cause(error)}") from None
 
 
 @contextlib.contextmanager

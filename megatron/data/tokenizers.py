@@ -35,9 +35,9 @@ import tokenizers as hf
 
 from megatron.data.description import TokenizerFacts, read_tokenizer_folder
 from megatron.data.paths import all_prefixes, description_of
-from megatron.errors import RunError, UserError
 from megatron.options.data import LARGEST_VOCABULARY, DataOptions, TokenizerType
-from megatron.suggest import choose_from, did_you_mean
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.suggestions import format_choices, suggest_names
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
 """Names under which tokenizers know the end of a document, the most usual first."""
@@ -296,7 +296,7 @@ def open_tokenizer(
         UserError: a file or choice is wrong, missing or unused; it is named.
     """
     if type not in TOKENIZERS:
-        raise UserError(f"tokenizer: {type!r} is unknown; {choose_from(type, TOKENIZERS)}")
+        raise UserError(f"tokenizer: {type!r} is unknown; {format_choices(type, TOKENIZERS)}")
     needs = {
         "HFTokenizer": ("tokenizer.json", None),
         "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
@@ -408,7 +408,7 @@ def _end_of_document(ids: dict[str, int], path: Path, end_token: str | None) -> 
     if end_token is not None:
         if end_token not in ids:
             raise UserError(
-                f"end_token: {path} has no token {end_token!r}; {did_you_mean(end_token, ids)}".rstrip("; ")
+                f"end_token: {path} has no token {end_token!r}; {suggest_names(end_token, ids)}".rstrip("; ")
             )
         return ids[end_token]
     for name in END_OF_DOCUMENT:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from megatron.data.paths import all_prefixes, description_of
 from megatron.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_keys
-from megatron.errors import UserError
 from megatron.options.data import DataOptions
 from megatron.tasks.chosen import exercise
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

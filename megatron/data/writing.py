@@ -21,7 +21,7 @@ import numpy as np
 from megatron.data.description import SplitCounts, SplitName
 from megatron.data.encode import EncodedChunk
 from megatron.data.paths import basename
-from megatron.files import parse_json, write_text
+from megatron.utils.atomic_io import parse_json, write_text_atomically
 
 SAVED_EVERY = 30.0
 """Seconds."""
@@ -127,7 +127,7 @@ class CorpusWriter:
             "bytes": {name: self._builders[number].data_file.tell() for number, name in self._names.items()},
             "counted": {name: count.model_dump() for name, count in self.counted.items()},
         }
-        write_text(self._work / PROGRESS, json.dumps(found))
+        write_text_atomically(self._work / PROGRESS, json.dumps(found))
         self._since = time.monotonic()
 
     def finish(self) -> None:

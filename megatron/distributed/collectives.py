@@ -7,31 +7,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.distributed.mesh import Dimension
-from megatron.distributed.places import holders
-from megatron.distributed.processes import Ends, Processes
+from megatron.distributed.partition import list_chunk_owners
+from megatron.distributed.process_groups import EmbeddingGroup, ProcessGroups
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """The pieces of all ranks, joined. `order` names each by its rank and its number among that rank's pieces."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, order: tuple[tuple[int, int], ...], summed: bool
+        ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, order: tuple[tuple[int, int], ...], reduce_grad: bool
     ) -> Tensor:
-        ctx.dim, ctx.group, ctx.order, ctx.summed = dim, group, order, summed
+        ctx.dim, ctx.group, ctx.order, ctx.summed = dim, group, order, reduce_grad
         ranks = group.size()
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
         dist.all_gather(parts, x.contiguous(), group=group)
-        pieces = [part.chunk(len(order) // ranks, dim) for part in parts]
-        return torch.cat([pieces[rank][number] for rank, number in order], dim)
+        chunks = [part.chunk(len(order) // ranks, dim) for part in parts]
+        return torch.cat([chunks[rank][index] for rank, index in order], dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        pieces = grad.chunk(len(ctx.order), ctx.dim)
+        chunks = grad.chunk(len(ctx.order), ctx.dim)
 
         def part(rank: int) -> Tensor:
-            mine = {number: piece for (owner, number), piece in zip(ctx.order, pieces, strict=True) if owner == rank}
-            return torch.cat([mine[number] for number in range(len(mine))], ctx.dim)
+            own_chunks = {
+                index: chunk for (owner, index), chunk in zip(ctx.order, chunks, strict=True) if owner == rank
+            }
+            return torch.cat([own_chunks[index] for index in range(len(own_chunks))], ctx.dim)
 
         rank = ctx.group.rank()
         if not ctx.summed:
@@ -42,38 +44,38 @@ class _Gather(torch.autograd.Function):
         return total, None, None, None, None
 
 
-def gather(x: Tensor, dim: int, processes: Processes, along: Dimension, *, summed: bool) -> Tensor:
+def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension, *, reduce_grad: bool) -> Tensor:
     """The parts of all ranks along a dimension of the mesh, joined along a dimension of the tensor.
 
     Along `context` they are joined in the order of places, else in the order of ranks.
 
     Args:
-        summed: each rank goes on with the whole in its own way, so that the gradient is the sum over ranks; otherwise
-            all go on alike, and each has the whole gradient already.
+        reduce_grad: each rank goes on with the whole in its own way, so that the gradient is the sum over ranks;
+            otherwise all go on alike, and each has the whole gradient already.
     """
-    size = processes.mesh.axis(along).size
+    size = groups.mesh.axis(dimension).size
     if size == 1:
         return x
-    order = holders(size) if along == "context" else tuple((rank, 0) for rank in range(size))
-    return _Gather.apply(x, dim, processes.group(along), order, summed)
+    order = list_chunk_owners(size) if dimension == "context" else tuple((rank, 0) for rank in range(size))
+    return _AllGather.apply(x, dim, groups.group(dimension), order, reduce_grad)
 
 
-def add_up(x: Tensor, processes: Processes, *along: Dimension | Ends) -> None:
+def all_reduce_sum_(x: Tensor, groups: ProcessGroups, *along: Dimension | EmbeddingGroup) -> None:
     """Make x, in place, the sum over the processes that differ in these dimensions alone."""
-    group = processes.group(*along)
+    group = groups.group(*along)
     if group.size() > 1:
         dist.all_reduce(x, group=group)
 
 
-def sum_gradients(module: nn.Module, processes: Processes) -> None:
+def register_grad_all_reduce(module: nn.Module, groups: ProcessGroups) -> None:
     """From now on, gradients of these parameters are sums over the tensor-parallel ranks."""
-    if processes.mesh.tensor.size == 1:
+    if groups.mesh.tensor.size == 1:
         return
     for parameter in module.parameters():
-        parameter.register_hook(lambda grad: _summed(grad, processes))
+        parameter.register_hook(lambda grad: _all_reduce_grad(grad, groups))
 
 
-def _summed(grad: Tensor, processes: Processes) -> Tensor:
+def _all_reduce_grad(grad: Tensor, groups: ProcessGroups) -> Tensor:
     grad = grad.contiguous().clone()
-    add_up(grad, processes, "tensor")
+    all_reduce_sum_(grad, groups, "tensor")
     return grad

@@ -14,14 +14,14 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 Dimension = Literal["tensor", "context", "data", "pipeline"]
-ORDER: tuple[Dimension, ...] = ("tensor", "context", "data", "pipeline")
+DIMENSION_ORDER: tuple[Dimension, ...] = ("tensor", "context", "data", "pipeline")
 """From neighbours in rank order to the farthest."""
 
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelSizes:
     """How many ranks there are along each dimension."""
 
     tensor: int = 1
@@ -35,42 +35,44 @@ class Sizes:
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}; a mesh has at least one rank along it")
 
     @staticmethod
-    def of(world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "Sizes":
-        """The mesh of `world` ranks: what the other dimensions leave is data parallel.
+    def from_world_size(world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "ParallelSizes":
+        """The mesh of `world_size` ranks: what the other dimensions leave is data parallel.
 
         Raises:
             ValueError: they do not divide the ranks.
         """
-        model = tensor * context * pipeline
-        if world % model:
-            raise ValueError(f"{world} ranks: tensor {tensor} × context {context} × pipeline {pipeline} is {model}")
-        return Sizes(tensor, context, world // model, pipeline)
+        model_size = tensor * context * pipeline
+        if world_size % model_size:
+            raise ValueError(
+                f"{world_size} ranks: tensor {tensor} × context {context} × pipeline {pipeline} is {model_size}"
+            )
+        return ParallelSizes(tensor, context, world_size // model_size, pipeline)
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {getattr(self, name)}" for name in ("tensor", "pipeline", "context", "data"))
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """All ranks."""
         return self.tensor * self.context * self.data * self.pipeline
 
     def coordinates(self, rank: int) -> dict[Dimension, int]:
         """Where a rank stands along each dimension."""
-        found: dict[Dimension, int] = {}
-        for dimension in ORDER:
-            rank, found[dimension] = divmod(rank, getattr(self, dimension))
-        return found
+        coordinates: dict[Dimension, int] = {}
+        for dimension in DIMENSION_ORDER:
+            rank, coordinates[dimension] = divmod(rank, getattr(self, dimension))
+        return coordinates
 
-    def first_of(self, data: int) -> int | None:
+    def first_rank_of_data(self, data: int) -> int | None:
         """The first rank that reads the sequences of a data index; None if there are fewer of these."""
         return self.tensor * self.context * data if data < self.data else None
 
-    def groups(self, *dimensions: Dimension) -> list[tuple[int, ...]]:
+    def list_groups(self, *dimensions: Dimension) -> list[tuple[int, ...]]:
         """All ranks in groups whose members differ in these dimensions alone, in rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            where = self.coordinates(rank)
-            groups.setdefault(tuple(where[d] for d in ORDER if d not in dimensions), []).append(rank)
+        for rank in range(self.world_size):
+            coordinates = self.coordinates(rank)
+            groups.setdefault(tuple(coordinates[d] for d in DIMENSION_ORDER if d not in dimensions), []).append(rank)
         return [tuple(group) for group in groups.values()]
 
 
@@ -93,16 +95,16 @@ class Mesh:
     """The mesh as one rank sees it."""
 
     rank: int = 0
-    sizes: Sizes = Sizes()
+    sizes: ParallelSizes = ParallelSizes()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.sizes.world:
-            raise ValueError(f"rank {self.rank} of {self.sizes.world}")
+        if not 0 <= self.rank < self.sizes.world_size:
+            raise ValueError(f"rank {self.rank} of {self.sizes.world_size}")
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """All ranks."""
-        return self.sizes.world
+        return self.sizes.world_size
 
     @cached_property
     def tensor(self) -> Axis:
@@ -125,23 +127,23 @@ class Mesh:
         return self.axis("pipeline")
 
     @cached_property
-    def batch(self) -> Axis:
+    def dp_cp(self) -> Axis:
         """Data × context: ranks among which the tokens of a batch are divided."""
         return self.axis("context", "data")
 
     def axis(self, *dimensions: Dimension) -> Axis:
         """These dimensions taken together, the faster one first."""
-        where, index, size = self.sizes.coordinates(self.rank), 0, 1
-        for dimension in (d for d in ORDER if d in dimensions):
-            index += size * where[dimension]
+        coordinates, index, size = self.sizes.coordinates(self.rank), 0, 1
+        for dimension in (d for d in DIMENSION_ORDER if d in dimensions):
+            index += size * coordinates[dimension]
             size *= getattr(self.sizes, dimension)
         return Axis(index, size)
 
-    def members(self, *dimensions: Dimension) -> tuple[int, ...]:
+    def list_members(self, *dimensions: Dimension) -> tuple[int, ...]:
         """The ranks that differ from this one in these dimensions alone, itself included, in rank order."""
-        return next(group for group in self.sizes.groups(*dimensions) if self.rank in group)
+        return next(group for group in self.sizes.list_groups(*dimensions) if self.rank in group)
 
-    def once(self, value: Number) -> Number:
+    def count_once(self, value: Number) -> Number:
         """`value` on one of the ranks that hold the same tokens and 0 on the others, so that a sum over all ranks
         counts each token once. It is the rank that has the losses: of the last stage, the first that shares its layers.
         """

@@ -7,26 +7,26 @@ changes what DeepSpeed does.
 
 import torch.distributed as dist
 
-from megatron.distributed.processes import Processes
+from megatron.distributed.process_groups import ProcessGroups
 
 
 class ModelParallelUnit:
     """`mpu` of `deepspeed.initialize`."""
 
-    def __init__(self, processes: Processes) -> None:
-        self._mesh = processes.mesh
-        self._data = processes.group("context", "data")
-        self._model = processes.group("tensor", "pipeline")
-        self._tensor = processes.group("tensor")
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._mesh = groups.mesh
+        self._data = groups.group("context", "data")
+        self._model = groups.group("tensor", "pipeline")
+        self._tensor = groups.group("tensor")
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._data
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.batch.size
+        return self._mesh.dp_cp.size
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.batch.index
+        return self._mesh.dp_cp.index
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self._model

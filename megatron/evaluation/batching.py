@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.errors import RunError, lacks_memory
+from megatron.utils.errors import RunError, is_out_of_memory
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
@@ -46,7 +46,7 @@ def in_batches(
         try:
             take(chosen)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not lacks_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if size == 1:
                 raise RunError(too_large) from None

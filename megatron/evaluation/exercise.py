@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.errors import RunError, UserError
 from megatron.evaluation.accuracy import Counted, accuracies, summed_up
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.provenance import about_model, stopwatch
@@ -29,10 +28,11 @@ from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
 from megatron.tasks.chosen import Exercise, exercise
 from megatron.tasks.floors import right
 from megatron.tasks.task import Drawn
+from megatron.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.checkpoint.trained import Run
+    from megatron.checkpoint.trained_run import TrainedRun
     from megatron.config.schema import Config
     from megatron.model.gpt import GPT
 
@@ -161,7 +161,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def learned_task(runs: Sequence[Run]) -> bool:
+def learned_task(runs: Sequence[TrainedRun]) -> bool:
     """Did runs learn a task, and not a text? Raises UserError if they learned different things."""
     learned = [None if run.config.data.task is None else exercise(run.config.data).identity for run in runs]
     for run, other in zip(runs, learned, strict=True):

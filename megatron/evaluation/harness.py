@@ -23,12 +23,12 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.errors import RunError, lacks_memory
 from megatron.evaluation.batching import batch_tokens_on
 from megatron.generation.decode import padded
 from megatron.generation.writer import Writer
 from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
+from megatron.utils.errors import RunError, is_out_of_memory
 
 GENERATED = 256
 """Tokens that a task lets a model write, unless it says how many: the harness's own default."""
@@ -220,7 +220,7 @@ class HarnessModel(TemplateLM):
         try:
             return self._forward(rows, wanted)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not lacks_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if len(rows) == 1:
                 raise RunError(f"{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.errors import RunError, UserError, reason
 from megatron.evaluation.changes import with_changes
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.provenance import about_model, stopwatch
@@ -31,11 +30,12 @@ from megatron.evaluation.run import Candidate, Say, about_run, candidates_of, me
 from megatron.evaluation.sketch import ending, outline
 from megatron.evaluation.subject import Progress, Scoring
 from megatron.evaluation.work import known_lengths
-from megatron.optional import need
 from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_choices_of_text
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
-from megatron.suggest import did_you_mean
+from megatron.utils.errors import RunError, UserError, describe_cause
+from megatron.utils.optional_packages import require_package
+from megatron.utils.suggestions import suggest_names
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -77,7 +77,7 @@ def evaluate_tasks(
     """
     options = options or EvaluationOptions()
     refuse_choices_of_text(options, OF_TEXTS, "tasks bring their own")
-    need("lm_eval", "--tasks")
+    require_package("lm_eval", "--tasks")
     asked = read_runs(runs, options, output)
     tokenizers = {run.checkpoint: run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in asked.runs}
     if options.lengths is None and options.multiples is None:
@@ -165,13 +165,15 @@ def load_tasks(options: TaskOptions, say: Say) -> Any:
     for name in options.tasks:
         found = manager.match_tasks([name])
         if not found:
-            near = did_you_mean(name, manager.all_tasks, most=3)
+            near = suggest_names(name, manager.all_tasks, max_suggestions=3)
             raise UserError(f"--tasks: there is no task {name!r}; {near or 'lm_eval ls tasks lists them'}")
         names += [each for each in found if each not in names]
     try:
         loaded = manager.load(names)
     except Exception as error:  # whatever a task's code and its data's library raise
-        raise RunError(f"--tasks {','.join(names)}: cannot be read: {type(error).__name__}: {reason(error)}") from error
+        raise RunError(
+            f"--tasks {','.join(names)}: cannot be read: {type(error).__name__}: {describe_cause(error)}"
+        ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             what = "runs code that a model writes" if getattr(task, "UNSAFE_CODE", False) else "shows images"

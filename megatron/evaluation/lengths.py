@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from megatron.errors import UserError
 from megatron.options.evaluation import MAX_LENGTH, EvaluationOptions, build_length_error
+from megatron.utils.errors import UserError
 
 DEFAULT_MULTIPLES = (1, 2, 4, 8, 16, 32)
 

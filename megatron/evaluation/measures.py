@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.errors import RunError, UserError
 from megatron.evaluation.protocols import Cut, Plan
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.metrics import MAX_NLL, clamped_exp
 from megatron.reports.records import Record
+from megatron.utils.errors import RunError, UserError
 
 MOST_BLOCKS = 4096
 """Records keep the sums of their blocks up to so many."""

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.errors import RunError
 from megatron.evaluation.batching import in_batches
 from megatron.evaluation.measures import Scored, Sheet, Targets
 from megatron.evaluation.protocols import Cut, Plan
@@ -26,6 +25,7 @@ from megatron.evaluation.subject import Scoring
 from megatron.evaluation.texts import Text
 from megatron.evaluation.work import plan_flops
 from megatron.reports.records import Record
+from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel

@@ -41,9 +41,9 @@ from typing import get_args
 
 import numpy as np
 
-from megatron.errors import UserError
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.options.evaluation import PROBES, EvaluationOptions, Protocol
+from megatron.utils.errors import UserError
 
 PROTOCOLS: tuple[str, ...] = tuple(each for each in get_args(Protocol) if each not in PROBES)
 

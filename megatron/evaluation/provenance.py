@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.files import farfield_version
+from megatron.utils.atomic_io import get_farfield_version
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -71,4 +71,4 @@ def software() -> str:
 
     python = ".".join(map(str, sys.version_info[:3]))
     packages = f"torch {torch.__version__}, megatron-core {version('megatron-core')}"
-    return f"farfield {farfield_version()}, Python {python}, {packages}"
+    return f"farfield {get_farfield_version()}, Python {python}, {packages}"

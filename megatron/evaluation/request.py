@@ -4,21 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.trained import Run, open_runs
-from megatron.errors import UserError
-from megatron.files import check_folder
+from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.model.device_dtype import check_backend, check_precision
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.results_folder import check_no_foreign_results
+from megatron.utils.atomic_io import check_folder
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class Asked:
     """Runs that are to be measured, and where the results go."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[TrainedRun, ...]
     options: EvaluationOptions
     folder: Path | None  # for the results
     kept: tuple[Record, ...]  # which are there already
@@ -50,7 +50,7 @@ def _kept(folder: Path | None) -> tuple[Record, ...]:
     return tuple(record_files.read_records(folder / RESULTS_FILE)) if (folder / RESULTS_FILE).exists() else ()
 
 
-def _own_folder(runs: Sequence[Run]) -> Path | None:
+def _own_folder(runs: Sequence[TrainedRun]) -> Path | None:
     """A single run's folder. A checkpoint named directly keeps the results of its run as they are."""
     folder = Path(runs[0].name)
     return folder if len(runs) == 1 and folder.resolve() != runs[0].checkpoint.resolve() else None

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from megatron.checkpoint.trained import Run
+from megatron.checkpoint.trained_run import TrainedRun
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.request import Asked, read_runs
 from megatron.evaluation.sketch import sketch
 from megatron.evaluation.subject import Progress, Scoring
 from megatron.evaluation.subjects import subject_of
-from megatron.meter import Job, Meter
 from megatron.model.device_dtype import resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports import table_formats
 from megatron.reports.records import RESULTS_FILE, Record, merge_records
 from megatron.reports.results_folder import write_results
+from megatron.utils.progress import Meter, WorkItem
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +44,11 @@ Say = Callable[[str], None]
 class Candidate:
     """A run that is about to be scored."""
 
-    run: Run
+    run: TrainedRun
     name: str  # of its row in tables
     device: torch.device
     dtype: torch.dtype
-    job: Job
+    job: WorkItem
     note: str | None  # what is said of it before the work begins
 
 
@@ -123,7 +123,7 @@ def measured(
             meter.begin(candidate.job, "loading")
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
             loaded = _load(candidate, asked)
-            meter.say(_trust(candidate, loaded))
+            meter.log(_trust(candidate, loaded))
             found += score(candidate, loaded, report)
             del loaded
             if candidate.device.type == "cuda":
@@ -164,7 +164,7 @@ def candidates_of(
             name=name,
             device=device,
             dtype=dtype,
-            job=Job(f"{name} seed {run.config.training.seed}", "evaluate", work),
+            job=WorkItem(f"{name} seed {run.config.training.seed}", "evaluate", work),
             note=note,
         )
         for run, name, dtype, (work, note) in zip(runs, names, dtypes, foreseen, strict=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.schema import Config
-from megatron.errors import UserError
 from megatron.evaluation.subject import Subject
 from megatron.evaluation.subjects import subject_of_config
 from megatron.model.device_dtype import check_backend
 from megatron.options.evaluation import EvaluationOptions
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT
@@ -36,14 +36,14 @@ def sketch(name: str, config: Config, subject: Subject, options: EvaluationOptio
 
 def outline(config: Config, options: EvaluationOptions) -> GPT:
     """A configuration's model without weights. Raises UserError if the backend cannot do it."""
-    from megatron.distributed.processes import alone
+    from megatron.distributed.process_groups import single_process
     from megatron.model.build import build_model
 
     check_backend(options.backend)
     position = config.position
     if options.window is not None:
         position = position.replace(attention_window=options.window)
-    return build_model(config.model, position, 1, groups=alone(), device="meta", backend=options.backend)
+    return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
 
 
 def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.trained import Run
+from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.tokenizers import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ class OfText:
         return []
 
 
-def subject_of(runs: Sequence[Run], options: EvaluationOptions) -> Subject:
+def subject_of(runs: Sequence[TrainedRun], options: EvaluationOptions) -> Subject:
     """What runs are asked.
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.checkpoint.trained import Run
+from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
 from megatron.data.corpus_folder import read_corpus
 from megatron.data.datasets import token_stream
@@ -23,8 +23,8 @@ from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.sources import SUFFIXES, raw_documents, scan
 from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary, vocabulary_of
-from megatron.errors import UserError
 from megatron.options.data import DataOptions
+from megatron.utils.errors import UserError
 
 DIGESTED = 1 << 20
 """Tokens of a text that go into its digest: all of a small one, blocks spread over a large one."""
@@ -83,14 +83,14 @@ def text_of(
     return Text(token_stream(options, split), called, known)
 
 
-def common_text(runs: Sequence[Run], data: str | Path | None) -> Text:
+def common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> Text:
     """The text of all runs.
 
     Raises:
         UserError: as `text_of`, or the runs do not share their text, or its tokenizer.
     """
 
-    def own(run: Run) -> Text:
+    def own(run: TrainedRun) -> Text:
         return text_of(run.name, run.config, data, run.tokenizer_name, run.folder)
 
     first, *others = runs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatron.errors import UserError
 from megatron.evaluation.protocols import Plan
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT

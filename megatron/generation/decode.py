@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.errors import UserError
 from megatron.model.gpt import GPT
+from megatron.utils.errors import UserError
 
 Choose = Callable[[Tensor], Tensor]
 """The next tokens, int64 [B], from the logits [B, V] of the last ones."""

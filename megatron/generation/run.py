@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megatron.checkpoint.trained import Run, open_run
+from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.data.run_tokenizer import run_tokenizer
 from megatron.data.sources import decode, raw_documents, source_file
 from megatron.data.tokenizers import Tokenizer
-from megatron.errors import FarfieldError, UserError
-from megatron.meter import AnnounceWait
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.generation import GenerationOptions
+from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.progress import AnnounceWait
 
 if TYPE_CHECKING:
     from megatron.generation.writer import Text, Writer
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 class Request:
     """A run whose model is not loaded yet, and how it is to write."""
 
-    run: Run
+    run: TrainedRun
     tokenizer: Tokenizer
     options: GenerationOptions
     prompts: tuple[str, ...]  # none: they are typed one by one
@@ -93,7 +93,7 @@ def load(asked: Request) -> Writer:
         RunError: the checkpoint is damaged.
     """
     from megatron.checkpoint.load_model import load_model
-    from megatron.distributed.processes import alone
+    from megatron.distributed.process_groups import single_process
     from megatron.generation.decode import check_length
     from megatron.generation.writer import Writer
     from megatron.model.build import build_model
@@ -102,7 +102,7 @@ def load(asked: Request) -> Writer:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.precision, run.config.training.precision, device)
     outline = build_model(
-        run.config.model, run.config.position, asked.tokenizer.vocab_size, groups=alone(), device="meta",
+        run.config.model, run.config.position, asked.tokenizer.vocab_size, groups=single_process(), device="meta",
         backend=options.backend,
     )  # fmt: skip
     for prompt in asked.prompts or ("",):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.errors import RunError
+from megatron.utils.errors import RunError
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console, ConsoleDimensions
 from rich.control import Control
 
-from megatron.errors import FarfieldError, RunError, describe, unusable_path
-from megatron.stopping.output import READABLE, write_nowhere
-from megatron.stopping.signals import Stopped, cleaned_up, told
+from megatron.utils.errors import FarfieldError, RunError, describe_error, to_path_error
+from megatron.utils.output import ASCII_FALLBACK, redirect_to_null
+from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, describe_signal
 
-WIDTH = 120  # of lines that no terminal shows: files, pipes
+DEFAULT_WIDTH = 120  # of lines that no terminal shows: files, pipes
 
 
 class UnexpectedError(RunError):
@@ -35,7 +35,7 @@ class PlainConsole(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if not self.is_terminal and "COLUMNS" not in os.environ:
-            self.width = max(WIDTH, self.width)
+            self.width = max(DEFAULT_WIDTH, self.width)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -73,7 +73,7 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         """Nobody reads on (`./deepy.py evaluate … | head`): what is under way goes on, its results are in files."""
         self.quiet = True
-        write_nowhere(self.file.fileno())
+        redirect_to_null(self.file.fileno())
 
     def set_live(self, live: Any) -> bool:
         # A live display would show on the console what others print beside it; that belongs in the log alone.
@@ -94,7 +94,7 @@ def temporary_log() -> Iterator[Path]:
     os.close(descriptor)
     log = Path(name)
     try:
-        with cleaned_up(lambda: log.unlink(missing_ok=True)):
+        with cleanup_on_signal(lambda: log.unlink(missing_ok=True)):
             yield log
     except UnexpectedError:
         raise
@@ -105,7 +105,7 @@ def temporary_log() -> Iterator[Path]:
 
 
 @contextmanager
-def explained(log: Path) -> Iterator[None]:
+def log_traceback(log: Path) -> Iterator[None]:
     """Write to the log how it ended, if not well (standard error goes there, inside `run_console`).
 
     Raises:
@@ -117,14 +117,14 @@ def explained(log: Path) -> Iterator[None]:
     except FarfieldError as error:
         print(f"error: {error}", file=sys.stderr)
         raise
-    except (KeyboardInterrupt, Stopped) as ended:
-        print(told(ended), file=sys.stderr)
+    except (KeyboardInterrupt, StoppedBySignal) as ended:
+        print(describe_signal(ended), file=sys.stderr)
         raise
     except Exception as error:
         traceback.print_exc()
-        if (unusable := unusable_path(error)) is not None:
+        if (unusable := to_path_error(error)) is not None:
             raise unusable from error
-        raise UnexpectedError(f"{describe(error)}; the traceback is in {log}") from error
+        raise UnexpectedError(f"{describe_error(error)}; the traceback is in {log}") from error
 
 
 @contextmanager
@@ -144,12 +144,14 @@ def run_console(log: Path, *, silent: bool = False) -> Iterator[Console]:
             os.dup2(target, descriptor)
         with (
             open(os.dup(target), "w", buffering=1, encoding="utf-8", errors="replace") as log_file,
-            open(os.devnull if silent else os.dup(saved[0]), "w", encoding=encoding, errors=READABLE) as user_file,
+            open(
+                os.devnull if silent else os.dup(saved[0]), "w", encoding=encoding, errors=ASCII_FALLBACK
+            ) as user_file,
             redirect_stdout(log_file),  # Python's own streams need not be descriptors 1 and 2: notebooks, pytest
             redirect_stderr(log_file),
         ):
-            width = None if user_file.isatty() else WIDTH
-            plain = Console(file=log_file, width=WIDTH, color_system=None, force_terminal=False)
+            width = None if user_file.isatty() else DEFAULT_WIDTH
+            plain = Console(file=log_file, width=DEFAULT_WIDTH, color_system=None, force_terminal=False)
             yield RunConsole(log=plain, file=user_file, width=width)
     finally:
         _flush()

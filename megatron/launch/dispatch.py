@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 
 from megatron.config.load import Loaded
-from megatron.distributed import surroundings
-from megatron.distributed.devices import Machine
-from megatron.launch import local, nodes, slurm
-from megatron.training.preflight import Settled, afar, preflight
+from megatron.distributed import launcher_environment
+from megatron.distributed.hardware import LocalHardware
+from megatron.launch import local_launcher, slurm, ssh_launcher
+from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 
 
-def train(
+def launch_training(
     load_config: Callable[[bool], Loaded], print_notes: Callable[[Iterable[str]], object], *, dry_run: bool = False
 ) -> int:
     """Train as a configuration says, wherever it says.
@@ -22,36 +22,48 @@ def train(
     Returns:
         0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
     """
-    started = surroundings.told()
-    is_main = started is None or started.place.rank == 0
-    with local.told_once(started):
+    launch_context = launcher_environment.read_launcher_environment()
+    is_main = launch_context is None or launch_context.rank_info.rank == 0
+    with local_launcher.report_errors_once(launch_context):
         loaded = load_config(not is_main)
         launch = loaded.config.launch
-        if started is not None:
-            started = surroundings.told(port=launch.master_port)
-        if slurm.wanted(launch):
-            return _submit(loaded, print_notes, dry_run=dry_run)
-        over_ssh = started is None and nodes.wanted(launch)
+        if launch_context is not None:
+            launch_context = launcher_environment.read_launcher_environment(port=launch.master_port)
+        if slurm.is_slurm_requested(launch):
+            return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
+        over_ssh = launch_context is None and ssh_launcher.uses_ssh(launch)
         if over_ssh:
-            settled = afar(loaded.config, nodes.places(nodes.read_hosts(launch))[0][0])
+            resolved = resolve_remote_run(
+                loaded.config, ssh_launcher.assign_ranks(ssh_launcher.read_hostfile(launch))[0][0]
+            )
         else:
-            place = None if started is None else started.place
-            settled = preflight(loaded.config, Machine.here(), place=place, dry=dry_run)
+            rank_info = None if launch_context is None else launch_context.rank_info
+            resolved = resolve_run(loaded.config, LocalHardware.detect(), rank_info=rank_info, dry_run=dry_run)
         if dry_run:
             if is_main:
-                _print_config(loaded, settled, print_notes)
+                _print_config(loaded, resolved, print_notes)
             return 0
         if is_main:
-            print_notes((*settled.notes, *nodes.notes(launch), *filter(None, [surroundings.job_line()])))
+            print_notes(
+                (
+                    *resolved.notes,
+                    *ssh_launcher.list_ssh_notes(launch),
+                    *filter(None, [launcher_environment.describe_job()]),
+                )
+            )
         with loaded.placing_errors():
-            return nodes.train(loaded.config) if over_ssh else local.train(settled, started)
+            return (
+                ssh_launcher.train_over_ssh(loaded.config)
+                if over_ssh
+                else local_launcher.train_on_this_machine(resolved, launch_context)
+            )
 
 
-def _print_config(loaded: Loaded, settled: Settled, print_notes: Callable[[Iterable[str]], object]) -> None:
+def _print_config(loaded: Loaded, resolved: ResolvedRun, print_notes: Callable[[Iterable[str]], object]) -> None:
     """Print the configuration, and nothing of one that is refused: it may be meant for a file."""
     _check_position(loaded)
-    print(settled.config.text(), end="")
-    print_notes(settled.notes)
+    print(resolved.config.text(), end="")
+    print_notes(resolved.notes)
 
 
 def _check_position(loaded: Loaded) -> None:
@@ -61,20 +73,20 @@ def _check_position(loaded: Loaded) -> None:
         check_position_options(loaded.config.model, loaded.config.position)
 
 
-def _submit(loaded: Loaded, print_notes: Callable[[Iterable[str]], object], *, dry_run: bool) -> int:
+def _submit_to_slurm(loaded: Loaded, print_notes: Callable[[Iterable[str]], object], *, dry_run: bool) -> int:
     """Hand a run to SLURM, or print its batch script. What its ranks would refuse is refused here, as far as that
     can be known."""
-    settled = afar(loaded.config)
-    job = slurm.training(loaded.config)
-    slurm.check_start(loaded.config)
+    resolved = resolve_remote_run(loaded.config)
+    job = slurm.build_training_job(loaded.config)
+    slurm.check_submission(loaded.config)
     _check_position(loaded)
     with loaded.placing_errors():
-        local.check_data(loaded.config)
-        local.check_save(loaded.config)
-    print_notes(settled.notes)
+        local_launcher.check_data_files(loaded.config)
+        local_launcher.check_run_folder(loaded.config)
+    print_notes(resolved.notes)
     if dry_run:
-        print(slurm.script(job), end="")
+        print(slurm.render_batch_script(job), end="")
         return 0
-    for line in slurm.described(job, slurm.submit(job)):
+    for line in slurm.describe_submission(job, slurm.submit_job(job)):
         print(line)
     return 0

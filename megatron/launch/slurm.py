@@ -4,7 +4,8 @@
     FOLDER/job.yml         a run's configuration, which the script's command reads
     FOLDER/slurm-17.out    what job 17 prints, all its starts one after the other
 
-srun starts the ranks, which find their places in its environment (`megatron.distributed.surroundings`). Nothing traps
+srun starts the ranks, which find their places in its environment (`megatron.distributed.launcher_environment`). Nothing
+traps
 signals: `--signal=TERM@S` reaches the ranks, which save and leave with 143; srun passes that on, and the script puts
 its job back into the queue. A preemption does the same without the script.
 """
@@ -19,12 +20,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import folder as checkpoints
+from megatron.checkpoint import layout as checkpoints
 from megatron.config.schema import Config
-from megatron.distributed.surroundings import in_slurm_job
-from megatron.errors import RunError, UserError
-from megatron.files import make_folder, remove_empty, write_text
+from megatron.distributed.launcher_environment import in_slurm_job
 from megatron.options.launch import LaunchOptions
+from megatron.utils.atomic_io import make_folder, remove_empty_folders, write_text_atomically
+from megatron.utils.errors import RunError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIGURATION = "job.sbatch", "job.yml"
@@ -34,7 +35,7 @@ LAST_RANKS = 600  # seconds that ranks have after the first has ended: to finish
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What is to run, and where."""
 
     name: str
@@ -48,7 +49,7 @@ class Job:
     nodes: int
     array: str | None = None
     """Indices of a job array; the command finds its own in $SLURM_ARRAY_TASK_ID."""
-    again: tuple[str, ...] = ()
+    requeue: tuple[str, ...] = ()
     """Further arguments once a job that was requeued has a checkpoint to go on from."""
     checkpoints: Path | None = None
     """Where that is."""
@@ -56,12 +57,12 @@ class Job:
     """Names and contents of files that the command reads, in the folder."""
 
 
-def wanted(launch: LaunchOptions) -> bool:
+def is_slurm_requested(launch: LaunchOptions) -> bool:
     """Is work to be handed to SLURM? Not by what is a job already: it does the work."""
     return launch.launcher == "slurm" and not in_slurm_job()
 
 
-def training(config: Config) -> Job:
+def build_training_job(config: Config) -> SlurmJob:
     """A run as a job.
 
     Raises:
@@ -71,37 +72,37 @@ def training(config: Config) -> Job:
     if save is None:
         raise UserError("launcher slurm needs save, the run's folder: script, log and checkpoints go there")
     folder = Path(save)
-    again: tuple[str, ...] = ()
+    requeue: tuple[str, ...] = ()
     if options.load in (None, save) and not options.rollback:
         config = config.replace(load=save)  # begins at step 0 where there is nothing yet, and goes on after a requeue
     else:
-        again = (f"load={save}", "finetune=false", "rollback=false")
-    return Job(
+        requeue = (f"load={save}", "finetune=false", "rollback=false")
+    return SlurmJob(
         name=folder.name or "train",
         folder=folder,
         command=("train", str(folder / CONFIGURATION)),
         launch=launch,
         tasks=launch.num_gpus or 1,
         nodes=launch.nodes or 1,
-        again=again,
+        requeue=requeue,
         checkpoints=folder / "checkpoints",
         files=((CONFIGURATION, config.text()),),
     )
 
 
-def check_start(config: Config) -> None:
+def check_submission(config: Config) -> None:
     """Refuse before a night in the queue what the job would refuse: a folder that is another run's, nothing to load.
 
     Raises UserError as the run would.
     """
     options = config.checkpoint
     if options.load is None:
-        checkpoints.refuse_to_mix(options.save, checkpoints.newest(options.save or ""))
+        checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save or ""))
     elif os.path.abspath(options.load) != os.path.abspath(options.save or ""):
-        checkpoints.resolve(options.load)
+        checkpoints.resolve_checkpoint_path(options.load)
 
 
-def script(job: Job) -> str:
+def render_batch_script(job: SlurmJob) -> str:
     """The batch script."""
     slurm, launch = job.launch.slurm, job.launch
     gpus = None if launch.device == "cpu" else ":".join(filter(None, [slurm.gpu_type, str(launch.num_gpus or 1)]))
@@ -112,7 +113,7 @@ def script(job: Job) -> str:
         "nodes": job.nodes,
         "ntasks-per-node": job.tasks,
         "gpus-per-node": gpus,
-        "cpus-per-task": _cores(job),
+        "cpus-per-task": _count_cores(job),
         "mem": slurm.mem,
         "time": slurm.time,
         "partition": slurm.partition,
@@ -135,19 +136,19 @@ def script(job: Job) -> str:
         f"cd {shlex.quote(os.getcwd())} || exit 1",
         *slurm.setup,
     ]
-    if job.again:
+    if job.requeue:
         found = f"{shlex.quote(str(job.checkpoints))}/step_*"
         lines += [
             "# Started before, and saved: go on from there, not from where the first start began.",
             "again=()",
             f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && compgen -G {found} > /dev/null; then',
-            f"    again=({shlex.join(job.again)})",
+            f"    again=({shlex.join(job.requeue)})",
             "fi",
         ]
         again = ' "${again[@]}"'
     lines += [
         "# A rank that ends does not end the others at once: they may be saving.",
-        f"{_srun(job)}{again}",
+        f"{_build_srun_command(job)}{again}",
         "code=$?",
     ]
     if slurm.requeue:
@@ -159,17 +160,17 @@ def script(job: Job) -> str:
     return "\n".join([*lines, "exit $code", ""])
 
 
-def _cores(job: Job) -> int | None:
+def _count_cores(job: SlurmJob) -> int | None:
     """CPU cores of each task: those of the processes that it is or will start."""
     each = job.launch.slurm.cpus_per_task
     return None if each is None else each * (job.launch.num_gpus or 1) // job.tasks
 
 
-def _srun(job: Job) -> str:
+def _build_srun_command(job: SlurmJob) -> str:
     """The command that starts the ranks; with SLURM's variables left for the shell."""
     slurm = job.launch.slurm
     words = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_RANKS}"]
-    if (cores := _cores(job)) is not None:  # srun does not take it from sbatch since SLURM 22.05
+    if (cores := _count_cores(job)) is not None:  # srun does not take it from sbatch since SLURM 22.05
         words.append(f"--cpus-per-task={cores}")
     mounts = list(slurm.container_mounts)
     if slurm.container is not None and slurm.container_runtime == "pyxis":
@@ -184,7 +185,7 @@ def _srun(job: Job) -> str:
     return " ".join(quoted)
 
 
-def submit(job: Job) -> str:
+def submit_job(job: SlurmJob) -> str:
     """Write the job's files and hand it to sbatch. Returns its number.
 
     Raises:
@@ -193,8 +194,8 @@ def submit(job: Job) -> str:
     """
     if shutil.which("sbatch") is None:
         raise UserError("launcher slurm: there is no sbatch here; submit on a login node, or look with --dry-run")
-    made = make_folder("save", job.folder)
-    files = {job.folder / name: text for name, text in (*job.files, (SCRIPT, script(job)))}
+    created = make_folder("save", job.folder)
+    files = {job.folder / name: text for name, text in (*job.files, (SCRIPT, render_batch_script(job)))}
     before = {path: path.read_bytes() for path in files if path.is_file()}
     if before and SIGNATURE.encode() not in before.get(job.folder / SCRIPT, b""):
         raise UserError(
@@ -202,29 +203,29 @@ def submit(job: Job) -> str:
             "it away"
         )
     for path, text in files.items():
-        write_text(path, text)
-    done = subprocess.run(
+        write_text_atomically(path, text)
+    completed = subprocess.run(
         ["sbatch", "--parsable", str(job.folder / SCRIPT)], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-    if done.returncode != 0:
+    if completed.returncode != 0:
         for path in files:
             if path in before:
                 path.write_bytes(before[path])
             else:
                 path.unlink()
-        remove_empty(made)
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        remove_empty_folders(created)
+        lines = [line for line in completed.stderr.splitlines() if line.strip()]
         raise RunError("; ".join(line.removeprefix("sbatch: error: ") for line in lines) or "sbatch refused the job")
-    return done.stdout.split(";")[0].strip()
+    return completed.stdout.split(";")[0].strip()
 
 
-def described(job: Job, number: str) -> list[str]:
+def describe_submission(job: SlurmJob, job_id: str) -> list[str]:
     """What to tell about a submitted job: where its script and log are, how to follow and to stop it."""
-    each = f"{job.nodes} nodes × {job.tasks} processes" if job.nodes > 1 else f"{job.tasks} processes on a node"
-    size = each if job.tasks > 1 or job.nodes > 1 else "1 process"
+    task = f"{job.nodes} nodes × {job.tasks} processes" if job.nodes > 1 else f"{job.tasks} processes on a node"
+    size = task if job.tasks > 1 or job.nodes > 1 else "1 process"
     folder = shlex.quote(str(job.folder))
-    log = f"{folder}/slurm-{number}_*.out" if job.array is not None else f"{folder}/slurm-{number}.out"
+    log = f"{folder}/slurm-{job_id}_*.out" if job.array is not None else f"{folder}/slurm-{job_id}.out"
     return [
-        f"submitted SLURM job {number}: {size}; script {folder}/{SCRIPT}",
-        f"queue: squeue -j {number}; log, once it runs: tail -f {log}; stop: scancel {number}",
+        f"submitted SLURM job {job_id}: {size}; script {folder}/{SCRIPT}",
+        f"queue: squeue -j {job_id}; log, once it runs: tail -f {log}; stop: scancel {job_id}",
     ]

@@ -10,7 +10,7 @@ ours follows from that:
   is one part of the whole: they are summed (otherwise the copies drift apart);
 * a processor mixes the scores of all heads: queries and keys are gathered, which is linear in T, never the maps.
 
-Context parallelism: a rank holds some of the tokens (`distributed/places.py`). Rows are independent of each other in
+Context parallelism: a rank holds some of the tokens (`distributed/partition.py`). Rows are independent of each other in
 every method, so a rank needs the keys and values of all tokens and computes the rows of its own; its gradient of the
 others' keys is theirs to add.
 
@@ -26,9 +26,9 @@ from torch import Tensor
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.segments import Segment, attend_segments, build_segments, rotate_segments, select_last_tokens
-from megatron.distributed.collectives import gather
+from megatron.distributed.collectives import all_gather
 from megatron.distributed.mesh import Axis
-from megatron.distributed.processes import Processes
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.kv_cache import KVCache
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding
@@ -45,16 +45,16 @@ def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
     return slice(first, first + count)
 
 
-def gather_heads(x: Tensor, groups: Processes) -> Tensor:
+def gather_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
     """Queries or keys of all heads, [B, h, t, d] → [B, H, t, d]; each rank goes on with its own share of the work, so
     the gradient is the sum over ranks."""
-    return gather(x, 1, groups, "tensor", summed=True)
+    return all_gather(x, 1, groups, "tensor", reduce_grad=True)
 
 
-def gather_sequence(x: Tensor, groups: Processes) -> Tensor:
+def gather_sequence(x: Tensor, groups: ProcessGroups) -> Tensor:
     """Keys or values of all tokens in their order, [B, H or h, t, d] → [B, H or h, T, d]; the gradient is the sum over
     ranks."""
-    return gather(x, 2, groups, "context", summed=True)
+    return all_gather(x, 2, groups, "context", reduce_grad=True)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class PositionedAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, position: LayerPositionConfig, layer_index: int, groups: Processes
+        self, config: TransformerConfig, position: LayerPositionConfig, layer_index: int, groups: ProcessGroups
     ) -> None:
         super().__init__(config=config)
         # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.

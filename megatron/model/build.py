@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from megatron.attention.backends.registry import row_blocks_reason, select_backend
-from megatron.distributed.collectives import sum_gradients
-from megatron.distributed.layers import layers_of
-from megatron.distributed.processes import Processes
-from megatron.errors import UserError
+from megatron.distributed.collectives import register_grad_all_reduce
+from megatron.distributed.partition import pipeline_layer_range
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerPositionConfig, PositionedAttention
 from megatron.model.attention_dims import build_attention_dims
 from megatron.model.gpt import GPT
@@ -34,6 +33,7 @@ from megatron.options.model import (
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
+from megatron.utils.errors import UserError
 
 
 def check_position_options(model: ModelOptions, position: PositionOptions) -> None:
@@ -79,18 +79,22 @@ def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
         )
 
 
-def _register_gradient_sums(encoding: Encoding | None, processor: Processor | None, groups: Processes) -> None:
+def _register_gradient_sums(encoding: Encoding | None, processor: Processor | None, groups: ProcessGroups) -> None:
     """Parameters used for this rank's heads only get their whole gradient; those added to the embeddings have it."""
     if encoding is not None and not type(encoding).overrides_hook("embed"):
-        sum_gradients(encoding, groups)
+        register_grad_all_reduce(encoding, groups)
     if processor is not None:
-        sum_gradients(processor, groups)
+        register_grad_all_reduce(processor, groups)
 
 
-def _layer_spec(model: ModelOptions, position: LayerPositionConfig, layer_index: int, groups: Processes) -> ModuleSpec:
+def _layer_spec(
+    model: ModelOptions, position: LayerPositionConfig, layer_index: int, groups: ProcessGroups
+) -> ModuleSpec:
     """megatron-core's GPT layer with our layer class and our attention in it."""
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
-    spec.module = GPTLayer if layer_index in layers_of(model.num_layers, groups.mesh.pipeline) else OffStageLayer
+    spec.module = (
+        GPTLayer if layer_index in pipeline_layer_range(model.num_layers, groups.mesh.pipeline) else OffStageLayer
+    )
     spec.params = {"parallel": model.gpt_j_residual, "tied_norm": model.gpt_j_tied}
     if model.gpt_j_residual and model.gpt_j_tied:
         spec.submodules.pre_mlp_layernorm = IdentityOp
@@ -110,7 +114,7 @@ def build_model(
     position: PositionOptions,
     vocab_size: int,
     *,
-    groups: Processes,
+    groups: ProcessGroups,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
@@ -145,7 +149,7 @@ def _build_gpt(
     model: ModelOptions,
     position: PositionOptions,
     vocab_size: int,
-    groups: Processes,
+    groups: ProcessGroups,
     dtype: torch.dtype,
     backend: str,
 ) -> GPT:

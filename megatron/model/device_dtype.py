@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from megatron.errors import UserError
 from megatron.options.model import ModelOptions
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch

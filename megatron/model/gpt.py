@@ -23,12 +23,10 @@ from megatron.attention.segments import (
     concatenate_ranges,
     no_sampling,
 )
-from megatron.distributed.layers import layers_of
 from megatron.distributed.mesh import Axis, Number
-from megatron.distributed.parameters import is_copy, mark_copy, whole_size
-from megatron.distributed.places import held
-from megatron.distributed.processes import Processes
-from megatron.errors import UserError
+from megatron.distributed.partition import list_context_chunks, pipeline_layer_range
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import full_numel, is_replica, mark_replica
 from megatron.model.attention import AttentionContext, PositionedAttention
 from megatron.model.kv_cache import KVCache
 from megatron.model.loss import chunked_cross_entropy, gather_vocabulary
@@ -36,6 +34,7 @@ from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.options.model import MAX_LOGITS
 from megatron.position.encoding import Encoding
 from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
+from megatron.utils.errors import UserError
 
 
 class GPT(GPTModel):
@@ -53,7 +52,7 @@ class GPT(GPTModel):
     def __init__(
         self,
         *args: Any,
-        groups: Processes,
+        groups: ProcessGroups,
         position: Encoding | None,
         randomized: int | None = None,
         checkpoint_layers: int = 0,
@@ -77,7 +76,7 @@ class GPT(GPTModel):
 
     def _drop_off_stage_modules(self, stage: Axis) -> None:
         """Drop what other stages use, and mark what an earlier one holds too."""
-        local = layers_of(self.config.num_layers, stage)
+        local = pipeline_layer_range(self.config.num_layers, stage)
         prefixes = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in local]
         tied = self.share_embeddings_and_output_weights
         if not self.is_first_stage and not (self.is_last_stage and tied):
@@ -92,7 +91,7 @@ class GPT(GPTModel):
         self.off_stage_prefixes = tuple(prefixes)
         if not self.is_first_stage:
             for _, parameter in self.replicated_parameters():
-                mark_copy(parameter)
+                mark_replica(parameter)
 
     def replicated_parameters(self) -> Iterator[tuple[Literal["ends", "pipeline"], nn.Parameter]]:
         """The parameters of this stage that others hold too, and which ones do: the first and the last, or all. Their
@@ -149,7 +148,9 @@ class GPT(GPTModel):
             return build_segments(length, mask, sample=sample)
         total = length * context.size
         sampled = self._sample_positions(total, seed)
-        return concatenate_ranges([TokenRange(start, size, sampled) for start, size in held(total, context)])
+        return concatenate_ranges(
+            [TokenRange(start, size, sampled) for start, size in list_context_chunks(total, context)]
+        )
 
     def _embed(self, tokens: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
@@ -173,7 +174,7 @@ class GPT(GPTModel):
         """Logits, or the loss of each token.
 
         Where ranks share a sequence (context parallelism), each gives the tokens of the places that it holds
-        (`distributed/places.py`) and gets their logits or losses; T is then their number. A pipeline stage after the
+        (`distributed/partition.py`) and gets their logits or losses; T is then their number. A pipeline stage after the
         first takes the hidden states [T, B, D] of the one before it, and one before the last returns them.
 
         Args:
@@ -267,11 +268,11 @@ class GPT(GPTModel):
     @property
     def local_layers(self) -> list[Any]:
         """The layers of this pipeline stage."""
-        return [self.decoder.layers[i] for i in layers_of(self.config.num_layers, self.groups.mesh.pipeline)]
+        return [self.decoder.layers[i] for i in pipeline_layer_range(self.config.num_layers, self.groups.mesh.pipeline)]
 
     def num_parameters(self) -> int:
         """Trainable parameters, position parameters and the padding of the vocabulary included; all ranks call it."""
-        own = sum(whole_size(p, self.groups.mesh) for p in self.parameters() if not is_copy(p))
+        own = sum(full_numel(p, self.groups.mesh) for p in self.parameters() if not is_replica(p))
         return self._sum_over_stages(own)
 
     def _sum_over_stages(self, local: Number) -> Number:
@@ -279,7 +280,7 @@ class GPT(GPTModel):
         mesh = self.groups.mesh
         if mesh.pipeline.size == 1:
             return local
-        return self.groups.sum(local if mesh.tensor.index == mesh.batch.index == 0 else type(local)(0))[0]
+        return self.groups.all_reduce_sum(local if mesh.tensor.index == mesh.dp_cp.index == 0 else type(local)(0))[0]
 
     def flops_per_token(self, length: int) -> float:
         """Forward and backward FLOPs per token at a sequence length, counting the scores that are seen only.
@@ -288,7 +289,7 @@ class GPT(GPTModel):
         score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the encoding's contextual terms and the score processor
         say of themselves. All ranks must call it.
         """
-        forward = 2.0 * sum(whole_size(p, self.groups.mesh) for p in self._matrices())
+        forward = 2.0 * sum(full_numel(p, self.groups.mesh) for p in self._matrices())
         for layer in self.local_layers:
             attention: PositionedAttention = layer.self_attention.core_attention
             seen = min(attention.window or length, length)

@@ -12,8 +12,8 @@ d head dimension.
 import torch
 from torch import Tensor
 
-from megatron.errors import UserError
 from megatron.position.token_range import SampledPositions
+from megatron.utils.errors import UserError
 
 MIN_CAPACITY = 2048
 """Tokens that a cache has room for at once, if that many may come."""

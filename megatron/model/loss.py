@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.distributed.collectives import gather
-from megatron.distributed.processes import Processes
+from megatron.distributed.collectives import all_gather
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.model import count_scored_at_once
 
 
@@ -37,6 +37,6 @@ def chunked_cross_entropy(
     return torch.cat([checkpoint(losses_of, *piece, use_reentrant=False) for piece in pieces], dim=1)
 
 
-def gather_vocabulary(logits: Tensor, groups: Processes) -> Tensor:
+def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:
     """Logits over the whole vocabulary from each rank's part, along the last dimension; all ranks go on alike."""
-    return gather(logits, logits.dim() - 1, groups, "tensor", summed=False)
+    return all_gather(logits, logits.dim() - 1, groups, "tensor", reduce_grad=False)

@@ -6,13 +6,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.errors import UserError
 from megatron.options.model import PositionOptions
 from megatron.position.base import OptionError, PositionModule
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor, load_encoding_class, load_processor_class
+from megatron.utils.errors import UserError
 
 
 def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:

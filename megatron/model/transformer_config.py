@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.distributed.mesh import Sizes
+from megatron.distributed.mesh import ParallelSizes
 from megatron.model.megatron_core import TransformerConfig
 from megatron.options.model import GATED, InitMethod, ModelOptions, ffn_hidden_size, num_kv_heads
 
@@ -41,7 +41,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: Sizes) -> TransformerConfig:
+def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> TransformerConfig:
     """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
 
     def init(name):  # type: ignore[no-untyped-def]

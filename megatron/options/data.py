@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator
 
-from megatron.errors import UserError
 from megatron.options.section import CommaSeparated, Section, key
+from megatron.utils.errors import UserError
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron.errors import UserError
 from megatron.options.section import CommaSeparated, Section, key
+from megatron.utils.errors import UserError
 
 Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
 PROBES = ("repeated", "passkey")

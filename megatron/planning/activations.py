@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, Sizes
-from megatron.distributed.places import held
+from megatron.distributed.mesh import Axis, ParallelSizes
+from megatron.distributed.partition import list_context_chunks
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
 from megatron.planning.position_costs import plan_encoding, plan_processor
 
@@ -63,7 +63,7 @@ class LayerActivations:
 
 
 def estimate_layer_activations(
-    config: Config, sizes: Sizes, backend: str | None = None, context_rank: int = 0
+    config: Config, sizes: ParallelSizes, backend: str | None = None, context_rank: int = 0
 ) -> LayerActivations:
     """What a layer keeps. backend: instead of the configuration's; context_index: which rank of those that share a
     sequence (they differ by a block)."""
@@ -95,7 +95,7 @@ def estimate_layer_activations(
 
 
 class _LayerEstimator:
-    def __init__(self, config: Config, sizes: Sizes, backend: str | None, context_rank: int) -> None:
+    def __init__(self, config: Config, sizes: ParallelSizes, backend: str | None, context_rank: int) -> None:
         model = config.model
         self.model, self.sizes = model, sizes
         self.encoding, self.processor = plan_encoding(config.position), plan_processor(config.position)
@@ -107,7 +107,7 @@ class _LayerEstimator:
         self.num_heads, self.num_local_heads = model.num_attention_heads, model.num_attention_heads // sizes.tensor
         self.seq_length = model.seq_length
         self.num_tokens = self.micro_batch_size * self.seq_length // sizes.context
-        self.chunks = held(self.seq_length, Axis(context_rank, sizes.context))
+        self.chunks = list_context_chunks(self.seq_length, Axis(context_rank, sizes.context))
         name = backend or model.attention_backend
         supports_sdpa = self.encoding.supports_sdpa and self.processor is None
         self.backend = ("sdpa" if supports_sdpa else "auto") if name in ("auto", "triton", "native") else name

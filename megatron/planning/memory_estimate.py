@@ -22,8 +22,8 @@ Not in it: what CUDA, NCCL and the allocator take for themselves, which the tent
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.distributed.layers import layers_of
-from megatron.distributed.mesh import Axis, Sizes
+from megatron.distributed.mesh import Axis, ParallelSizes
+from megatron.distributed.partition import pipeline_layer_range
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
@@ -73,12 +73,17 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: Config, sizes: Sizes, vocab_size: int, *, backend: str | None = None, pipeline_stage: int | None = None
+    config: Config,
+    sizes: ParallelSizes,
+    vocab_size: int,
+    *,
+    backend: str | None = None,
+    pipeline_stage: int | None = None,
 ) -> MemoryEstimate:
     """What a layout takes on one GPU.
 
     Args:
-        config: settled by `megatron.training.preflight` (which decides the batch, and ZeRO's stage where it must).
+        config: settled by `megatron.training.resolve_run` (which decides the batch, and ZeRO's stage where it must).
         sizes: the mesh.
         vocab_size: of the tokenizer.
         backend: how attention is computed, instead of the configuration's attention_backend.
@@ -98,7 +103,7 @@ def estimate_memory(
 
 
 def _estimate_stage_memory(
-    config: Config, sizes: Sizes, vocab_size: int, backend: str | None, pipeline_stage: int
+    config: Config, sizes: ParallelSizes, vocab_size: int, backend: str | None, pipeline_stage: int
 ) -> MemoryEstimate:
     states = _ModelStates(config, sizes, count_rank_parameters(config, sizes, vocab_size, pipeline_stage))
     num_tokens, bytes_per_element = _count_local_tokens(config, sizes), BYTES_PER_ELEMENT[config.training.compute_type]
@@ -117,7 +122,7 @@ def _estimate_stage_memory(
     kept_maps, working_maps = (
         max(getattr(layer, name) for layer in layers) for name in ("saved_map_bytes", "workspace_map_bytes")
     )
-    num_layers = len(layers_of(model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
+    num_layers = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
     if model.checkpoint_activations:
         recomputed_layers = min(model.checkpoint_num_layers, num_layers)
         activation_bytes = -(-num_layers // recomputed_layers) * input_bytes
@@ -157,7 +162,7 @@ def _estimate_stage_memory(
     )  # fmt: skip
 
 
-def _count_local_tokens(config: Config, sizes: Sizes) -> int:
+def _count_local_tokens(config: Config, sizes: ParallelSizes) -> int:
     """Tokens of a micro-batch on one rank."""
     return config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
 
@@ -165,7 +170,7 @@ def _count_local_tokens(config: Config, sizes: Sizes) -> int:
 class _ModelStates:
     """Weights, gradients and optimizer states as ZeRO divides them; the table above."""
 
-    def __init__(self, config: Config, sizes: Sizes, num_parameters: int) -> None:
+    def __init__(self, config: Config, sizes: ParallelSizes, num_parameters: int) -> None:
         training = config.training
         zero, bytes_per_element = training.zero_optimization, BYTES_PER_ELEMENT[training.compute_type]
         num_shards, is_half = sizes.data * sizes.context, bytes_per_element < 4

@@ -12,11 +12,11 @@ from typing import Any
 from megatron.config.checks import check
 from megatron.config.ranks import mesh_sizes, undivided, with_batch, with_zero
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Sizes
-from megatron.errors import UserError
+from megatron.distributed.mesh import ParallelSizes
 from megatron.options.training import BATCH, MICRO, STEPS
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.step_time import Cluster, StepTime, estimate_step_time
+from megatron.utils.errors import UserError
 
 MAX_MICRO_BATCH = 128
 """Sequences: beyond it nothing gets faster."""
@@ -27,7 +27,7 @@ class ParallelLayout:
     """A configuration in one layout, with what it needs."""
 
     config: Config
-    sizes: Sizes
+    sizes: ParallelSizes
     memory: MemoryEstimate
     step_time: StepTime
 
@@ -64,7 +64,7 @@ def find_fastest_layouts(config: Config, vocab_size: int, cluster: Cluster) -> l
     Raises:
         UserError: the configuration does not say how large a batch is; or nothing is known of its position encoding.
     """
-    best: dict[Sizes, ParallelLayout] = {}
+    best: dict[ParallelSizes, ParallelLayout] = {}
     for layout in iter_layouts(config, vocab_size, cluster):
         if layout.memory.fits(cluster.gpu.gib):
             best[layout.sizes] = min(layout, best.get(layout.sizes, layout), key=_layout_sort_key)
@@ -154,7 +154,7 @@ def _get_global_batch_size(config: Config, num_gpus: int) -> int:
         raise UserError(f"{error}; or give train_batch_size, which every layout keeps") from None
 
 
-def _iter_mesh_sizes(cluster: Cluster) -> Iterator[Sizes]:
+def _iter_mesh_sizes(cluster: Cluster) -> Iterator[ParallelSizes]:
     """Tensor ranks share a node."""
     num_gpus = cluster.num_gpus
     for tensor in _divisors(num_gpus):
@@ -162,7 +162,7 @@ def _iter_mesh_sizes(cluster: Cluster) -> Iterator[Sizes]:
             continue
         for context in _divisors(num_gpus // tensor):
             for pipeline in _divisors(num_gpus // tensor // context):
-                yield Sizes.of(num_gpus, tensor=tensor, context=context, pipeline=pipeline)
+                yield ParallelSizes.from_world_size(num_gpus, tensor=tensor, context=context, pipeline=pipeline)
 
 
 def _divisors(value: int) -> list[int]:

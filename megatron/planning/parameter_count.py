@@ -4,8 +4,8 @@ D hidden size, K width of keys, F width of the feed-forward layer, V padded voca
 """
 
 from megatron.config.schema import Config
-from megatron.distributed.layers import layers_of
-from megatron.distributed.mesh import Axis, Sizes
+from megatron.distributed.mesh import Axis, ParallelSizes
+from megatron.distributed.partition import pipeline_layer_range
 from megatron.options.model import GATED, ffn_hidden_size, has_qkv_bias, kv_hidden_size, padded_vocab_size
 from megatron.planning.position_costs import count_encoding_parameters, count_processor_parameters, plan_encoding
 
@@ -33,7 +33,7 @@ def _count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     )
 
 
-def count_rank_parameters(config: Config, sizes: Sizes, vocab_size: int, pipeline_stage: int = 0) -> int:
+def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int = 0) -> int:
     """Parameters that a rank of a pipeline stage holds, before ZeRO divides them further.
 
     A tied embedding is held by the first stage and the last, and an encoding that all layers share by all stages,
@@ -42,7 +42,7 @@ def count_rank_parameters(config: Config, sizes: Sizes, vocab_size: int, pipelin
     model, position = config.model, config.position
     is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
     embedding_parameters = padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
-    count = len(layers_of(model.num_layers, Axis(pipeline_stage, sizes.pipeline))) * _count_layer_parameters(
+    count = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline))) * _count_layer_parameters(
         config, sizes.tensor
     )
     if not position.pos_emb_per_layer and (is_first or not plan_encoding(position).facts.only_adds_embeddings):
@@ -55,4 +55,4 @@ def count_rank_parameters(config: Config, sizes: Sizes, vocab_size: int, pipelin
 
 def count_parameters(config: Config, vocab_size: int) -> int:
     """Parameters of the model, each counted once."""
-    return count_rank_parameters(config, Sizes(), vocab_size)
+    return count_rank_parameters(config, ParallelSizes(), vocab_size)

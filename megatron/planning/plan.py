@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.errors import UserError
 from megatron.planning.flops import estimate_forward_flops
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.parallel_layouts import (
@@ -17,6 +16,7 @@ from megatron.planning.parallel_layouts import (
 from megatron.planning.parameter_count import count_parameters
 from megatron.planning.position_costs import plan_encoding
 from megatron.planning.step_time import Cluster
+from megatron.utils.errors import UserError
 
 SECONDS_PER_DAY = 86400
 
@@ -80,7 +80,8 @@ class Plan:
         return {
             "gpus": cluster.num_gpus,
             "gpu_gib": cluster.gpu.gib,
-            "peak_tflops": self.config.logging.peak_tflops or cluster.gpu.peak(self.config.training.compute_type),
+            "peak_tflops": self.config.logging.peak_tflops
+            or cluster.gpu.get_peak_tflops(self.config.training.compute_type),
             "gpus_per_node": cluster.gpus_per_node,
             "network_gb_per_second": cluster.network_gb_per_s,
             "mfu": cluster.mfu,

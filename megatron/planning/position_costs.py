@@ -6,7 +6,6 @@ that there is and compares.
 
 from dataclasses import dataclass
 
-from megatron.errors import UserError
 from megatron.model.attention_dims import build_attention_dims
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.catalog import (
@@ -19,6 +18,7 @@ from megatron.position.catalog import (
     read_processor_facts,
 )
 from megatron.position.facts import EncodingCost, MethodOptions, ProcessorCost
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

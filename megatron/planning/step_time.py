@@ -32,9 +32,9 @@ layouts and for the order of magnitude. docs/planning.md compares it with publis
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.distributed.gpus import Gpu
-from megatron.distributed.layers import layers_of
-from megatron.distributed.mesh import Axis, Sizes
+from megatron.distributed.hardware import GpuSpec
+from megatron.distributed.mesh import Axis, ParallelSizes
+from megatron.distributed.partition import pipeline_layer_range
 from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
@@ -50,7 +50,7 @@ LINK_EFFICIENCY = 0.75
 class Cluster:
     """The machines of a plan."""
 
-    gpu: Gpu
+    gpu: GpuSpec
     num_gpus: int
     gpus_per_node: int = 8
     network_gb_per_s: float = 25.0
@@ -61,9 +61,9 @@ class Cluster:
     def ring_bandwidth(self, stride: int, size: int) -> float:
         """Bytes per second that each of `size` ranks, `stride` apart, can send in a ring."""
         if stride * size <= self.gpus_per_node:
-            return LINK_EFFICIENCY * self.gpu.link * 1e9
+            return LINK_EFFICIENCY * self.gpu.nvlink_gb_per_s * 1e9
         num_rings = min(stride, self.gpus_per_node)  # groups that leave a node side by side
-        return LINK_EFFICIENCY * min(self.gpu.link, self.network_gb_per_s / num_rings) * 1e9
+        return LINK_EFFICIENCY * min(self.gpu.nvlink_gb_per_s, self.network_gb_per_s / num_rings) * 1e9
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepTime:
         return self.computing + self.waiting + self.communicating
 
 
-def estimate_step_time(config: Config, sizes: Sizes, vocab_size: int, cluster: Cluster) -> StepTime:
+def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster) -> StepTime:
     """The time of a step of a layout.
 
     Args:
@@ -96,7 +96,7 @@ def estimate_step_time(config: Config, sizes: Sizes, vocab_size: int, cluster: C
     """
     training = config.training
     num_micro_batches, global_batch_size = training.gradient_accumulation_steps, training.train_batch_size or 0
-    peak_tflops = config.logging.peak_tflops or cluster.gpu.peak(training.compute_type)
+    peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_type)
     stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage) for stage in range(sizes.pipeline)]
     flops_per_second = cluster.mfu * peak_tflops * 1e12
     compute_seconds, communication_seconds = max(
@@ -117,15 +117,17 @@ def estimate_step_time(config: Config, sizes: Sizes, vocab_size: int, cluster: C
         num_micro_batches * compute_seconds,
         bubble_seconds,
         total_communication_seconds,
-        useful_flops / (total * sizes.world * peak_tflops * 1e12),
+        useful_flops / (total * sizes.world_size * peak_tflops * 1e12),
     )
 
 
 class _StageEstimator:
-    def __init__(self, config: Config, sizes: Sizes, vocab_size: int, cluster: Cluster, pipeline_stage: int) -> None:
+    def __init__(
+        self, config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, pipeline_stage: int
+    ) -> None:
         self.config, self.sizes, self.cluster, self.pipeline_stage = config, sizes, cluster, pipeline_stage
         self.forward_flops = estimate_forward_flops(config, vocab_size)
-        self.num_layers = len(layers_of(config.model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
+        self.num_layers = len(pipeline_layer_range(config.model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
         self.num_tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_type]
         self.key_bytes = self.num_tokens * kv_hidden_size(config.model) * self.bytes_per_element
@@ -169,7 +171,7 @@ class _StageEstimator:
             sent_bytes = (key_bytes + self.key_bytes / sizes.tensor) * (sizes.context - 1) * num_passes
             seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
-            seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world // sizes.pipeline, sizes.pipeline)
+            seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world_size // sizes.pipeline, sizes.pipeline)
         return seconds
 
     def gradient_sync_seconds(self) -> float:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.errors import UserError
-from megatron.files import check_folder, refuse_files_of_others
 from megatron.reports import experiment, extrapolation, failures, records, table_formats
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.disambiguate import disambiguate_methods, find_contradictions
@@ -17,7 +15,9 @@ from megatron.reports.html_page import is_generated_page
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.section import ReportSection
 from megatron.reports.verdict_tables import build_verdict_tables
-from megatron.suggest import choose_from
+from megatron.utils.atomic_io import check_folder, refuse_foreign_files
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 
 def combine_results(
@@ -79,7 +79,7 @@ def _check_output_page(output: Path) -> None:
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder")
     check_folder("--output", output.parent)
-    refuse_files_of_others("--output", [output], is_generated_page)
+    refuse_foreign_files("--output", [output], is_generated_page)
 
 
 def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
@@ -125,5 +125,5 @@ def _build_sections(
         raise UserError(f"{', '.join(map(str, records_by_path))}: no results")
     methods = list(dict.fromkeys(record.method for item in sections for record in item.records))
     if against is not None and against not in methods:
-        raise UserError(f"--against {against}: nothing to compare with it; {choose_from(against, methods)}")
+        raise UserError(f"--against {against}: nothing to compare with it; {format_choices(against, methods)}")
     return sections

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import UserError
-from megatron.files import parse_json, write_text
 from megatron.reports import published
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.extrapolation import DEFAULT_DELTA
@@ -20,6 +18,8 @@ from megatron.reports.published import PublishedTable
 from megatron.reports.records import Record
 from megatron.reports.text_table import TextTable
 from megatron.reports.verdict_tables import build_verdict_tables
+from megatron.utils.atomic_io import parse_json, write_text_atomically
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def get_experiment_path(results_path: Path) -> Path:
 
 def write_experiment(results_path: Path, experiment: Experiment) -> Path:
     """Write an experiment beside its results file."""
-    return write_text(
+    return write_text_atomically(
         get_experiment_path(results_path), json.dumps(asdict(experiment), indent=1, ensure_ascii=False) + "\n"
     )
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def write_failures(results_path: Path, failures: Sequence[RunFailure]) -> Path |
         path.unlink(missing_ok=True)
         return None
     rows = [{name: value for name, value in asdict(failure).items() if value is not None} for failure in failures]
-    return write_text(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    return write_text_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_failures(results_path: Path) -> list[RunFailure]:

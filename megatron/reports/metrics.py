@@ -1,7 +1,7 @@
 """What can be measured: each metric with its unit, its better direction, and how its values are compared and shown.
 
 A record holds one value of one metric, under the metric's name (`megatron.reports.records`). Tables, plots and pages
-ask the metric for everything that differs between metrics, so a new one is an entry of `METRICS` and nothing else.
+ask the metric for everything that differs between metrics, so a new one is an entry of `METRICS_FILE` and nothing else.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Literal
 
-from megatron.suggest import choose_from
+from megatron.utils.suggestions import format_choices
 
 MAX_NLL = 700.0
 """Nats per token that still have a perplexity: exp overflows at 709."""
@@ -306,7 +306,7 @@ METRICS = {
 def get_metric(name: str) -> Metric:
     """The metric of that name. Raises ValueError, with the choices, if there is none."""
     if name not in METRICS:
-        raise ValueError(f"{name!r} is no metric; {choose_from(name, METRICS)}")
+        raise ValueError(f"{name!r} is no metric; {format_choices(name, METRICS)}")
     return METRICS[name]
 
 

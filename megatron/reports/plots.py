@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from megatron.errors import UserError
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import Record
 from megatron.reports.x_axes import format_multiple
+from megatron.utils.errors import UserError
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 MARKERS = "osD^vPX*"

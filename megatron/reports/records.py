@@ -26,11 +26,11 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron.errors import UserError
-from megatron.files import parse_json, write_text
 from megatron.reports import metrics, x_axes
 from megatron.reports.metrics import METRICS, Metric
-from megatron.suggest import did_you_mean
+from megatron.utils.atomic_io import parse_json, write_text_atomically
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import suggest_names
 
 RESULTS_FILE = "results.json"
 DEFAULT_AXIS_FIELD = ("axis", "length")
@@ -205,7 +205,7 @@ def record_from_row(row: dict[str, Any]) -> Record:
     columns = _file_columns(metric_names or METRICS)
     for name in row:
         if name not in columns:
-            hint = did_you_mean(name, columns) or f"fields are {', '.join(columns)}"
+            hint = suggest_names(name, columns) or f"fields are {', '.join(columns)}"
             raise UserError(f"unknown field {name}; {hint}")
     if not metric_names:
         raise UserError(f"no value; give one of {', '.join(METRICS)}")
@@ -261,7 +261,7 @@ def merge_records(old: Sequence[Record], new: Sequence[Record], *, same_run: boo
 def write_records(path: str | Path, records: Sequence[Record]) -> Path:
     """Write records as a JSON list, one object per record, without the fields that are unknown."""
     rows = [json.dumps(record.to_row(), ensure_ascii=False) for record in records]
-    return write_text(path, "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n")
+    return write_text_atomically(path, "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n")
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -297,7 +297,7 @@ def write_records_csv(path: str | Path, records: Sequence[Record]) -> Path:
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(record.to_row() for record in records)
-    return write_text(path, text.getvalue())
+    return write_text_atomically(path, text.getvalue())
 
 
 def _parse_record(path: Path, index: int, item: Any) -> Record:

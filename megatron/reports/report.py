@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from megatron.errors import UserError
-from megatron.files import write_text
 from megatron.reports import plots
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.html_page import embed_picture, render_environment, render_page
@@ -20,6 +18,8 @@ from megatron.reports.records import Record
 from megatron.reports.section import ReportSection
 from megatron.reports.table_formats import render_comparison_html
 from megatron.reports.x_axes import format_multiple
+from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.errors import UserError
 
 MAX_NAMED_METHODS = 4
 """Methods that a title names; more are counted."""
@@ -71,7 +71,7 @@ def write_report(
     Raises:
         UserError: there are no records.
     """
-    return write_text(
+    return write_text_atomically(
         path, render_report(sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations)
     )
 

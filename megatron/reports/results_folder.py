@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.files import refuse_files_of_others, write_bytes, write_text
 from megatron.reports import failures, missing_results, table_formats
 from megatron.reports import records as record_files
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record
+from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
 
 DERIVED_FILES = ("results.csv", "results.md", "results.png")
 """What is written beside `RESULTS_FILE`, and after it."""
@@ -19,9 +19,7 @@ def check_no_foreign_results(option: str, folder: Path) -> None:
 
     option: what named the folder. Raises UserError.
     """
-    refuse_files_of_others(
-        option, [folder / name for name in DERIVED_FILES], lambda _: (folder / RESULTS_FILE).is_file()
-    )
+    refuse_foreign_files(option, [folder / name for name in DERIVED_FILES], lambda _: (folder / RESULTS_FILE).is_file())
 
 
 def write_results(folder: Path, records: Sequence[Record], run_failures: Sequence[RunFailure] = ()) -> list[Path]:
@@ -37,7 +35,7 @@ def write_results(folder: Path, records: Sequence[Record], run_failures: Sequenc
     return [
         record_files.write_records(folder / RESULTS_FILE, records),
         record_files.write_records_csv(folder / DERIVED_FILES[0], records),
-        write_text(
+        write_text_atomically(
             folder / DERIVED_FILES[1],
             "\n".join(
                 [
@@ -46,5 +44,5 @@ def write_results(folder: Path, records: Sequence[Record], run_failures: Sequenc
                 ]
             ),
         ),
-        write_bytes(folder / DERIVED_FILES[2], render_plots_png(records, failures=run_failures)),
+        write_bytes_atomically(folder / DERIVED_FILES[2], render_plots_png(records, failures=run_failures)),
     ]

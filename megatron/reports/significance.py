@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.errors import UserError
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds, pair_by_seed
 from megatron.reports.metrics import Metric, clamped_exp
 from megatron.reports.records import Record
 from megatron.reports.text_table import TextTable
 from megatron.reports.x_axes import join_headers
-from megatron.suggest import choose_from
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 SIGNIFICANCE_LEVEL = 0.05
 WORSE_MARK = "†"
@@ -113,7 +113,9 @@ def compare_methods(table: ComparisonTable, against: str) -> list[MethodComparis
         UserError: the table has no such method.
     """
     if against not in table.methods:
-        raise UserError(f"--against {against}: no such method in {table.title}; {choose_from(against, table.methods)}")
+        raise UserError(
+            f"--against {against}: no such method in {table.title}; {format_choices(against, table.methods)}"
+        )
     records_by_cell: dict[tuple[str, float], list[Record]] = {}
     for record in table.records:
         if not record.is_trivial_baseline:

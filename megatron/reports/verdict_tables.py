@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from megatron.errors import UserError
 from megatron.reports import extrapolation, significance, train_length_tables
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.text_table import TextTable
-from megatron.suggest import choose_from
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 
 def build_verdict_tables(
@@ -26,6 +26,6 @@ def build_verdict_tables(
     comparable_tables = [table for table, methods in tables_with_methods if against in methods and len(methods) > 1]
     if not comparable_tables:
         methods = list(dict.fromkeys(method for table in tables for method in table.methods))
-        hint = "it is alone in its table" if against in methods else choose_from(against, methods)
+        hint = "it is alone in its table" if against in methods else format_choices(against, methods)
         raise UserError(f"--against {against}: nothing to compare with it; {hint}")
     return text_tables + [significance.build_significance_table(table, against) for table in comparable_tables]

@@ -6,7 +6,7 @@ distance from what it has to find again; these have an axis of their own, and th
 
 from dataclasses import dataclass
 
-from megatron.suggest import choose_from
+from megatron.utils.suggestions import format_choices
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ X_AXES = {
 def get_x_axis(name: str) -> XAxis:
     """The axis of that name. Raises ValueError, with the choices, if there is none."""
     if name not in X_AXES:
-        raise ValueError(f"{name!r} is no axis; {choose_from(name, X_AXES)}")
+        raise ValueError(f"{name!r} is no axis; {format_choices(name, X_AXES)}")
     return X_AXES[name]
 
 

@@ -9,66 +9,66 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import folder as checkpoints
-from megatron.checkpoint.manifest import newest_whole
-from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.stored import config_of
+from megatron.checkpoint import layout as checkpoints
+from megatron.checkpoint.manifest import find_latest_valid
+from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read as read_config
 from megatron.config.settings import show
 from megatron.data.parts import sequence_range
-from megatron.errors import FarfieldError, UserError
-from megatron.files import parse_json, write_text
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records
-from megatron.sweeps.spec import Member
+from megatron.sweeps.spec import SweepMember
 from megatron.training import records
-from megatron.training.records import recorded
+from megatron.training.records import find_record
+from megatron.utils.atomic_io import parse_json, write_text_atomically
+from megatron.utils.errors import FarfieldError, UserError
 
-RECEIPT = "evaluated.json"
+RECEIPT_FILE = "evaluated.json"
 FORMAT = 4  # 1 had no bootstrap, 2 was a receipt for the whole results.json, 3 named the options otherwise
 
 
-def finished_steps(member: Member) -> int:
+def find_finished_step(member: SweepMember) -> int:
     """Steps of the member's newest whole checkpoint, which its training would go on from; 0 if there is none.
 
     Raises:
         UserError: its folder holds a run with another configuration.
         RunError: it has checkpoints, but none is whole.
     """
-    checkpoint = newest_whole(member.folder)
+    checkpoint = find_latest_valid(member.folder)
     if checkpoint is None:
         return 0
-    found = config_of(checkpoint).training_as_such()
-    wanted = member.settled.training_as_such()
-    others = [k for k, v in wanted.items() if found.get(k) != v]
+    checkpoint_config = load_checkpoint_config(checkpoint).training_as_such()
+    wanted = member.resolved_config.training_as_such()
+    others = [k for k, v in wanted.items() if checkpoint_config.get(k) != v]
     if others:
-        changes = ", ".join(f"{k} {show(found.get(k))} there, {show(wanted[k])} here" for k in others[:4])
+        changes = ", ".join(f"{k} {show(checkpoint_config.get(k))} there, {show(wanted[k])} here" for k in others[:4])
         raise UserError(
             f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
             "another sweep.output"
         )
-    return Progress.read(checkpoint).step
+    return TrainerState.read(checkpoint).step
 
 
-def divergence(member: Member) -> RunFailure | None:
+def find_divergence(member: SweepMember) -> RunFailure | None:
     """How the member's training ended, if its loss stayed bad: that is its result until it is asked for again.
 
     A folder whose run was configured otherwise says nothing of the member.
     """
-    found = records.divergence(member.folder)
+    found = records.find_divergence(member.folder)
     if found is None:
         return None
     try:
         there = read_config(member.folder / checkpoints.CONFIG).training_as_such()
     except FarfieldError:
         return None
-    wanted = member.settled.training_as_such()
+    wanted = member.resolved_config.training_as_such()
     if any(there.get(key) != value for key, value in wanted.items()):
         return None
-    return failure(member, found[1], found[0])
+    return build_failure(member, found[1], found[0])
 
 
-def failure(member: Member, reason: str, step: int | None = None) -> RunFailure:
+def build_failure(member: SweepMember, reason: str, step: int | None = None) -> RunFailure:
     """A member that gave no result, as reports have it."""
     config = member.config
     return RunFailure(
@@ -76,7 +76,7 @@ def failure(member: Member, reason: str, step: int | None = None) -> RunFailure:
     )
 
 
-def lacks_test(member: Member) -> bool:
+def lacks_test_data(member: SweepMember) -> bool:
     """Was a finished training killed between its last checkpoint and the end of its test?"""
     training, data = member.config.training, member.config.data
     tests = (
@@ -86,28 +86,28 @@ def lacks_test(member: Member) -> bool:
     )
     if not (tests and training.eval_interval and training.eval_iters):
         return False
-    return not recorded(member.folder, "test", training.train_iters)
+    return not find_record(member.folder, "test", training.train_iters)
 
 
-def evaluated(member: Member) -> list[Record] | None:
+def read_evaluated_records(member: SweepMember) -> list[Record] | None:
     """The records of a member if it was scored in its way before and all of them are still in its results."""
-    results, known = member.results / RESULTS_FILE, _receipt(member.results / RECEIPT)
-    if known.get("how") != _how(member) or not results.is_file():
+    results, known = member.results / RESULTS_FILE, _read_receipt(member.results / RECEIPT_FILE)
+    if known.get("how") != _describe_evaluation(member) or not results.is_file():
         return None
-    there = {_sha256(record): record for record in read_records(results)}
+    there = {_hash_record(record): record for record in read_records(results)}
     wanted = known.get("records") or []
     return [there[name] for name in wanted] if wanted and all(name in there for name in wanted) else None
 
 
-def write_receipt(member: Member, found: Sequence[Record]) -> None:
+def write_receipt(member: SweepMember, found: Sequence[Record]) -> None:
     """Remember that these are the member's records, and how they came about."""
-    receipt = {"how": _how(member), "records": [_sha256(record) for record in found]}
-    write_text(member.results / RECEIPT, json.dumps(receipt, indent=1) + "\n")
+    receipt = {"how": _describe_evaluation(member), "records": [_hash_record(record) for record in found]}
+    write_text_atomically(member.results / RECEIPT_FILE, json.dumps(receipt, indent=1) + "\n")
 
 
-def _how(member: Member) -> dict[str, Any]:
+def _describe_evaluation(member: SweepMember) -> dict[str, Any]:
     """All that an evaluation's results depend on, as far as a sweep decides it."""
-    checkpoint = checkpoints.resolve(member.folder)
+    checkpoint = checkpoints.resolve_checkpoint_path(member.folder)
     weights = (checkpoint / checkpoints.WEIGHTS).stat()
     return {
         "format": FORMAT,
@@ -117,7 +117,7 @@ def _how(member: Member) -> dict[str, Any]:
     }
 
 
-def _receipt(path: Path) -> dict[str, Any]:
+def _read_receipt(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -125,5 +125,5 @@ def _receipt(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _sha256(record: Record) -> str:
+def _hash_record(record: Record) -> str:
     return hashlib.sha256(json.dumps(record.to_row()).encode()).hexdigest()

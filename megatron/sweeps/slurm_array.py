@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.errors import UserError
 from megatron.launch import slurm
 from megatron.sweeps.spec import Sweep
+from megatron.utils.errors import UserError
 
 
-def job(
+def build_array_job(
     sweep: Sweep, files: Sequence[str | Path], overrides: Sequence[str], search: Sequence[str | Path] | None
-) -> slurm.Job | None:
+) -> slurm.SlurmJob | None:
     """The job array of all members; None if the sweep is to run in this process.
 
     Args:
@@ -20,7 +20,7 @@ def job(
         UserError: members that want different jobs, or more than a node each.
     """
     launches = [member.config.launch for member in sweep.members]
-    if not slurm.wanted(launches[0]):
+    if not slurm.is_slurm_requested(launches[0]):
         return None
     if any(launch != launches[0] for launch in launches):
         raise UserError("launcher slurm: all variants of a sweep need the same processes, devices and slurm keys")
@@ -29,18 +29,18 @@ def job(
             f"nodes is {launches[0].nodes}, but each run of a sweep has one node; train large ones by train"
         )
     places = [word for folder in search or () for word in ("--conf-dir", str(folder))]
-    return slurm.Job(
-        name=sweep.output.name,
-        folder=sweep.output,
+    return slurm.SlurmJob(
+        name=sweep.output_folder.name,
+        folder=sweep.output_folder,
         command=("sweep", *places, *map(str, files), *overrides, "--member=$SLURM_ARRAY_TASK_ID"),
         launch=launches[0],
         tasks=1,  # which starts the processes of its training
         nodes=1,
-        array=indices(range(len(sweep.members))),
+        array=format_array_indices(range(len(sweep.members))),
     )
 
 
-def indices(numbers: Sequence[int]) -> str:
+def format_array_indices(numbers: Sequence[int]) -> str:
     """Rising numbers in SLURM's short form: 0-3,5."""
     spans: list[list[int]] = []
     for number in numbers:

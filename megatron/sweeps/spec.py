@@ -26,17 +26,17 @@ from megatron.config.load import find, merge, split_override
 from megatron.config.schema import Config, Path_
 from megatron.config.settings import COMMAND_LINE, show
 from megatron.config.yaml_files import Document, read_yaml
-from megatron.distributed.devices import Machine
-from megatron.errors import UserError
+from megatron.distributed.hardware import LocalHardware
 from megatron.launch import slurm
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import SweepOptions
-from megatron.sweeps.check import check, refuse_mine
-from megatron.training.preflight import afar, preflight
+from megatron.sweeps.validation import find_sweep_problems, refuse_owned_keys
+from megatron.training.resolve_run import resolve_remote_run, resolve_run
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
-class Member:
+class SweepMember:
     """One run of the sweep."""
 
     variant: str
@@ -53,12 +53,16 @@ class Member:
         return f"{self.variant}, seed {self.seed}"
 
     @cached_property
-    def settled(self) -> Config:
+    def resolved_config(self) -> Config:
         """The configuration as its training will settle it, its batch too, on this machine or on nodes of a job.
 
         Raises what that would.
         """
-        settle = afar if slurm.wanted(self.config.launch) else lambda config: preflight(config, Machine.here())
+        settle = (
+            resolve_remote_run
+            if slurm.is_slurm_requested(self.config.launch)
+            else lambda config: resolve_run(config, LocalHardware.detect())
+        )
         return settle(self.config).config
 
     @cached_property
@@ -66,7 +70,7 @@ class Member:
         """The configuration as YAML."""
         return self.config.text()
 
-    def beside(self, ending: str) -> Path:
+    def get_path_beside(self, ending: str) -> Path:
         """A file beside the run's folder, with its name."""
         return self.folder.with_name(self.folder.name + ending)
 
@@ -76,16 +80,16 @@ class Sweep:
     """A sweep file, read and checked."""
 
     options: SweepOptions
-    members: tuple[Member, ...]
+    members: tuple[SweepMember, ...]
     notes: tuple[str, ...]
     texts: dict[str, str]  # the files it was read from, for the report
 
     @property
-    def output(self) -> Path:
-        return output_of(self.options)
+    def output_folder(self) -> Path:
+        return get_output_folder(self.options)
 
 
-def read(
+def read_sweep(
     files: Sequence[str | Path], overrides: Sequence[str] = (), search: Sequence[str | Path] | None = None
 ) -> Sweep:
     """Read and check a sweep without running anything.
@@ -100,27 +104,27 @@ def read(
         UserError: a file that cannot be read, or something wrong in it, with its line.
     """
     documents = [read_yaml(find(name, search)) for name in files]
-    given, setters, notes = _sweep_keys(documents)
+    given, setters, notes = _collect_sweep_keys(documents)
     own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
     common = [text for text in overrides if text not in own]
     settings = json.loads(json.dumps(given))
     for text in own:
-        _override(settings, text)
-    refuse_mine([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
-    where = _finder(setters, own)
-    options = check(settings, where)
-    shared = [_part(each, ()) for each in documents]
+        _apply_override(settings, text)
+    refuse_owned_keys([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
+    where = _build_locator(setters, own)
+    options = find_sweep_problems(settings, where)
+    shared = [_render_part(each, ()) for each in documents]
     for document in shared:
-        refuse_mine(list(document.values), lambda name, document=document: document.where((name,)))  # type: ignore[misc]
+        refuse_owned_keys(list(document.values), lambda name, document=document: document.where((name,)))  # type: ignore[misc]
 
     members = []
     for variant in options.variants:
-        given_here, given_there = _divide(options.variants[variant], ("sweep", "variants", variant), where)
+        given_here, given_there = _split_variant(options.variants[variant], ("sweep", "variants", variant), where)
         layers = [
-            _part(setters["variants"], ("sweep", "variants", variant), given_there),
+            _render_part(setters["variants"], ("sweep", "variants", variant), given_there),
             Document(f"{COMMAND_LINE}, variant {variant}", given_here, {}),
         ]
-        found, replaced = _members(variant, options, shared, layers, common)
+        found, replaced = _build_members(variant, options, shared, layers, common)
         members += found
         notes += replaced
     lengths = {member.config.model.seq_length for member in members}
@@ -139,9 +143,9 @@ def read(
     return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
 
 
-def _members(
+def _build_members(
     variant: str, options: SweepOptions, shared: Sequence[Document], own: Sequence[Document], common: Sequence[str]
-) -> tuple[list[Member], list[str]]:
+) -> tuple[list[SweepMember], list[str]]:
     """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced."""
     loaded = merge([*shared, *own], common)
     # That a variant replaces a shared key is what it is for.
@@ -152,19 +156,23 @@ def _members(
         evaluation = evaluation.replace(device=loaded.config.launch.device)
     members = []
     for seed in options.seeds:
-        results = output_of(options) / variant / f"seed_{seed}"
-        folder = results if options.runs is None else Path(options.runs) / identity(loaded.config) / f"seed_{seed}"
+        results = get_output_folder(options) / variant / f"seed_{seed}"
+        folder = (
+            results
+            if options.runs is None
+            else Path(options.runs) / compute_run_identity(loaded.config) / f"seed_{seed}"
+        )
         config = loaded.config.replace(seed=seed, save=str(folder))
-        members.append(Member(variant, seed, config, folder, evaluation, results))
+        members.append(SweepMember(variant, seed, config, folder, evaluation, results))
     return members, [note for note in loaded.notes if not note.endswith(meant)]
 
 
-def output_of(options: SweepOptions) -> Path:
+def get_output_folder(options: SweepOptions) -> Path:
     """Where a sweep writes."""
     return Path(options.output, *([] if options.name is None else [options.name]))
 
 
-def identity(config: Config) -> str:
+def compute_run_identity(config: Config) -> str:
     """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides.
 
     Defaults are left out, so that a key that is new tomorrow gives the runs of today no other name.
@@ -176,7 +184,7 @@ def identity(config: Config) -> str:
     return f"{processor}{position.pos_emb}-{digest}"
 
 
-def _sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, Document], list[str]]:
+def _collect_sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, Document], list[str]]:
     """The keys of `sweep:` after merging, the file that set each (and `sweep` itself), and what replaced what."""
     values: dict[str, Any] = {}
     setters: dict[str, Document] = {}
@@ -199,7 +207,7 @@ def _sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str
     return values, setters, sorted(notes)
 
 
-def _finder(setters: dict[str, Document], overrides: Sequence[str]) -> Callable[[Path_], str]:
+def _build_locator(setters: dict[str, Document], overrides: Sequence[str]) -> Callable[[Path_], str]:
     """Who set a key of `sweep:`: the command line, or `file:line`."""
     ordered = [tuple(split_override(text)[0].split(".")) for text in overrides]
 
@@ -212,7 +220,7 @@ def _finder(setters: dict[str, Document], overrides: Sequence[str]) -> Callable[
     return where
 
 
-def _divide(
+def _split_variant(
     values: dict[str, Any], path: Path_, where: Callable[[Path_], str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A mapping's keys that the command line set, and those of a file."""
@@ -223,14 +231,14 @@ def _divide(
         if where(inner) == COMMAND_LINE:
             here[name] = value
         elif isinstance(value, dict):
-            given_here, there[name] = _divide(value, inner, where)
+            given_here, there[name] = _split_variant(value, inner, where)
             here |= {name: given_here} if given_here else {}
         else:
             there[name] = value
     return here, there
 
 
-def _part(document: Document, path: Path_, values: dict[str, Any] | None = None) -> Document:
+def _render_part(document: Document, path: Path_, values: dict[str, Any] | None = None) -> Document:
     """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
     if not path:
         kept = {name: value for name, value in document.values.items() if name != "sweep"}
@@ -239,7 +247,7 @@ def _part(document: Document, path: Path_, values: dict[str, Any] | None = None)
     return Document(document.source, values or {}, lines)
 
 
-def _override(settings: dict[str, Any], text: str) -> None:
+def _apply_override(settings: dict[str, Any], text: str) -> None:
     """Put `sweep.a.b=value` into the mapping."""
     name, value = split_override(text)
     *outer, last = name.split(".")[1:]

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.errors import UserError
 from megatron.options.data import DataOptions
 from megatron.tasks import registry
 from megatron.tasks.task import Task
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

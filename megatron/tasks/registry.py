@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.errors import UserError
-from megatron.suggest import choose_from
 from megatron.tasks.task import Task
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 
 def tasks() -> list[str]:
@@ -23,7 +23,7 @@ def tasks() -> list[str]:
 def task_class(name: str) -> type[Task]:
     """The class of a named task. Raises UserError with the nearest name for an unknown one."""
     if name not in tasks():
-        raise UserError(f"task {name} is not available; {choose_from(name, tasks())}", "task")
+        raise UserError(f"task {name} is not available; {format_choices(name, tasks())}", "task")
     module = importlib.import_module(f"megatron.tasks.catalogue.{name}")
     (found,) = (
         thing
@@ -47,7 +47,7 @@ def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             option = ".".join(str(part) for part in item["loc"])
             known = list(kind.model_fields)
             if item["type"] == "extra_forbidden":
-                takes = choose_from(option, known) if known else "it takes no options"
+                takes = format_choices(option, known) if known else "it takes no options"
                 yield f"task_options.{option}", f"task {name} has no option {option!r}; {takes}"
             elif not option:
                 yield "task_options", f"task_options of {name}: {item['msg'].removeprefix('Value error, ')}"

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from megatron.meter import moving_bar
-from megatron.quantities import about, duration, speed
-from megatron.training.metrics import EvaluationRecord, TrainRecord
+from megatron.training.metrics import TrainRecord, ValidationRecord
+from megatron.utils.formatting import format_approximate_duration, format_duration, format_flops_per_second
+from megatron.utils.progress import build_progress_bar
 
-QUIET = 30.0
+QUIET_SECONDS = 30.0
 """Seconds after which a validation says how far it is where there is no bar, and again after as many."""
-SETTLED = 5.0
+WARMUP_STEPS = 5.0
 """Seconds of training before the first steps are taken for the speed of the run."""
 
 
-def train_line(record: TrainRecord, train_iters: int) -> str:
+def format_train_record(record: TrainRecord, train_iters: int) -> str:
     """One interval in one line; what is not worth a word (no loss scale, nothing skipped) is left out."""
     width = len(str(train_iters))
     parts = [f"step {record.step:>{width}}/{train_iters}"]
@@ -27,7 +27,11 @@ def train_line(record: TrainRecord, train_iters: int) -> str:
     parts.append(f"lr {record.learning_rate:.2e}")
     if record.grad_norm is not None:
         parts.append(f"grad {record.grad_norm:.2f}")
-    parts += [f"{record.tokens_per_second:,.0f} tok/s", f"{record.ms_per_step:,.1f} ms", speed(record.tflops)]
+    parts += [
+        f"{record.tokens_per_second:,.0f} tok/s",
+        f"{record.ms_per_step:,.1f} ms",
+        format_flops_per_second(record.tflops),
+    ]
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
     if record.loss_scale != 1.0:
@@ -36,11 +40,11 @@ def train_line(record: TrainRecord, train_iters: int) -> str:
         parts.append(f"skipped {record.skipped_steps}")
     parts.append(f"{record.memory_gib:.2f} GiB")
     if record.step < train_iters:
-        parts.append(f"{duration(record.seconds_left)} left")
+        parts.append(f"{format_duration(record.seconds_left)} left")
     return "  ".join(parts)
 
 
-def evaluation_line(record: EvaluationRecord, train_iters: int) -> str:
+def format_validation_record(record: ValidationRecord, train_iters: int) -> str:
     """One validation in one line."""
     width = len(str(train_iters))
     return (
@@ -69,10 +73,10 @@ class ConsoleReporter:
         self._estimate: float | None = None  # seconds, until a measured time has been told in its place
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
-            self._bar = moving_bar(console, TextColumn("{task.fields[step]}/{task.total:.0f}"))
+            self._bar = build_progress_bar(console, TextColumn("{task.fields[step]}/{task.total:.0f}"))
             self._task = self._bar.add_task("training", total=train_iters, left="", step=0)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """A line of its own."""
         if self.console is not None:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -85,7 +89,7 @@ class ConsoleReporter:
         self._first = self._step = step
         self._since, self._warm, self._estimate = self._clock(), False, estimate
         if self._bar is not None:
-            left = "" if estimate is None else f"{about(estimate)} left"
+            left = "" if estimate is None else f"{format_approximate_duration(estimate)} left"
             self._bar.update(self._task, completed=step, step=step, left=left)
             self._bar.start()
 
@@ -101,30 +105,30 @@ class ConsoleReporter:
         left = (now - self._since) / max(1, step - self._first) * (self.train_iters - step)
         if self._bar is not None:
             self._bar.update(
-                self._task, description="training", completed=step, step=step, left=f"{duration(left)} left"
+                self._task, description="training", completed=step, step=step, left=f"{format_duration(left)} left"
             )
         if not self._warm:
             self._first, self._since, self._warm = step, now, True
-        elif self._estimate is not None and now - self._since >= SETTLED:
+        elif self._estimate is not None and now - self._since >= WARMUP_STEPS:
             self._estimate = None
-            self.say(f"at the speed of the first steps: {about(left)} left")
+            self.log(f"at the speed of the first steps: {format_approximate_duration(left)} left")
 
-    def validating(self, split: str, done: int, total: int) -> None:
+    def show_validation(self, split: str, done: int, total: int) -> None:
         """So many of the micro-batches of a validation are done; 0 begins it."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{split} {done}/{total}" if done < total else "training")
         elif done == 0:
             self._spoke = self._clock()
-        elif done < total and self._clock() - self._spoke >= QUIET:
+        elif done < total and self._clock() - self._spoke >= QUIET_SECONDS:
             self._spoke = self._clock()
-            self.say(f"{split}: {done} of {total} batches")
+            self.log(f"{split}: {done} of {total} batches")
 
     def train(self, record: TrainRecord) -> None:
         self._estimate = None  # this line tells the time left as well
-        self.say(train_line(record, self.train_iters))
+        self.log(format_train_record(record, self.train_iters))
 
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self.say(evaluation_line(record, self.train_iters))
+    def evaluation(self, record: ValidationRecord) -> None:
+        self.log(format_validation_record(record, self.train_iters))
 
     def close(self) -> None:
         if self._bar is not None:

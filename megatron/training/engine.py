@@ -19,22 +19,22 @@ from torch import Tensor, nn
 
 from megatron.config.schema import Config
 from megatron.data.batches import Batch
-from megatron.distributed.collectives import add_up
+from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.mpu import ModelParallelUnit
-from megatron.distributed.parameters import counts
-from megatron.distributed.processes import Processes
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import is_counted_here
 from megatron.model.parameter_groups import parameter_groups
-from megatron.training.optimizer import BoundedAdamW, build_optimizer
-from megatron.training.pipeline import Pipeline
-from megatron.uncompiled import uncompiled
+from megatron.training.optimizer import ProjectedAdamW, build_optimizer
+from megatron.training.pipeline import PipelineSchedule
+from megatron.utils.without_compile import disable_torch_compile
 
 
 class Engine:
     """One process's share of training: forward, backward, step. Wraps DeepSpeed's engine (`.deepspeed`)."""
 
-    def __init__(self, config: Config, model: nn.Module, processes: Processes) -> None:
-        with uncompiled():
+    def __init__(self, config: Config, model: nn.Module, groups: ProcessGroups) -> None:
+        with disable_torch_compile():
             import deepspeed  # after `join` has chosen the accelerator
 
             # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.
@@ -46,29 +46,31 @@ class Engine:
         self.precision = config.training.compute_type
         self.stage = config.training.zero_optimization.stage
         self.clip = config.optimizer.gradient_clipping
-        self.processes = processes
-        mesh = processes.mesh
+        self.groups = groups
+        mesh = groups.mesh
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
-        self.bare = self.precision == "fp32" and self.stage == 0
-        self.groups = parameter_groups(model, config.optimizer.weight_decay)
-        self.base: BoundedAdamW = build_optimizer(self.groups, config.optimizer)
-        self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.base.param_groups]
+        self.is_plain_optimizer = self.precision == "fp32" and self.stage == 0
+        param_groups = parameter_groups(model, config.optimizer.weight_decay)
+        self.inner_optimizer: ProjectedAdamW = build_optimizer(param_groups, config.optimizer)
+        self._options = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.inner_optimizer.param_groups
+        ]
         parameters = sum(p.numel() for p in model.parameters())
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
-            optimizer=self.base,
-            config=deepspeed_config(config, mesh, parameters, clip=0.0 if self.bare else self.clip),
-            mpu=ModelParallelUnit(processes),
+            optimizer=self.inner_optimizer,
+            config=build_deepspeed_config(config, mesh, parameters, clip=0.0 if self.is_plain_optimizer else self.clip),
+            mpu=ModelParallelUnit(groups),
             dist_init_required=False,
         )
-        self.base.forget_steps()
-        if self.stage == 0 and mesh.batch.size == 1:
+        self.inner_optimizer.reset_steps()
+        if self.stage == 0 and mesh.dp_cp.size == 1:
             self.deepspeed.enable_backward_allreduce = (
                 False  # else it copies all gradients to reduce them over one rank
             )
         self.pipeline = None
         if mesh.pipeline.size > 1:
-            self.pipeline = Pipeline(self.deepspeed.module, config, processes)
+            self.pipeline = PipelineSchedule(self.deepspeed.module, config, groups)
             self.deepspeed.enable_backward_allreduce = False  # `accumulate` asks for it
             self.deepspeed.pipeline_parallelism = True
         self.grad_norm: Tensor | float = 0.0
@@ -86,67 +88,69 @@ class Engine:
         """The factor on the loss in float16; 1 otherwise."""
         return float(self.deepspeed.optimizer.loss_scale) if self.precision == "fp16" else 1.0
 
-    def accumulate(
+    def forward_backward(
         self,
         micro_batches: Sequence[Batch],
         tokens: int,
         *,
-        draw: int | None = None,
-        progress: Callable[[int], None] = lambda done: None,
+        position_seed: int | None = None,
+        progress: Callable[[int], None] = lambda index: None,
     ) -> Tensor:
         """The gradient of one step: forward and backward over its micro-batches, as many as the configuration says.
 
         Args:
             micro_batches: this rank's, see `megatron.data.batches`.
             tokens: counted tokens of the whole step, over all ranks that divide the batch and all micro-batches.
-            draw: seed of randomized positions.
+            position_seed: seed of randomized positions.
             progress: called with the number of micro-batches that are done, before each.
 
         Returns:
             This rank's share of the mean loss per token, a float64 scalar on its device.
         """
         # DeepSpeed takes the mean over these ranks and, unless told not to, divides by the number of micro-steps.
-        factor = self.processes.mesh.batch.size / tokens
+        factor = self.groups.mesh.dp_cp.size / tokens
         if self.pipeline is not None:
             progress(0)
-            total = self.pipeline.accumulate(micro_batches, factor, draw)
+            total = self.pipeline.forward_backward(micro_batches, factor, position_seed)
             self.deepspeed.allreduce_gradients()
             return total / tokens
-        total = torch.zeros((), dtype=torch.float64, device=self.processes.device)
-        for done, batch in enumerate(micro_batches):
-            progress(done)
-            if done:
+        total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+        for index, batch in enumerate(micro_batches):
+            progress(index)
+            if index:
                 self.deepspeed.step()  # ends a micro-step; the last one of a step is ended by `step`
-            loss = self._losses(batch, draw).sum()
+            loss = self._compute_losses(batch, position_seed).sum()
             self.deepspeed.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()
         return total / tokens
 
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[Batch], *, progress: Callable[[int], None] = lambda done: None) -> Tensor:
+    def evaluate_loss(
+        self, micro_batches: Sequence[Batch], *, progress: Callable[[int], None] = lambda index: None
+    ) -> Tensor:
         """This rank's share of the sum of the counted tokens' losses, float64 on its device, of as many micro-batches
         as a step has; `model.eval()` comes first."""
         if self.pipeline is not None:
             progress(0)
-            return self.pipeline.score(micro_batches)
-        total = torch.zeros((), dtype=torch.float64, device=self.processes.device)
-        for done, batch in enumerate(micro_batches):
-            progress(done)
-            total += self._losses(batch, None).sum(dtype=torch.float64)
+            return self.pipeline.evaluate_loss(micro_batches)
+        total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+        for index, batch in enumerate(micro_batches):
+            progress(index)
+            total += self._compute_losses(batch, None).sum(dtype=torch.float64)
         return total
 
-    def _losses(self, batch: Batch, draw: int | None) -> Tensor:
+    def _compute_losses(self, batch: Batch, position_seed: int | None) -> Tensor:
         """The loss of each token, 0 where it does not count, float32 [B, T]."""
-        device = self.processes.device
+        device = self.groups.device
         tokens, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
-        return self.deepspeed(tokens, labels=labels, position_seed=draw) * mask
+        return self.deepspeed(tokens, labels=labels, position_seed=position_seed) * mask
 
     def step(self, lr: float) -> None:
         """Clip, and step with learning rate `lr`, once the gradient of a whole step is accumulated."""
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
-        if self.bare:
-            self._bare_step()
+        if self.is_plain_optimizer:
+            self._step_plain_optimizer()
             return
         scale = self.loss_scale
         self.deepspeed.step()
@@ -160,13 +164,13 @@ class Engine:
             norm = norm / scale
         self.grad_norm = math.inf if self.skipped else norm
 
-    def _bare_step(self) -> None:
-        mesh = self.processes.mesh
-        parameters = [p for group in self.base.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if counts(p, mesh)])
+    def _step_plain_optimizer(self) -> None:
+        mesh = self.groups.mesh
+        parameters = [p for group in self.inner_optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if is_counted_here(p, mesh)])
         if mesh.tensor.size * mesh.pipeline.size > 1:
             squares = norm.double().square()
-            add_up(squares, self.processes, "tensor", "pipeline")
+            all_reduce_sum_(squares, self.groups, "tensor", "pipeline")
             norm = squares.sqrt().float()
         self.skipped = not bool(torch.isfinite(norm))
         self.grad_norm = math.inf if self.skipped else norm
@@ -189,7 +193,7 @@ class Engine:
         self.deepspeed.destroy()
 
 
-def deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -> dict[str, Any]:
+def build_deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -> dict[str, Any]:
     """DeepSpeed's configuration of a run.
 
     Args:
@@ -210,7 +214,7 @@ def deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -
     if pipelined:
         steps = 1  # as far as DeepSpeed is concerned (pipeline.py)
     result: dict[str, Any] = {
-        "train_batch_size": micro * steps * mesh.batch.size,
+        "train_batch_size": micro * steps * mesh.dp_cp.size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": clip,

@@ -6,21 +6,21 @@ import time
 
 import torch
 
-from megatron.distributed.gpus import of_device
+from megatron.distributed.hardware import find_gpu_spec
 from megatron.model.precision import DTYPES
 
 
-def peak_tflops(device: torch.device, precision: str, given: float | None) -> float | None:
-    """The device's peak TFLOP/s in a precision (fp32, bf16, fp16): `given`, or known by its name, or None."""
-    if given is not None:
-        return given
+def find_peak_tflops(device: torch.device, precision: str, configured: float | None) -> float | None:
+    """The device's peak TFLOP/s in a precision (fp32, bf16, fp16): `configured`, or known by its name, or None."""
+    if configured is not None:
+        return configured
     if device.type != "cuda":
         return None
-    found = of_device(torch.cuda.get_device_name(device))
-    return None if found is None else found.peak(precision)
+    found = find_gpu_spec(torch.cuda.get_device_name(device))
+    return None if found is None else found.get_peak_tflops(precision)
 
 
-def matmul_speed(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
+def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
     """FLOP/s of a product [rows, inner] · [inner, columns] here and now, measured in a few hundredths of a second.
 
     Rows beyond what fills the device are left out: they would only take longer.
@@ -42,7 +42,7 @@ def matmul_speed(device: torch.device, precision: str, *, rows: int, inner: int,
     return 2.0 * rows * inner * columns * repeats / max(seconds(repeats), 1e-9)
 
 
-def peak_memory(device: torch.device) -> float:
+def get_peak_memory(device: torch.device) -> float:
     """The most memory used so far, in GiB: allocated on the GPU, or resident of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

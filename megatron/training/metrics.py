@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.records import DIVERGED
+from megatron.training.records import DIVERGED_KIND
 
 
 def perplexity(loss: float) -> float:
@@ -43,7 +43,7 @@ class TrainRecord:
 
 
 @dataclass(frozen=True)
-class EvaluationRecord:
+class ValidationRecord:
     """A validation, or the test at the end."""
 
     step: int
@@ -65,17 +65,17 @@ class DivergenceRecord:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": DIVERGED, **asdict(self)}
+        return {"kind": DIVERGED_KIND, **asdict(self)}
 
 
-class Interval:
+class IntervalMetrics:
     """Collects steps until they are reported. Time spent on other things is left out with `pause` and `resume`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.clear()
+        self.reset()
 
-    def clear(self, loss: float = 0.0, counted: int = 0) -> None:
+    def reset(self, loss: float = 0.0, counted: int = 0) -> None:
         """Begin a new interval now; `loss` is the sum over `counted` steps of it that an earlier session took."""
         self.steps = self.tokens = 0
         self.flops = 0.0

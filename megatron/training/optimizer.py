@@ -21,13 +21,13 @@ import torch
 from megatron.options.training import OptimizerOptions
 
 
-class BoundedAdamW(torch.optim.AdamW):
+class ProjectedAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter 2019) whose groups may have inclusive bounds `low` and `high`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One AdamW step without pushes against a bound, then the projection onto each group's bounds."""
-        self.leave_out_pushes()
+        self.mask_outward_gradients()
         loss = super().step(closure)
         self.clamp_masters()
         return loss
@@ -35,25 +35,25 @@ class BoundedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def clamp_masters(self) -> None:
         """Move every bounded parameter to the nearest value inside its bounds."""
-        for parameter, low, high in self._bounded():
+        for parameter, low, high in self._iter_bounded():
             parameter.clamp_(low, high)
 
     @torch.no_grad()
-    def leave_out_pushes(self) -> None:
+    def mask_outward_gradients(self) -> None:
         """Set gradients to 0 where a parameter stands at its bound and the step would push it further out."""
-        for parameter, low, high in self._bounded():
+        for parameter, low, high in self._iter_bounded():
             if (gradient := parameter.grad) is not None:
                 outward = ((parameter <= low) & (gradient > 0)) | ((parameter >= high) & (gradient < 0))
                 gradient.masked_fill_(outward, 0.0)
 
-    def _bounded(self) -> Iterator[tuple[torch.Tensor, float, float]]:
+    def _iter_bounded(self) -> Iterator[tuple[torch.Tensor, float, float]]:
         """Every bounded parameter with its bounds."""
         for group in self.param_groups:
             low, high = group.get("low", -math.inf), group.get("high", math.inf)
             if not (math.isinf(low) and math.isinf(high)):
                 yield from ((parameter, low, high) for parameter in group["params"])
 
-    def forget_steps(self) -> None:
+    def reset_steps(self) -> None:
         """Set every parameter's step count back to 0.
 
         DeepSpeed makes some optimizers take a step with zero gradients to allocate their states (the half-precision
@@ -63,11 +63,11 @@ class BoundedAdamW(torch.optim.AdamW):
             state["step"].zero_()
 
 
-def build_optimizer(groups: list[dict[str, Any]], options: OptimizerOptions) -> BoundedAdamW:
+def build_optimizer(groups: list[dict[str, Any]], options: OptimizerOptions) -> ProjectedAdamW:
     """The optimizer over parameter groups (with `weight_decay`, and `low` and `high` where there are bounds).
 
     Its learning rate is 0 until the loop sets the schedule's, so that no step can happen at a wrong one.
     """
     params = options.optimizer.params
     # The fused kernel (CPU and CUDA) makes one pass over each tensor instead of ten.
-    return BoundedAdamW(groups, lr=0.0, betas=(params.betas[0], params.betas[1]), eps=params.eps, fused=True)
+    return ProjectedAdamW(groups, lr=0.0, betas=(params.betas[0], params.betas[1]), eps=params.eps, fused=True)

@@ -15,23 +15,23 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from megatron.config.schema import Config
 from megatron.data.batches import Batch
-from megatron.distributed.collectives import add_up
-from megatron.distributed.processes import Processes
+from megatron.distributed.collectives import all_reduce_sum_
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.gpt import GPT
 from megatron.model.precision import DTYPES
 
 
-def bubble(stages: int, micro_batches: int) -> float:
+def compute_bubble(stages: int, micro_batches: int) -> float:
     """The share of a step that a stage spends waiting for the others."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-class Pipeline:
+class PipelineSchedule:
     """This process's stage of a GPT, and its schedule."""
 
-    def __init__(self, gpt: GPT, config: Config, processes: Processes) -> None:
-        training, mesh = config.training, processes.mesh
-        self.gpt, self.processes = gpt, processes
+    def __init__(self, gpt: GPT, config: Config, groups: ProcessGroups) -> None:
+        training, mesh = config.training, groups.mesh
+        self.gpt, self.groups = gpt, groups
         self._factor = 1.0
         batch, places = training.train_micro_batch_size_per_gpu, config.model.seq_length // mesh.context.size
         # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
@@ -43,17 +43,17 @@ class Pipeline:
             gpt,
             mesh.pipeline.index,
             mesh.pipeline.size,
-            processes.device,
+            groups.device,
             input_args=tokens if gpt.is_first_stage else hidden,
             output_args=losses if gpt.is_last_stage else hidden,
-            group=processes.group("pipeline"),
+            group=groups.group("pipeline"),
         )
         self.schedule = Schedule1F1B(stage, training.gradient_accumulation_steps, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, losses: Tensor, mask: Tensor) -> Tensor:
         return (losses * mask).sum() * self._factor
 
-    def accumulate(self, micro_batches: Sequence[Batch], factor: float, draw: int | None) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[Batch], factor: float, position_seed: int | None) -> Tensor:
         """Forward and backward of a whole step, the loss times `factor`.
 
         Returns:
@@ -61,40 +61,42 @@ class Pipeline:
         """
         self._factor = factor
         losses: list[Tensor] = []
-        args, kwargs = self._inputs(micro_batches, draw)
+        args, kwargs = self._collect_inputs(micro_batches, position_seed)
         self.schedule.step(*args, losses=losses, return_outputs=False, **kwargs)
         for stages, parameter in self.gpt.replicated_parameters():
-            add_up(_gradient(parameter), self.processes, stages)
-        return self._total(losses) / factor
+            all_reduce_sum_(_get_gradient(parameter), self.groups, stages)
+        return self._sum_losses(losses) / factor
 
-    def score(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def evaluate_loss(self, micro_batches: Sequence[Batch]) -> Tensor:
         """The same without gradients, and without a factor."""
         self._factor = 1.0
         losses: list[Tensor] = []
-        args, kwargs = self._inputs(micro_batches, None)
+        args, kwargs = self._collect_inputs(micro_batches, None)
         self.schedule.eval(*args, losses=losses, **kwargs)
-        return self._total(losses)
+        return self._sum_losses(losses)
 
-    def _inputs(self, micro_batches: Sequence[Batch], draw: int | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def _collect_inputs(
+        self, micro_batches: Sequence[Batch], position_seed: int | None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """What this stage is given: the first one tokens, the last one labels and the mask, of all micro-batches."""
 
         def whole(name: str) -> Tensor:
-            return torch.cat([batch[name] for batch in micro_batches]).to(self.processes.device, non_blocking=True)
+            return torch.cat([batch[name] for batch in micro_batches]).to(self.groups.device, non_blocking=True)
 
         args = (whole("tokens"),) if self.gpt.is_first_stage else ()
-        kwargs: dict[str, Any] = {"position_seed": draw}
+        kwargs: dict[str, Any] = {"position_seed": position_seed}
         if self.gpt.is_last_stage:
             kwargs |= {"labels": whole("labels"), "target": whole("loss_mask")}
         return args, kwargs
 
-    def _total(self, losses: list[Tensor]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.processes.device)
+    def _sum_losses(self, losses: list[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         for loss in losses:
             total += loss.detach()
         return total
 
 
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+def _get_gradient(parameter: torch.nn.Parameter) -> Tensor:
     """The gradient of a parameter, wherever DeepSpeed keeps it; zeros if this stage's layers have none for it."""
     gradient = getattr(parameter, "_hp_grad", None)  # float32, beside a parameter in half precision
     if gradient is None:

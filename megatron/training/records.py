@@ -5,41 +5,41 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.files import parse_json
+from megatron.utils.atomic_io import parse_json
 
-METRICS = "metrics.jsonl"
-DIVERGED = "diverged"
+METRICS_FILE = "metrics.jsonl"
+DIVERGED_KIND = "diverged"
 """The kind of the record that ends a run whose loss stayed bad: with its step, and the reason in one line."""
-ASIDE = "metrics.unreadable.txt"
+DAMAGED_SUFFIX = "metrics.unreadable.txt"
 """In the run's folder: lines of its records that were found damaged, as they were."""
-HEARTBEAT = "heartbeat.json"
+HEARTBEAT_FILE = "heartbeat.json"
 """In the run's folder: where the first rank is, every few seconds while the run is alive."""
 
 
-def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a file of records, each with its end and what it says; `unreadable` has the others."""
-    for line, record in _all(path):
+    for line, record in _parse_lines(path):
         if record is not None:
             yield line + "\n", record
 
 
-def unreadable(path: Path) -> dict[int, str]:
+def find_unreadable_lines(path: Path) -> dict[int, str]:
     """Lines of a file of records that say nothing, by their number from 1. Half a line at the end is none of them: that
     is what a crash leaves, and a run that goes on writes that record again."""
-    found = list(_all(path))
+    found = list(_parse_lines(path))
     if found and found[-1][1] is None and not path.read_bytes().endswith(b"\n"):
         found.pop()
     return {number: line for number, (line, record) in enumerate(found, start=1) if record is None}
 
 
-def damage_in(path: Path, damaged: Iterable[int]) -> str:
+def describe_damage(path: Path, damaged: Iterable[int]) -> str:
     """Which lines of a file of records are damaged, in words."""
     numbers = [str(number) for number in damaged]
     shown = ", ".join(numbers[:5]) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
     return f"{path}: line{'s' * (len(numbers) > 1)} {shown} cannot be read"
 
 
-def _all(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     if not path.is_file():
         return
     # Not splitlines: what damage makes of a line may look like its end to Unicode, and is not JSON's.
@@ -56,16 +56,18 @@ def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and type(value.get("step")) is int and isinstance(value.get("kind"), str)
 
 
-def divergence(run: str | Path) -> tuple[int, str] | None:
+def find_divergence(run: str | Path) -> tuple[int, str] | None:
     """Step and reason if a run's training ended because its loss stayed bad, and was not started again since."""
     last = None
-    for _, record in lines(Path(run) / METRICS):
+    for _, record in read_records(Path(run) / METRICS_FILE):
         last = record
-    if last is None or last["kind"] != DIVERGED:
+    if last is None or last["kind"] != DIVERGED_KIND:
         return None
     return int(last["step"]), str(last.get("reason"))
 
 
-def recorded(run: str | Path, kind: str, step: int) -> bool:
+def find_record(run: str | Path, kind: str, step: int) -> bool:
     """Does a run's folder have a record of this kind (train, valid, test) and step?"""
-    return any(record.get("kind") == kind and record["step"] == step for _, record in lines(Path(run) / METRICS))
+    return any(
+        record.get("kind") == kind and record["step"] == step for _, record in read_records(Path(run) / METRICS_FILE)
+    )

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError, reason
-from megatron.files import write_text
-from megatron.training.metrics import DivergenceRecord, EvaluationRecord, TrainRecord
-from megatron.training.records import ASIDE, METRICS, damage_in, lines, unreadable
+from megatron.training.metrics import DivergenceRecord, TrainRecord, ValidationRecord
+from megatron.training.records import DAMAGED_SUFFIX, METRICS_FILE, describe_damage, find_unreadable_lines, read_records
+from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.errors import RunError, UserError, describe_cause
 
 
 class Reporter(Protocol):
     """Takes records as they come."""
 
     def train(self, record: TrainRecord) -> None: ...
-    def evaluation(self, record: EvaluationRecord) -> None: ...
+    def evaluation(self, record: ValidationRecord) -> None: ...
     def divergence(self, record: DivergenceRecord) -> None: ...
     def close(self) -> None: ...
 
@@ -42,7 +42,7 @@ def build_reporters(config: Config, first_step: int) -> list[Reporter]:
     options, run = config.logging, config.checkpoint.save
     reporters: list[Reporter] = []
     if run is not None:
-        reporters.append(JsonLines(Path(run) / METRICS, first_step))
+        reporters.append(JsonLines(Path(run) / METRICS_FILE, first_step))
     events = options.tensorboard_dir or (os.path.join(run, "tensorboard") if run is not None else None)
     if options.use_tensorboard and events is not None:
         reporters.append(TensorBoard(events, first_step))
@@ -56,15 +56,15 @@ def set_damage_aside(run: Path) -> list[str]:
 
     Raises RunError: a file cannot be written.
     """
-    damaged = unreadable(run / METRICS)
+    damaged = find_unreadable_lines(run / METRICS_FILE)
     if not damaged:
         return []
     try:
-        with open(run / ASIDE, "a", encoding="utf-8") as file:
+        with open(run / DAMAGED_SUFFIX, "a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in damaged.values())
     except OSError as error:
-        raise RunError(f"{run / ASIDE}: cannot be written ({reason(error)})") from None
-    return [f"{damage_in(run / METRICS, damaged)}; moved to {run / ASIDE}"]
+        raise RunError(f"{run / DAMAGED_SUFFIX}: cannot be written ({describe_cause(error)})") from None
+    return [f"{describe_damage(run / METRICS_FILE, damaged)}; moved to {run / DAMAGED_SUFFIX}"]
 
 
 class JsonLines:
@@ -74,8 +74,8 @@ class JsonLines:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [line for line, record in lines(path) if first_step and record["step"] <= first_step]
-            write_text(path, "".join(kept))
+            kept = [line for line, record in read_records(path) if first_step and record["step"] <= first_step]
+            write_text_atomically(path, "".join(kept))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
@@ -83,7 +83,7 @@ class JsonLines:
     def train(self, record: TrainRecord) -> None:
         self._write(record.as_dict())
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, record: ValidationRecord) -> None:
         self._write(record.as_dict())
 
     def divergence(self, record: DivergenceRecord) -> None:
@@ -120,7 +120,7 @@ class TensorBoard:
     def train(self, record: TrainRecord) -> None:
         self._scalars("train", record.as_dict())
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, record: ValidationRecord) -> None:
         self._scalars(record.split, record.as_dict())
 
     def divergence(self, record: DivergenceRecord) -> None:
@@ -165,7 +165,7 @@ class WeightsAndBiases:
     def train(self, record: TrainRecord) -> None:
         self._log("train", record.as_dict())
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, record: ValidationRecord) -> None:
         self._log(record.split, record.as_dict())
 
     def divergence(self, record: DivergenceRecord) -> None:
@@ -191,13 +191,13 @@ def _wandb_id(run: Path) -> str:
     return fresh
 
 
-def report(reporters: Sequence[Reporter], record: TrainRecord | EvaluationRecord | DivergenceRecord) -> None:
+def report_to_all(reporters: Sequence[Reporter], record: TrainRecord | ValidationRecord | DivergenceRecord) -> None:
     """Hand a record to every reporter."""
     for reporter in reporters:
         match record:
             case TrainRecord():
                 reporter.train(record)
-            case EvaluationRecord():
+            case ValidationRecord():
                 reporter.evaluation(record)
             case DivergenceRecord():
                 reporter.divergence(record)

@@ -20,7 +20,7 @@ from megatron.options.training import OptimizerOptions
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """Linear warm-up, then decay. Steps count from 0; `schedule(s)` is the rate of step s."""
 
     lr: float
@@ -44,10 +44,10 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * share
 
 
-def build_schedule(options: OptimizerOptions, train_iters: int) -> Schedule:
+def build_schedule(options: OptimizerOptions, train_iters: int) -> LearningRateSchedule:
     """The schedule of a run; the decay ends at `lr_decay_iters`, or with the run."""
     decay_steps = options.lr_decay_iters or train_iters
-    return Schedule(
+    return LearningRateSchedule(
         lr=options.optimizer.params.lr,
         min_lr=options.min_lr,
         warmup_steps=round(options.warmup * decay_steps),
@@ -56,7 +56,7 @@ def build_schedule(options: OptimizerOptions, train_iters: int) -> Schedule:
     )
 
 
-def rate_jump(old: Schedule, new: Schedule, step: int) -> str | None:
+def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, step: int) -> str | None:
     """One line if the rate of step `step` is far from the one before it, and how to avoid that; else None.
 
     Extending a run does this: a decay that ends with the run ends later now, so the rate returns to where a longer

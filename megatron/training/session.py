@@ -8,17 +8,17 @@ import torch
 from megatron.checkpoint.lock import RunLock
 from megatron.config.ranks import mesh_sizes
 from megatron.config.schema import Config
-from megatron.distributed import seeds
-from megatron.distributed.place import Place
-from megatron.distributed.processes import Processes, join
-from megatron.errors import FarfieldError
+from megatron.distributed import rng
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.process_groups import ProcessGroups, init_distributed
+from megatron.utils.errors import FarfieldError
 
 
 @dataclass(frozen=True)
-class Session:
+class TrainingSession:
     """One process's part in a run."""
 
-    processes: Processes
+    groups: ProcessGroups
     lock: RunLock | None
     """Keeps other runs out of the folder; the first process has it, if anything is saved."""
 
@@ -28,7 +28,7 @@ class Session:
             self.lock.release()
 
 
-def begin(config: Config, place: Place) -> Session:
+def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
     """Meet the other processes, take the folder, and settle how torch computes. All processes must call this.
 
     Raises:
@@ -36,35 +36,37 @@ def begin(config: Config, place: Place) -> Session:
         RunError: the folder cannot be written, the device cannot be used, or the others cannot be reached.
     """
     launch = config.launch
-    processes = join(place, mesh_sizes(config, place.world), device=launch.device, backend=launch.distributed_backend)
+    processes = init_distributed(
+        rank_info, mesh_sizes(config, rank_info.world_size), device=launch.device, backend=launch.distributed_backend
+    )
     # Before anything in the folder is looked at, and after all have met: who waited for one that was refused here, and
     # left, would keep its machines for as long as it has patience.
-    lock = _take(config.checkpoint.save, processes)
+    lock = _take_lock(config.checkpoint.save, processes)
     try:
-        _determinism(config.training.deterministic)
-        seeds.seed_torch(seeds.seed_of(config.training.seed, "initialization", processes.mesh))
+        _set_determinism(config.training.deterministic)
+        rng.seed_torch(rng.derive_seed(config.training.seed, "initialization", processes.mesh))
     except BaseException:
         if lock is not None:
             lock.release()
         raise
-    return Session(processes, lock)
+    return TrainingSession(processes, lock)
 
 
-def _take(save: str | None, processes: Processes) -> RunLock | None:
+def _take_lock(save: str | None, groups: ProcessGroups) -> RunLock | None:
     """Take the run's folder, in the first process. Raises its error in all."""
     lock, refused = None, None
-    if save is not None and processes.first:
+    if save is not None and groups.is_main:
         try:
             lock = RunLock(save)
         except FarfieldError as error:
             refused = error
-    found = processes.gather(refused)[0]
+    found = groups.gather_objects(refused)[0]
     if found is not None:
         raise found
     return lock
 
 
-def _determinism(deterministic: bool) -> None:
+def _set_determinism(deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(deterministic)

@@ -12,12 +12,12 @@ from itertools import islice
 import torch
 from torch.utils.data import Dataset
 
-from megatron.checkpoint import random_states
+from megatron.checkpoint import rng_state
 from megatron.config.schema import Config
 from megatron.data.batches import batches
-from megatron.distributed.processes import Processes
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
-from megatron.training.metrics import EvaluationRecord, perplexity
+from megatron.training.metrics import ValidationRecord, perplexity
 
 
 @torch.no_grad()
@@ -25,41 +25,41 @@ def validate(
     engine: Engine,
     dataset: Dataset,
     config: Config,
-    processes: Processes,
+    groups: ProcessGroups,
     *,
     step: int,
     split: str,
     progress: Callable[[str, int, int], None] = lambda split, done, total: None,
-) -> EvaluationRecord:
+) -> ValidationRecord:
     """Mean loss per counted token of `eval_iters` global batches. All processes must call this.
 
     `progress` is called with the split, the micro-batches that are done, and all there are.
     """
     training = config.training
-    begun = time.perf_counter()
-    states = random_states.capture()
+    start_time = time.perf_counter()
+    states = rng_state.capture_rng_state()
     engine.model.eval()
-    losses = torch.zeros((), dtype=torch.float64, device=processes.device)
+    losses = torch.zeros((), dtype=torch.float64, device=groups.device)
     counted = 0.0
-    order = batches(dataset, micro_batch=training.train_micro_batch_size_per_gpu, mesh=processes.mesh)
+    order = batches(dataset, micro_batch=training.train_micro_batch_size_per_gpu, mesh=groups.mesh)
     steps = training.gradient_accumulation_steps
     total = training.eval_iters * steps
     for done in range(0, total, steps):
         if not (micro := list(islice(order, steps))):
             break
         counted += sum(float(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro)
-        losses += engine.score(micro, progress=lambda more, done=done: progress(split, done + more, total))  # type: ignore[misc]
+        losses += engine.evaluate_loss(micro, progress=lambda more, done=done: progress(split, done + more, total))  # type: ignore[misc]
     progress(split, total, total)
     engine.model.train()
-    random_states.restore(states)
-    once = processes.mesh.once
-    all_losses, all_counted = processes.sum(once(float(losses)), once(counted))
+    rng_state.restore_rng_state(states)
+    once = groups.mesh.count_once
+    all_losses, all_counted = groups.all_reduce_sum(once(float(losses)), once(counted))
     loss = all_losses / max(all_counted, 1.0)
-    return EvaluationRecord(
+    return ValidationRecord(
         step=step,
         split=split,
         loss=loss,
         perplexity=perplexity(loss),
         tokens=round(all_counted),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start_time,
     )

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megatron.errors import UserError
 from megatron.options.training import LoggingOptions
+from megatron.utils.errors import UserError
 
 
-def check_login(options: LoggingOptions) -> None:
+def check_wandb_login(options: LoggingOptions) -> None:
     """Refuse a run that could not report.
 
     Raises:

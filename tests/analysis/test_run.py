@@ -24,12 +24,12 @@ from megatron.analysis.attention_mass import attention_mass
 from megatron.analysis.request import read_request
 from megatron.analysis.run import PAGE, analyze
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.progress import Progress
-from megatron.checkpoint.trained import open_run
+from megatron.checkpoint.trained_run import open_run
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.data.vocabulary import vocabulary
-from megatron.errors import UserError
 from megatron.evaluation.texts import text_of
 from megatron.options.analysis import AnalysisOptions
+from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 KERPLE = {"pos_emb": "kerple_log", "pos_emb_per_layer": True}
@@ -63,7 +63,7 @@ def make_run(name: str, corpus: Path, **keys: Any) -> str:
     checkpoint = Path(name) / "checkpoints" / "step_0000004"
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")
-    Progress(step=4, vocabulary={"size": VOCABULARY, "name": vocabulary(config.data).name}).write(checkpoint)
+    TrainerState(step=4, vocabulary={"size": VOCABULARY, "name": vocabulary(config.data).name}).write(checkpoint)
     weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
     save_file(weights, checkpoint / "model.safetensors")
     return name

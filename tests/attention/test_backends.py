@@ -11,8 +11,8 @@ from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.sdpa import SdpaBackend
 from megatron.attention.inputs import AttentionInputs
-from megatron.errors import UserError
 from megatron.position.token_range import TokenRange
+from megatron.utils.errors import UserError
 from tools.rounding import assert_alike
 
 

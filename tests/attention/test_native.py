@@ -13,9 +13,9 @@ from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.inputs import AttentionInputs
-from megatron.errors import UserError
 from megatron.position.registry import build_processor
 from megatron.position.token_range import TokenRange, sample_positions
+from megatron.utils.errors import UserError
 from tools.rounding import assert_alike
 
 compiled = pytest.mark.skipif(host.unavailable() is not None, reason=str(host.unavailable()))

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import losses, tiny_config, write_corpora
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
-from megatron.errors import RunError, UserError
 from megatron.position import registry
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import RunError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, t
     given = finetuned(corpus, tmp_path / "given", trained, **zero, pos_emb_per_layer=per_layer)
     assert given[0] == plain[0]
     assert given[2] != plain[2]
-    weights = load_file(folder.resolve(tmp_path / "given") / "model.safetensors")
+    weights = load_file(layout.resolve_checkpoint_path(tmp_path / "given") / "model.safetensors")
     outputs = [name for name in weights if "processor.output.weight" in name]
     assert len(outputs) == 2
     assert all(weights[name].any() for name in outputs)
@@ -86,7 +86,7 @@ def test_a_window_needs_no_weights(corpus: Path, trained: Path, tmp_path: Path) 
 
 def test_bounds_hold_after_loading(trained: Path, tmp_path: Path) -> None:
     """Weights from elsewhere may lie outside; the value that is used and the one that is kept do not."""
-    checkpoint = folder.resolve(trained)
+    checkpoint = layout.resolve_checkpoint_path(trained)
     for name in ("config.yml", "progress.json"):
         (tmp_path / name).write_text((checkpoint / name).read_text())
     weights = load_file(checkpoint / "model.safetensors")
@@ -103,7 +103,7 @@ def test_a_missing_weight_is_still_an_error(corpus: Path, trained: Path, tmp_pat
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}, "train_iters": 1}
     run = tmp_path / "run"
     train(tiny_config(corpus, run, **zero))
-    checkpoint = folder.resolve(run)
+    checkpoint = layout.resolve_checkpoint_path(run)
     weights = load_file(checkpoint / "model.safetensors")
     del weights["decoder.layers.0.self_attention.core_attention.processor.output.bias"]
     save_file(weights, checkpoint / "model.safetensors")

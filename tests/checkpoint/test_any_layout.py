@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_runs import records, tiny_config, train_with_processes, write_corpora
 
-from megatron.checkpoint import folder, manifest, stream
+from megatron.checkpoint import layout, manifest, tensor_writer
 from megatron.config.schema import Config
-from megatron.training.loop import train
+from megatron.training.trainer import train
 from tools.rounding import apart, sums_of_gpt
 
 MODEL = {
@@ -76,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for job in some:
                     train(job)
             else:
-                errors = train_with_processes(where / f"job {phase} {world}", some, world=world, timeout=600)
+                errors = train_with_processes(where / f"job {phase} {world}", some, world_size=world, timeout=600)
                 assert errors == [None] * len(some)
     return where
 
@@ -91,7 +91,7 @@ def apart_by(run: Path, unbroken: Path) -> float:
         for mine, expected in zip(ours, theirs, strict=True)
         for kind in ("loss", "grad_norm")
     ]
-    mine, expected = (load_file(folder.resolve(each) / "model.safetensors") for each in (run, unbroken))
+    mine, expected = (load_file(layout.resolve_checkpoint_path(each) / "model.safetensors") for each in (run, unbroken))
     assert mine.keys() == expected.keys()
     return max([*found, *(float((mine[name] - expected[name]).abs().max()) / limit for name in mine)])
 
@@ -115,12 +115,12 @@ def test_table(runs: Path) -> None:
 def test_the_moments_matter(runs: Path, tmp_path: Path) -> None:
     """With zeros in their place the run ends elsewhere: the test above can fail."""
     shutil.copytree(runs / "begun one rank", tmp_path / "run")
-    checkpoint = folder.resolve(tmp_path / "run")
+    checkpoint = layout.resolve_checkpoint_path(tmp_path / "run")
     states, listed = checkpoint / "states" / "rank_00000.safetensors", checkpoint / manifest.MANIFEST
     with safe_open(states, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     zeroed = {name: tensor if name.startswith("random/") else 0 * tensor for name, tensor in tensors.items()}
-    entry = stream.write_all(states, zeroed, metadata)
+    entry = tensor_writer.write_tensors(states, zeroed, metadata)
     content = json.loads(listed.read_text())
     content["files"]["states/rank_00000.safetensors"] = asdict(entry)
     listed.write_text(json.dumps(content))

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
-from megatron.errors import UserError
 from megatron.launch.console import run_console
 from megatron.position import registry
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import UserError
 
 ROTARY = {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.5}}
 
@@ -42,7 +42,7 @@ def tuned(corpus: Path, run: Path, source: Path, **keys: object) -> str:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder.resolve(run) / "model.safetensors")
+    return load_file(layout.resolve_checkpoint_path(run) / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", [name for name in registry.list_encodings() if name != "rotary"])

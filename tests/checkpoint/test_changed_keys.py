@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from tiny_runs import tiny_config, write_corpora
 
-from megatron.checkpoint.resume import find_start
+from megatron.checkpoint.resume import plan_resume
 from megatron.config.schema import Config, Key, keys
-from megatron.distributed.processes import Processes
-from megatron.errors import UserError
-from megatron.training.loop import train
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.training.trainer import train
+from megatron.utils.errors import UserError
 
 BY_ROLE = {
     "architecture": "refused",
@@ -28,7 +28,7 @@ KNOWN = {
     "score_processor": "cdape",
     "score_processor_options": {"width": 4},
 }
-ALONE = Processes()
+ALONE = ProcessGroups()
 COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compared with what
 
 
@@ -58,7 +58,7 @@ def changed(config: Config, key: Key) -> Config:
 )
 def test_a_changed_key_follows_its_role(trained: Config, key: Key) -> None:
     try:
-        notes = find_start(changed(trained, key), ALONE).notes
+        notes = plan_resume(changed(trained, key), ALONE).notes
     except UserError as error:
         found = "refused" if str(error).startswith(f"{key.name}: ") else str(error)
     else:
@@ -68,4 +68,4 @@ def test_a_changed_key_follows_its_role(trained: Config, key: Key) -> None:
 
 
 def test_nothing_changed_nothing_said(trained: Config) -> None:
-    assert [note for note in find_start(trained, ALONE).notes if "until here" in note or "no effect" in note] == []
+    assert [note for note in plan_resume(trained, ALONE).notes if "until here" in note or "no effect" in note] == []

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from tiny_runs import losses, records, same_weights, tiny_config
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.config.load import read
-from megatron.errors import RunError, UserError
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import RunError, UserError
 
 
 @pytest.fixture
@@ -69,13 +69,16 @@ def test_the_one_before_is_taken_and_ends_where_the_run_would_have(
     trained: Path, run: Path, corpus: Path, damage: str
 ) -> None:
     act, words = DAMAGE[damage]
-    checkpoint = run / "checkpoints" / folder.name(4)
+    checkpoint = run / "checkpoints" / layout.format_checkpoint_name(4)
     act(checkpoint)
     said = resumed(corpus, run)
     (line,) = [line for line in said.splitlines() if "is damaged" in line]
     assert line.startswith(f"{checkpoint}: is damaged, and passed over: ")
     assert words in line
-    assert f"resuming from {checkpoint.with_name(folder.name(2))} at step 2, the newest whole checkpoint" in said
+    assert (
+        f"resuming from {checkpoint.with_name(layout.format_checkpoint_name(2))} at step 2, the newest whole checkpoint"
+        in said
+    )
     assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001" in said
     assert losses(run) == losses(trained)
     assert same_weights(run, trained)
@@ -83,7 +86,7 @@ def test_the_one_before_is_taken_and_ends_where_the_run_would_have(
 
 
 def test_a_damaged_one_that_is_named_is_refused_and_nothing_changes(run: Path, corpus: Path) -> None:
-    checkpoint = run / "checkpoints" / folder.name(4)
+    checkpoint = run / "checkpoints" / layout.format_checkpoint_name(4)
     flipped(states(checkpoint))
     before = sorted(run.rglob("*"))
     for keys in ({"train_iters": 6}, {"save": str(run.parent / "tuned"), "finetune": True}):
@@ -96,15 +99,15 @@ def test_a_damaged_one_that_is_named_is_refused_and_nothing_changes(run: Path, c
 
 
 def test_none_is_whole(run: Path, corpus: Path) -> None:
-    for checkpoint in folder.checkpoints(run):
+    for checkpoint in layout.list_checkpoints(run):
         flipped(states(checkpoint))
     with pytest.raises(RunError, match=r"no checkpoint in it is whole: step_0000004: .*; step_0000002: .* begin anew"):
         resumed(corpus, run, train_iters=6)
 
 
 def test_going_back_is_asked_for_by_name_and_loses_nothing(trained: Path, run: Path, corpus: Path) -> None:
-    old, rate = run / "checkpoints" / folder.name(2), {"optimizer": {"params": {"lr": 2e-2}}}
-    later = (run / "checkpoints" / folder.name(4) / "model.safetensors").read_bytes()
+    old, rate = run / "checkpoints" / layout.format_checkpoint_name(2), {"optimizer": {"params": {"lr": 2e-2}}}
+    later = (run / "checkpoints" / layout.format_checkpoint_name(4) / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="rollback=true"):
         resumed(corpus, run, load=str(old), **rate)
     said = resumed(corpus, run, load=str(old), rollback=True, **rate)
@@ -120,7 +123,7 @@ def test_going_back_is_asked_for_by_name_and_loses_nothing(trained: Path, run: P
     assert not same_weights(run, trained)
     assert "rollback: true" not in (run / "config.yml").read_text()
     assert "moved" not in resumed(corpus, run, train_iters=6, **rate)  # and on, from the newest
-    assert [folder.step_of(path) for path in folder.checkpoints(run)] == [2, 4, 6]
+    assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == [2, 4, 6]
 
 
 def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import folder
-from megatron.errors import UserError
+from megatron.checkpoint import layout
+from megatron.utils.errors import UserError
 
 
 def make(run: Path, *steps: int) -> None:
@@ -16,14 +16,14 @@ def make(run: Path, *steps: int) -> None:
 
 
 def steps(run: Path) -> list[int | None]:
-    return [folder.step_of(path) for path in folder.checkpoints(run)]
+    return [layout.parse_step(path) for path in layout.list_checkpoints(run)]
 
 
 def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
     make(tmp_path, 10_000_000, 500, 2_000)
     assert steps(tmp_path) == [500, 2_000, 10_000_000]
-    assert folder.newest(tmp_path) == tmp_path / "checkpoints" / "step_10000000"
-    assert folder.name(500) == "step_0000500"
+    assert layout.find_latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10000000"
+    assert layout.format_checkpoint_name(500) == "step_0000500"
 
 
 def test_the_newest_needs_no_pointer_and_believes_none(tmp_path: Path) -> None:
@@ -31,32 +31,32 @@ def test_the_newest_needs_no_pointer_and_believes_none(tmp_path: Path) -> None:
     make(tmp_path, 140, 145)
     (tmp_path / "checkpoints" / "latest").write_text("step_0000140\n")  # as earlier versions wrote
     (tmp_path / "checkpoints" / ".step_0000150.tmp").mkdir()
-    assert folder.resolve(tmp_path) == tmp_path / "checkpoints" / "step_0000145"
+    assert layout.resolve_checkpoint_path(tmp_path) == tmp_path / "checkpoints" / "step_0000145"
 
 
 def test_resolve_takes_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> None:
     make(tmp_path, 5, 10)
-    five, ten = (tmp_path / "checkpoints" / folder.name(step) for step in (5, 10))
-    assert folder.resolve(tmp_path) == folder.resolve(tmp_path / "checkpoints") == ten
-    assert folder.resolve(str(five)) == five
+    five, ten = (tmp_path / "checkpoints" / layout.format_checkpoint_name(step) for step in (5, 10))
+    assert layout.resolve_checkpoint_path(tmp_path) == layout.resolve_checkpoint_path(tmp_path / "checkpoints") == ten
+    assert layout.resolve_checkpoint_path(str(five)) == five
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    assert folder.newest(tmp_path) is None
+    assert layout.find_latest_checkpoint(tmp_path) is None
     with pytest.raises(UserError, match="no checkpoint in it"):
-        folder.resolve(tmp_path)
+        layout.resolve_checkpoint_path(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
-        folder.resolve(tmp_path / "run")
+        layout.resolve_checkpoint_path(tmp_path / "run")
 
 
 def test_prune_keeps_the_newest_and_what_was_set_aside_and_sweeps_up(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4, 5, 6)
-    folder.abandon([tmp_path / "checkpoints" / folder.name(6)])
+    layout.move_aside([tmp_path / "checkpoints" / layout.format_checkpoint_name(6)])
     (tmp_path / "checkpoints" / ".step_0000006.tmp").mkdir()
-    assert folder.prune(tmp_path, None) == []
+    assert layout.prune_checkpoints(tmp_path, None) == []
     assert not (tmp_path / "checkpoints" / ".step_0000006.tmp").exists()
-    gone = folder.prune(tmp_path, 2)
-    assert [folder.step_of(path) for path in gone] == [1, 2, 3]
+    gone = layout.prune_checkpoints(tmp_path, 2)
+    assert [layout.parse_step(path) for path in gone] == [1, 2, 3]
     assert steps(tmp_path) == [4, 5]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "abandoned", "step_0000004", "step_0000005"
@@ -66,7 +66,7 @@ def test_prune_keeps_the_newest_and_what_was_set_aside_and_sweeps_up(tmp_path: P
 
 def test_prune_spares_the_steps_that_were_named(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4, 5)
-    assert [folder.step_of(path) for path in folder.prune(tmp_path, 1, spare=[2, 5, 9])] == [1, 3]
+    assert [layout.parse_step(path) for path in layout.prune_checkpoints(tmp_path, 1, spare=[2, 5, 9])] == [1, 3]
     assert steps(tmp_path) == [2, 4, 5]
 
 
@@ -74,7 +74,7 @@ def test_what_is_set_aside_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("before\n")
     for number in (1, 2):
         make(tmp_path, 3, 4)
-        aside = folder.abandon(folder.checkpoints(tmp_path), [tmp_path / "metrics.jsonl", tmp_path / "none"])
+        aside = layout.move_aside(layout.list_checkpoints(tmp_path), [tmp_path / "metrics.jsonl", tmp_path / "none"])
         assert aside == tmp_path / "checkpoints" / "abandoned" / f"{number:04d}"
         assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step_0000003", "step_0000004"]
         assert steps(tmp_path) == []
@@ -82,8 +82,8 @@ def test_what_is_set_aside_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_the_run_of_a_checkpoint(tmp_path: Path) -> None:
     make(tmp_path / "run", 5, 10)
-    set_aside = folder.abandon([tmp_path / "run" / "checkpoints" / folder.name(10)])
-    for checkpoint in (folder.resolve(tmp_path / "run"), set_aside / folder.name(10)):
-        assert folder.run_of_checkpoint(checkpoint) == tmp_path / "run"
-    alone = folder.resolve(tmp_path / "run").rename(tmp_path / "step_0000005")
-    assert folder.run_of_checkpoint(alone) == alone
+    set_aside = layout.move_aside([tmp_path / "run" / "checkpoints" / layout.format_checkpoint_name(10)])
+    for checkpoint in (layout.resolve_checkpoint_path(tmp_path / "run"), set_aside / layout.format_checkpoint_name(10)):
+        assert layout.get_run_of_checkpoint(checkpoint) == tmp_path / "run"
+    alone = layout.resolve_checkpoint_path(tmp_path / "run").rename(tmp_path / "step_0000005")
+    assert layout.get_run_of_checkpoint(alone) == alone

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import VOCABULARY, losses, same_weights, tiny_config, train_with_processes, write_corpora
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
-from megatron.training.loop import train
+from megatron.training.trainer import train
 from tools.rounding import apart, sums_of_gpt
 
 MODEL = {
@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str | Non
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder.resolve(run) / folder.WEIGHTS)
+    return load_file(layout.resolve_checkpoint_path(run) / layout.WEIGHTS)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

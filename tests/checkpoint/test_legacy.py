@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
 
-from megatron.checkpoint import folder, manifest
-from megatron.checkpoint.stored import config_of
+from megatron.checkpoint import layout, manifest
+from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import RunError, UserError
 from tools.rounding import apart, sums_of_gpt
 
 FORMATS = Path(__file__).parent / "formats"
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def going_on(corpus: Path, run: Path, stored: Path = ONE, **keys: object) -> Config:
-    keep = config_of(stored).flat()
+    keep = load_checkpoint_config(stored).flat()
     keep |= {"train_data_paths": [str(corpus / "train_text_document")], "valid_data_paths": []}
     return tiny_config(corpus, run, **keep | {"load": str(run), "save": str(run)} | keys)
 
@@ -48,8 +48,8 @@ def test_a_run_of_format_1_goes_on_and_writes_today_s_format(run: Path, corpus: 
     train(going_on(corpus, run))
     # bfloat16's rounding: another machine may sum otherwise
     assert losses(run) == pytest.approx([NEXT_LOSS[ONE]], rel=2**-7)
-    newest = folder.resolve(run)
-    assert manifest.format_of(newest) == manifest.FORMAT
+    newest = layout.resolve_checkpoint_path(run)
+    assert manifest.read_format_version(newest) == manifest.FORMAT
     assert not (newest / "deepspeed").exists()
 
 
@@ -137,7 +137,7 @@ def test_without_checksums_a_whole_one_is_taken_and_told(run: Path, corpus: Path
     stream = io.StringIO()
     train(going_on(corpus, run), Console(file=stream, width=250))
     assert "step_0000002: carries no checksums (an earlier version wrote it): taken unverified" in stream.getvalue()
-    assert (run / "checkpoints" / folder.name(3) / "manifest.json").is_file()
+    assert (run / "checkpoints" / layout.format_checkpoint_name(3) / "manifest.json").is_file()
 
 
 def test_a_pickle_that_would_run_code_is_not_opened(run: Path, corpus: Path, tmp_path: Path) -> None:

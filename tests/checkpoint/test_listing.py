@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import records
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.lock import RunLock
-from megatron.errors import UserError
-from megatron.launch import checkpoints
+from megatron.launch import checkpoint_table
+from megatron.utils.errors import UserError
 
 
 @pytest.fixture
@@ -28,16 +28,16 @@ def test_each_is_told_with_its_loss_and_what_is_wrong_with_it(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = "states/rank_00000.safetensors"
-    flip(run / "checkpoints" / folder.name(2) / states)
-    (run / "checkpoints" / folder.name(4) / "progress.json").unlink()
-    checkpoints.show(run, verify=False, as_json=True)
+    flip(run / "checkpoints" / layout.format_checkpoint_name(2) / states)
+    (run / "checkpoints" / layout.format_checkpoint_name(4) / "progress.json").unlink()
+    checkpoint_table.print_checkpoints(run, verify=False, as_json=True)
     two, four = json.loads(capsys.readouterr().out)
     assert (two["step"], four["step"]) == (2, 4)
     assert two["loss"] == records(run)[2]["loss"]
     assert two["bytes"] == sum(file.stat().st_size for file in Path(two["path"]).rglob("*") if file.is_file())
     assert (two["problem"], four["problem"]) == (None, "progress.json is missing")
     monkeypatch.setenv("COLUMNS", "300")
-    checkpoints.show(run / "checkpoints", verify=True, as_json=False)
+    checkpoint_table.print_checkpoints(run / "checkpoints", verify=True, as_json=False)
     shown = capsys.readouterr().out
     assert "is not as it was written" in shown
     assert "progress.json is missing" in shown
@@ -47,37 +47,37 @@ def test_what_is_no_run_is_told(run: Path, tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path, "no checkpoint in it"),
-        (run / "checkpoints" / folder.name(2), "is a checkpoint; give the run's folder"),
+        (run / "checkpoints" / layout.format_checkpoint_name(2), "is a checkpoint; give the run's folder"),
     ):
         with pytest.raises(UserError, match=message):
-            checkpoints.show(path, verify=False, as_json=False)
+            checkpoint_table.print_checkpoints(path, verify=False, as_json=False)
 
 
 def test_the_newest_and_the_milestones_stay(run: Path) -> None:
     said: list[str] = []
     config = run / "config.yml"
     config.write_text(config.read_text().replace("extra_save_iters: []", "extra_save_iters: [2]"))
-    checkpoints.thin(run, 1, said.append)
-    assert len(folder.checkpoints(run)) == 2
+    checkpoint_table.prune_checkpoints(run, 1, said.append)
+    assert len(layout.list_checkpoints(run)) == 2
     config.write_text(config.read_text().replace("extra_save_iters: [2]", "extra_save_iters: []"))
-    checkpoints.thin(run, 1, said.append)
-    assert [path.name for path in folder.checkpoints(run)] == [folder.name(4)]
-    assert said == [f"deleted {run / 'checkpoints' / folder.name(2)}"]
+    checkpoint_table.prune_checkpoints(run, 1, said.append)
+    assert [path.name for path in layout.list_checkpoints(run)] == [layout.format_checkpoint_name(4)]
+    assert said == [f"deleted {run / 'checkpoints' / layout.format_checkpoint_name(2)}"]
 
 
 def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.checkpoint.lock.PATIENCE", 0.0)
+    monkeypatch.setattr("megatron.checkpoint.lock.LOCK_TIMEOUT", 0.0)
     lock = RunLock(run)
     with pytest.raises(UserError, match="another run is writing there"):
-        checkpoints.thin(run, 1, print)
+        checkpoint_table.prune_checkpoints(run, 1, print)
     lock.release()
     for step in (2, 4):
-        flip(run / "checkpoints" / folder.name(step) / "model.safetensors")
+        flip(run / "checkpoints" / layout.format_checkpoint_name(step) / "model.safetensors")
     with pytest.raises(UserError, match=r"--keep 1: .*step_0000004 and all others are damaged; nothing was deleted"):
-        checkpoints.thin(run, 1, print)
-    assert len(folder.checkpoints(run)) == 2
+        checkpoint_table.prune_checkpoints(run, 1, print)
+    assert len(layout.list_checkpoints(run)) == 2
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,16 @@ def test_only_whole_ones_count(
 ) -> None:
     """A flipped bit: names and sizes are as they should be."""
     there = run / "checkpoints"
-    source = folder.checkpoints(run)[-1]
+    source = layout.list_checkpoints(run)[-1]
     for step in range(1, 6):
-        if not (there / folder.name(step)).exists():
-            shutil.copytree(source, there / folder.name(step))
+        if not (there / layout.format_checkpoint_name(step)).exists():
+            shutil.copytree(source, there / layout.format_checkpoint_name(step))
     for step in damaged:
-        flip(there / folder.name(step) / "model.safetensors")
+        flip(there / layout.format_checkpoint_name(step) / "model.safetensors")
     said: list[str] = []
-    checkpoints.thin(run, keep, said.append)
-    assert [folder.step_of(path) for path in folder.checkpoints(run)] == list(stay)
+    checkpoint_table.prune_checkpoints(run, keep, said.append)
+    assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == list(stay)
     told = said[-1]
     for step in range(1, 6):
-        told = told.replace(str(there / folder.name(step)), f"step_{step}")
+        told = told.replace(str(there / layout.format_checkpoint_name(step)), f"step_{step}")
     assert told.startswith(last)

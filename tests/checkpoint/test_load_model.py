@@ -9,13 +9,13 @@ import torch
 from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.trained import open_run
+from megatron.checkpoint.trained_run import open_run
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.processes import alone
-from megatron.errors import RunError
-from megatron.training.loop import train
+from megatron.distributed.process_groups import single_process
+from megatron.training.trainer import train
+from megatron.utils.errors import RunError
 from tools.rounding import apart
 
 
@@ -53,7 +53,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
         test_samples=0,
         seed=1234,
         cache=None,
-        processes=alone(),
+        groups=single_process(),
     ).valid
     total, count = 0.0, 0
     for batch, _ in zip(batches(held_out, micro_batch=4, mesh=Mesh()), range(2), strict=False):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import manifest
-from megatron.errors import RunError
+from megatron.utils.errors import RunError
 
 FILES = (
     "config.yml", "progress.json", "model.safetensors", "deepspeed/one.pt", "deepspeed/two.pt", "random_states/0.pt",
@@ -24,10 +24,10 @@ def checkpoint(tmp_path: Path) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(drawn.randbytes(3000))
-    entries: dict[str, manifest.Entry] = {}
+    entries: dict[str, manifest.FileChecksum] = {}
     for part in (FILES[:3], FILES[3:]):  # as two ranks do
-        entries |= manifest.seal(folder, [folder / name for name in part])
-    manifest.write(folder, entries)
+        entries |= manifest.compute_checksums(folder, [folder / name for name in part])
+    manifest.write_manifest(folder, entries)
     return folder
 
 
@@ -38,9 +38,9 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_what_was_written_is_whole(checkpoint: Path) -> None:
-    assert manifest.damage(checkpoint) is None
-    assert manifest.damage(checkpoint, manifest.MODEL_FILES) is None
-    assert manifest.newest_whole(checkpoint.parents[1]) == checkpoint
+    assert manifest.find_damage(checkpoint) is None
+    assert manifest.find_damage(checkpoint, manifest.MODEL_FILES) is None
+    assert manifest.find_latest_valid(checkpoint.parents[1]) == checkpoint
     listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
     assert set(listed) == set(FILES)
     assert all(entry["bytes"] == 3000 for entry in listed.values())
@@ -50,9 +50,9 @@ def test_what_was_written_is_whole(checkpoint: Path) -> None:
 def test_every_flipped_bit_is_noticed(checkpoint: Path, name: str) -> None:
     for bit in (0, 3000 * 8 - 1, *random.Random(name).sample(range(3000 * 8), 10)):
         flip(checkpoint / name, bit)
-        assert f"{name} is not as it was written" in (manifest.damage(checkpoint) or "")
+        assert f"{name} is not as it was written" in (manifest.find_damage(checkpoint) or "")
         flip(checkpoint / name, bit)
-    assert manifest.damage(checkpoint) is None
+    assert manifest.find_damage(checkpoint) is None
 
 
 def test_flipped_bits_of_the_manifest_are_noticed(checkpoint: Path) -> None:
@@ -61,7 +61,7 @@ def test_flipped_bits_of_the_manifest_are_noticed(checkpoint: Path) -> None:
     before = path.read_bytes()
     for bit in range(0, len(before) * 8, 7):
         flip(path, bit)
-        if manifest.damage(checkpoint) is None:
+        if manifest.find_damage(checkpoint) is None:
             now = json.loads(path.read_text())
             assert now["files"].keys() == json.loads(before)["files"].keys()
             assert now["files"] == json.loads(before)["files"]
@@ -100,36 +100,36 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damage_is_named(checkpoint: Path, what: str) -> None:
     act, words = DAMAGE[what]
     act(checkpoint)
-    assert words in (manifest.damage(checkpoint) or "")
+    assert words in (manifest.find_damage(checkpoint) or "")
     with pytest.raises(RunError, match=r"no checkpoint in it is whole: .*step_0000004: .*choose another folder"):
-        manifest.newest_whole(checkpoint.parents[1])
+        manifest.find_latest_valid(checkpoint.parents[1])
 
 
 def test_an_older_whole_one_is_taken(checkpoint: Path) -> None:
     newer = checkpoint.with_name("step_0000006")
     newer.mkdir()
-    assert manifest.newest_whole(checkpoint.parents[1]) == checkpoint
-    assert manifest.newest_whole(checkpoint) is None
+    assert manifest.find_latest_valid(checkpoint.parents[1]) == checkpoint
+    assert manifest.find_latest_valid(checkpoint) is None
 
 
 def test_what_nobody_reads_may_lie_beside(checkpoint: Path) -> None:
     (checkpoint / "notes.txt").write_text("a good one")
     (checkpoint / "deepspeed" / ".DS_Store").write_text("")
-    assert manifest.damage(checkpoint) is None
+    assert manifest.find_damage(checkpoint) is None
 
 
 def test_only_what_will_be_read_is_looked_at(checkpoint: Path) -> None:
     flip(checkpoint / "deepspeed/one.pt", 5)
-    assert manifest.damage(checkpoint, manifest.MODEL_FILES) is None
+    assert manifest.find_damage(checkpoint, manifest.MODEL_FILES) is None
     flip(checkpoint / "config.yml", 5)
-    assert manifest.damage(checkpoint, manifest.MODEL_FILES) is not None
+    assert manifest.find_damage(checkpoint, manifest.MODEL_FILES) is not None
 
 
 def test_processes_share_the_work_and_miss_nothing(checkpoint: Path) -> None:
     for name in FILES:
         flip(checkpoint / name, 77)
         for world in (2, 3, 9):
-            found = [manifest.damage(checkpoint, rank=rank, world=world) for rank in range(world)]
+            found = [manifest.find_damage(checkpoint, rank=rank, world_size=world) for rank in range(world)]
             assert sum(problem is not None for problem in found) == 1
         flip(checkpoint / name, 77)
 
@@ -139,6 +139,6 @@ def test_without_a_manifest_the_model_must_be_there(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
     flip(checkpoint / "deepspeed/one.pt", 5)
     assert not manifest.has_checksums(checkpoint)
-    assert manifest.damage(checkpoint) is None
+    assert manifest.find_damage(checkpoint) is None
     (checkpoint / "config.yml").unlink()
-    assert manifest.damage(checkpoint) == "config.yml is missing"
+    assert manifest.find_damage(checkpoint) == "config.yml is missing"

@@ -9,31 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from megatron.checkpoint import stream
-from megatron.checkpoint.fragments import Fragment
-from megatron.checkpoint.pieces import Pieces, described
+from megatron.checkpoint import tensor_writer
+from megatron.checkpoint.optimizer_shards import OptimizerShard
+from megatron.checkpoint.shard_reader import ShardReader, describe_shards
 from megatron.distributed.mesh import Axis
-from megatron.distributed.parameters import Division, cut
-from megatron.errors import RunError
+from megatron.distributed.sharding import ShardSpec, shard_tensor
+from megatron.utils.errors import RunError
 
 KIND = "exp_avg"
 
 
-def divided(whole: Tensor, how: Division | None, tensor: Axis) -> nn.Parameter:
+def divided(whole: Tensor, how: ShardSpec | None, tensor: Axis) -> nn.Parameter:
     """What a tensor-parallel rank holds, marked as megatron-core marks it."""
-    parameter = nn.Parameter(whole if how is None else cut(whole, how, tensor))
+    parameter = nn.Parameter(whole if how is None else shard_tensor(whole, how, tensor))
     if how is not None:
         parameter.tensor_model_parallel = True
-        parameter.partition_dim, parameter.partition_stride = how.dim, how.strips
+        parameter.partition_dim, parameter.partition_stride = how.dim, how.num_strips
     return parameter
 
 
-def fragment(parameter: nn.Parameter, start: int, stop: int) -> Fragment:
+def fragment(parameter: nn.Parameter, start: int, stop: int) -> OptimizerShard:
     flat = parameter.detach().reshape(-1)[start:stop]
-    return Fragment("weight", parameter, start, flat, {KIND: flat}, torch.tensor(3.0))
+    return OptimizerShard("weight", parameter, start, flat, {KIND: flat}, torch.tensor(3.0))
 
 
-def write(folder: Path, whole: Tensor, how: Division | None, ranks: int, cuts: list[int]) -> list[Path]:
+def write(folder: Path, whole: Tensor, how: ShardSpec | None, ranks: int, cuts: list[int]) -> list[Path]:
     """One file for each tensor-parallel rank and each part between two cuts of what it holds."""
     files = []
     for index in range(ranks):
@@ -43,7 +43,7 @@ def write(folder: Path, whole: Tensor, how: Division | None, ranks: int, cuts: l
         for start, stop in pairwise(ends):
             held = fragment(parameter, start, stop)
             path = folder / f"{index}_{start}.safetensors"
-            stream.write_all(path, {f"{KIND}/weight": held.moments[KIND]}, described([held], tensor))
+            tensor_writer.write_tensors(path, {f"{KIND}/weight": held.moments[KIND]}, describe_shards([held], tensor))
             files.append(path)
         if how is None:
             break
@@ -51,63 +51,66 @@ def write(folder: Path, whole: Tensor, how: Division | None, ranks: int, cuts: l
 
 
 @some.composite
-def layouts(draw: some.DrawFn) -> tuple[tuple[int, ...], Division | None, int, int]:
+def layouts(draw: some.DrawFn) -> tuple[tuple[int, ...], ShardSpec | None, int, int]:
     """A shape, how it is divided, and among how many ranks before and after."""
     before, after = draw(some.sampled_from([1, 2, 3, 4])), draw(some.sampled_from([1, 2, 3, 4]))
-    how = draw(some.none() | some.builds(Division, some.integers(0, 1), some.integers(1, 2)))
+    how = draw(some.none() | some.builds(ShardSpec, some.integers(0, 1), some.integers(1, 2)))
     shape = [draw(some.integers(1, 3)), draw(some.integers(1, 3))]
     if how is not None:
-        shape[how.dim] *= how.strips * 12
+        shape[how.dim] *= how.num_strips * 12
     return (shape[0], shape[1]), how, before, after
 
 
 @given(layout=layouts(), cuts=some.lists(some.integers(0, 10**6), max_size=4), data=some.data())
 def test_any_part_is_found(
     tmp_path_factory: pytest.TempPathFactory,
-    layout: tuple[tuple[int, ...], Division | None, int, int],
+    layout: tuple[tuple[int, ...], ShardSpec | None, int, int],
     cuts: list[int],
     data: some.DataObject,
 ) -> None:
     shape, how, before, after = layout
     whole = torch.randn(shape)
     files = write(tmp_path_factory.mktemp("pieces"), whole, how, before, cuts)
-    with Pieces(data.draw(some.permutations(files))) as pieces:
-        assert pieces.names == ["weight"]
-        assert pieces.shape("weight") == shape
-        assert pieces.step("weight") == 3
-        assert torch.equal(pieces.whole(KIND, "weight"), whole)
+    with ShardReader(data.draw(some.permutations(files))) as pieces:
+        assert pieces.list_names == ["weight"]
+        assert pieces.get_shape("weight") == shape
+        assert pieces.get_step("weight") == 3
+        assert torch.equal(pieces.read_tensor(KIND, "weight"), whole)
         for index in range(after):
             tensor = Axis(index, after)
             expected = divided(whole, how, tensor).detach().reshape(-1)
             start, stop = sorted(data.draw(some.tuples(*[some.integers(0, expected.numel())] * 2)))
-            assert torch.equal(pieces.range(KIND, "weight", how, tensor, start, stop), expected[start:stop])
+            assert torch.equal(pieces.read_range(KIND, "weight", how, tensor, start, stop), expected[start:stop])
 
 
-@pytest.mark.parametrize("how", [None, Division(0, 1)])
-def test_a_hole_is_told(tmp_path: Path, how: Division | None) -> None:
+@pytest.mark.parametrize("how", [None, ShardSpec(0, 1)])
+def test_a_hole_is_told(tmp_path: Path, how: ShardSpec | None) -> None:
     files = write(tmp_path, torch.randn(8, 3), how, 2, [5, 9])
-    with Pieces([*files[:1], *files[2:]]) as pieces:
+    with ShardReader([*files[:1], *files[2:]]) as pieces:
         with pytest.raises(RunError, match=r"holds no exp_avg of element 5 of weight"):
-            pieces.whole(KIND, "weight")
-        pieces.range(KIND, "weight", how, Axis(0, 2), 0, 5)  # what is there is found
+            pieces.read_tensor(KIND, "weight")
+        pieces.read_range(KIND, "weight", how, Axis(0, 2), 0, 5)  # what is there is found
         with pytest.raises(RunError, match="holds nothing of bias"):
-            pieces.whole(KIND, "bias")
+            pieces.read_tensor(KIND, "bias")
         with pytest.raises(RunError, match="exp_avg_sq of weight cannot be read"):
-            pieces.whole("exp_avg_sq", "weight")
+            pieces.read_tensor("exp_avg_sq", "weight")
 
 
 def test_what_is_no_such_file_is_told(tmp_path: Path) -> None:
-    stream.write_all(tmp_path / "plain", {"weight": torch.zeros(3)}, {})
+    tensor_writer.write_tensors(tmp_path / "plain", {"weight": torch.zeros(3)}, {})
     (tmp_path / "text").write_text("no")
     for name in ("plain", "text", "missing"):
-        with pytest.raises(RunError, match=f"{name}: does not hold pieces of parameters"), Pieces([tmp_path / name]):
+        with (
+            pytest.raises(RunError, match=f"{name}: does not hold pieces of parameters"),
+            ShardReader([tmp_path / name]),
+        ):
             pass
 
 
 @given(size=some.integers(1, 50), ranks=some.integers(1, 9))
 def test_shares_of_what_several_hold_are_all_of_it(size: int, ranks: int) -> None:
     held = fragment(nn.Parameter(torch.randn(size + 3)), 2, size + 2)
-    shares = [held.share(Axis(index, ranks)) for index in range(ranks)]
+    shares = [held.split_over_axis(Axis(index, ranks)) for index in range(ranks)]
     assert torch.equal(torch.cat([each.master for each in shares]), held.master)
     assert torch.equal(torch.cat([each.moments[KIND] for each in shares]), held.master)
     stop = held.start

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron.checkpoint import random_states, stream
-from megatron.errors import RunError
+from megatron.checkpoint import rng_state, tensor_writer
+from megatron.utils.errors import RunError
 
 
 def draw() -> tuple[object, ...]:
@@ -19,28 +19,28 @@ def draw() -> tuple[object, ...]:
 
 def test_what_was_captured_comes_back(tmp_path: Path) -> None:
     draw()  # an odd number of Gaussians: their second halves wait inside the generators
-    stream.write_all(tmp_path / "states", *random_states.packed(random_states.capture()))
+    tensor_writer.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state()))
     expected = draw()
     assert draw() != expected
     with safe_open(tmp_path / "states", "pt") as file:
-        random_states.restore(random_states.unpacked(file))
+        rng_state.restore_rng_state(rng_state.unpack_rng_state(file))
     assert draw() == expected
 
 
 def test_those_of_a_gpu_are_kept(tmp_path: Path) -> None:
     gpu = {"cuda": torch.arange(16, dtype=torch.uint8), "tracker": {"model-parallel-rng": torch.ones(4)}}
-    stream.write_all(tmp_path / "states", *random_states.packed(random_states.capture() | gpu))
+    tensor_writer.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state() | gpu))
     with safe_open(tmp_path / "states", "pt") as file:
-        found = random_states.unpacked(file)
+        found = rng_state.unpack_rng_state(file)
     assert torch.equal(found["cuda"], gpu["cuda"])
     assert torch.equal(found["tracker"]["model-parallel-rng"], torch.ones(4))
 
 
 @pytest.mark.parametrize("metadata", [{}, {"random": "{}"}, {"random": "no"}])
 def test_a_file_without_them_is_told(tmp_path: Path, metadata: dict[str, str]) -> None:
-    stream.write_all(tmp_path / "states", {"random/torch": torch.get_rng_state()}, metadata)
+    tensor_writer.write_tensors(tmp_path / "states", {"random/torch": torch.get_rng_state()}, metadata)
     with (
         safe_open(tmp_path / "states", "pt") as file,
         pytest.raises(RunError, match="does not hold the random states of a process"),
     ):
-        random_states.unpacked(file)
+        rng_state.unpack_rng_state(file)

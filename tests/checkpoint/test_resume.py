@@ -13,12 +13,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 
-from megatron.checkpoint import folder, resume
-from megatron.checkpoint.fragments import MOMENTS, fragments
+from megatron.checkpoint import layout, resume
 from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.optimizer_shards import MOMENTS, list_optimizer_shards
 from megatron.config.settings import show
-from megatron.errors import UserError
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import UserError
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
@@ -60,7 +60,7 @@ def test_reports_between_checkpoints_are_those_of_an_unbroken_run(corpus: Path, 
     train(tiny_config(corpus, tmp_path / "whole", **keys))
     train(tiny_config(corpus, tmp_path / "run", **keys))
     checkpoints = tmp_path / "run" / "checkpoints"
-    shutil.rmtree(checkpoints / folder.name(12))  # as if it had crashed between 10 and 12
+    shutil.rmtree(checkpoints / layout.format_checkpoint_name(12))  # as if it had crashed between 10 and 12
     train(tiny_config(corpus, tmp_path / "run", **keys, load=str(tmp_path / "run")))
     assert list(records(tmp_path / "run")) == [5, 10, 12]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -77,13 +77,13 @@ def test_extending_a_run_keeps_the_order_of_its_data(
     from megatron.training.engine import Engine
 
     seen: list[torch.Tensor] = []
-    usual = Engine.accumulate
+    usual = Engine.forward_backward
 
     def accumulate(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.extend(batch["tokens"].clone() for batch in micro_batches)
         return usual(self, micro_batches, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "accumulate", accumulate)
+    monkeypatch.setattr(Engine, "forward_backward", accumulate)
 
     def read(**keys: object) -> torch.Tensor:
         seen.clear()
@@ -99,7 +99,7 @@ def test_extending_a_run_keeps_the_order_of_its_data(
         more = read(train_iters=iters, save=str(two), load=str(two))
         rest = rest[len(more) :] if torch.equal(rest[: len(more)], more) else pytest.fail("another order")
     assert len(rest) == 0
-    assert json.loads((folder.resolve(two) / "progress.json").read_text())["train_samples"] == 320
+    assert json.loads((layout.resolve_checkpoint_path(two) / "progress.json").read_text())["train_samples"] == 320
     again = read(train_iters=33, save=str(tmp_path / "fresh"))
     assert len(first) == 320
     assert not torch.equal(again[:320], first)  # a run planned for 33 steps has another order: the test can fail
@@ -165,13 +165,13 @@ def test_another_optimizer_of_deepspeed_goes_on_with_the_same_masters_and_moment
     keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "precision": precision}
     train(tiny_config(corpus, tmp_path, zero_optimization=before, train_iters=2, lr_decay_iters=5, **keys))
     engines: list[Any] = []
-    begun = resume.counters.restore
+    begun = resume.engine_state.restore_engine_counts
 
     def restored(engine: Any, *rest: Any) -> None:
         begun(engine, *rest)
-        engines.append({each.name: each for each in fragments(engine)})
-        states = load_file(folder.resolve(tmp_path) / "states" / "rank_00000.safetensors")
-        weights = load_file(folder.resolve(tmp_path) / "model.safetensors")
+        engines.append({each.name: each for each in list_optimizer_shards(engine)})
+        states = load_file(layout.resolve_checkpoint_path(tmp_path) / "states" / "rank_00000.safetensors")
+        weights = load_file(layout.resolve_checkpoint_path(tmp_path) / "model.safetensors")
         for name, each in engines[0].items():
             assert torch.equal(each.master, weights[name].view(-1))
             assert float(each.step) == 2
@@ -180,7 +180,7 @@ def test_another_optimizer_of_deepspeed_goes_on_with_the_same_masters_and_moment
                 assert each.moments[kind].any()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(resume.counters, "restore", restored)
+        patched.setattr(resume.engine_state, "restore_engine_counts", restored)
         train(tiny_config(corpus, tmp_path, zero_optimization=after, load=str(tmp_path), lr_decay_iters=5, **keys))
     assert len(engines) == 1
     assert len(losses(tmp_path)) == 4
@@ -204,12 +204,12 @@ def test_where_a_run_starts_is_never_a_guess(trained: Path, corpus: Path, tmp_pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"load: .*empty: no checkpoint in it"):
         train(tiny_config(corpus, tmp_path / "new", load=str(tmp_path / "empty")))
-    old = trained / "checkpoints" / folder.name(2)
+    old = trained / "checkpoints" / layout.format_checkpoint_name(2)
     with pytest.raises(UserError, match=r"save: .* checkpoints up to step_0000004, but .* or give up .*rollback=true"):
         train(tiny_config(corpus, trained, load=str(old), train_iters=6))
     with pytest.raises(UserError, match=r"this run would start at step 0"):
         train(tiny_config(corpus, trained, load=str(trained), finetune=True))
-    elsewhere = copied(trained, tmp_path / "elsewhere") / "checkpoints" / folder.name(2)
+    elsewhere = copied(trained, tmp_path / "elsewhere") / "checkpoints" / layout.format_checkpoint_name(2)
     with pytest.raises(UserError, match=r"would go on from .*elsewhere.*step_0000002; choose another folder"):
         train(tiny_config(corpus, trained, load=str(elsewhere), rollback=True, train_iters=6))
     for keys in ({}, {"load": str(trained), "finetune": True}):
@@ -224,7 +224,7 @@ def test_where_a_run_starts_is_never_a_guess(trained: Path, corpus: Path, tmp_pa
 
 
 def test_another_folder_takes_over_from_an_older_checkpoint(trained: Path, corpus: Path, tmp_path: Path) -> None:
-    old = trained / "checkpoints" / folder.name(2)
+    old = trained / "checkpoints" / layout.format_checkpoint_name(2)
     train(tiny_config(corpus, tmp_path / "branch", load=str(old)))
     assert losses(tmp_path / "branch") == losses(trained)[2:]
     assert steps(tmp_path / "branch") == [4]
@@ -232,7 +232,7 @@ def test_another_folder_takes_over_from_an_older_checkpoint(trained: Path, corpu
 
 
 def steps(run: Path) -> list[int | None]:
-    return [folder.step_of(path) for path in folder.checkpoints(run)]
+    return [layout.parse_step(path) for path in layout.list_checkpoints(run)]
 
 
 def test_a_finished_run_has_nothing_to_do(trained: Path, corpus: Path, tmp_path: Path) -> None:
@@ -240,9 +240,11 @@ def test_a_finished_run_has_nothing_to_do(trained: Path, corpus: Path, tmp_path:
     stream = io.StringIO()
     result = train(tiny_config(corpus, run, load=str(run)), Console(file=stream, width=200))
     assert "nothing to do: step 4 of 4 is reached; raise train_iters" in stream.getvalue()
-    assert f"the last checkpoint is {run / 'checkpoints' / folder.name(4)}; next: " in stream.getvalue()
+    assert (
+        f"the last checkpoint is {run / 'checkpoints' / layout.format_checkpoint_name(4)}; next: " in stream.getvalue()
+    )
     assert "saved" not in stream.getvalue()
-    assert (result.step, result.checkpoint) == (4, run / "checkpoints" / folder.name(4))
+    assert (result.step, result.checkpoint) == (4, run / "checkpoints" / layout.format_checkpoint_name(4))
     assert losses(run) == losses(trained)
 
 
@@ -260,7 +262,7 @@ def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Pa
     tuned = tmp_path / "tuned"
     result = train(tiny_config(corpus, tuned, load=str(trained), finetune=True, train_iters=1, log_interval=1, **keys))
     assert result.step == 1
-    assert json.loads((folder.resolve(tuned) / "progress.json").read_text())["consumed_samples"] == 4
+    assert json.loads((layout.resolve_checkpoint_path(tuned) / "progress.json").read_text())["consumed_samples"] == 4
     scratch = train(tiny_config(corpus, tmp_path / "scratch", train_iters=1, **keys))
     assert result.loss is not None
     assert scratch.loss is not None

@@ -6,9 +6,9 @@ import pytest
 from tiny_runs import tiny_config
 
 from megatron.checkpoint.lock import LOCK
-from megatron.checkpoint.run_files import RESOLVED, config_file, refuse_files_of_others, save_config
+from megatron.checkpoint.run_files import CONFIG_NAMES, get_config_path, refuse_foreign_run_files, save_config
 from megatron.config.load import read
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 OWN = "# my notes: lr from the paper's appendix\nnum_layers: 1   # small\n"
 
@@ -20,14 +20,14 @@ def test_a_configuration_of_somebody_keeps_its_name_and_its_comments(tmp_path: P
     told = save_config(config, tmp_path)
     assert (told or "").startswith(f"{own} was not written by a run and stays as it is")
     assert own.read_text() == OWN
-    assert config_file(tmp_path) == tmp_path / RESOLVED
-    assert read(config_file(tmp_path)).training.train_iters == 7
+    assert get_config_path(tmp_path) == tmp_path / CONFIG_NAMES
+    assert read(get_config_path(tmp_path)).training.train_iters == 7
     save_config(config.replace(train_iters=9), tmp_path)  # as a resumed run does
     assert own.read_text() == OWN
-    assert read(config_file(tmp_path)).training.train_iters == 9
+    assert read(get_config_path(tmp_path)).training.train_iters == 9
     own.unlink()
     assert save_config(config, tmp_path) is None
-    assert (config_file(tmp_path), (tmp_path / RESOLVED).exists()) == (own, False)
+    assert (get_config_path(tmp_path), (tmp_path / CONFIG_NAMES).exists()) == (own, False)
 
 
 def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Path) -> None:
@@ -41,10 +41,10 @@ def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Pa
     assert own.read_text() == changed
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", RESOLVED])
+@pytest.mark.parametrize("name", ["metrics.jsonl", CONFIG_NAMES])
 def test_a_folder_with_files_of_others_takes_no_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine: true\n")
     with pytest.raises(UserError, match=f"save: .* holds {name}, which no run wrote"):
-        refuse_files_of_others(tmp_path, ("metrics.jsonl",))
+        refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))
     (tmp_path / LOCK).touch()  # a run that was killed before its first checkpoint
-    refuse_files_of_others(tmp_path, ("metrics.jsonl",))
+    refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))

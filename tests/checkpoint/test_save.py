@@ -16,12 +16,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, write_corpora
 
-from megatron.checkpoint import fragments, manifest, states, stream
-from megatron.checkpoint.progress import Progress
+from megatron.checkpoint import manifest, optimizer_shards, sharded_state, tensor_writer
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read
 from megatron.data.tokenizers import load_tokenizer
-from megatron.errors import RunError
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import RunError
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def refuse(*_: Any, **__: Any) -> None:
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "weights":
-        monkeypatch.setattr(states, "join_weights", refuse)
+        monkeypatch.setattr(sharded_state, "merge_weight_shards", refuse)
     elif where == "states":
-        monkeypatch.setattr(stream, "write_all", refuse)
+        monkeypatch.setattr(tensor_writer, "write_tensors", refuse)
     elif where == "manifest":
-        monkeypatch.setattr(manifest, "write", refuse)
+        monkeypatch.setattr(manifest, "write_manifest", refuse)
     else:
-        monkeypatch.setattr(Progress, "write", refuse)
+        monkeypatch.setattr(TrainerState, "write", refuse)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_a_disk_that_really_refuses(corpus: Path, tmp_path: Path, kilobytes: int
 def test_weights_that_are_not_finite_are_not_saved(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = states.HostCopies.of
+    usual = sharded_state.PinnedStagingBuffers.copy_to_host
 
-    def broken(self: states.HostCopies, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def broken(self: sharded_state.PinnedStagingBuffers, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copies = usual(self, tensors)
         copies["master/decoder.final_layernorm.weight"][3] = float("nan")
         return copies
 
     train(tiny_config(corpus, tmp_path, train_iters=2))
-    monkeypatch.setattr(states.HostCopies, "of", broken)
+    monkeypatch.setattr(sharded_state.PinnedStagingBuffers, "copy_to_host", broken)
     with pytest.raises(
         RunError, match=r"step_0000004: not saved: decoder.final_layernorm.weight is not finite; .*0000002"
     ):
@@ -140,9 +140,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     """The disk answers only when the next save has begun to wait: two more steps were taken by then, and what is
     written is what the weights were before them."""
-    asked, usual = threading.Event(), states.Snapshot.write
+    asked, usual = threading.Event(), sharded_state.Snapshot.write
 
-    def slowly(self: states.Snapshot, checkpoint: Path) -> Any:
+    def slowly(self: sharded_state.Snapshot, checkpoint: Path) -> Any:
         assert asked.wait(30)
         return usual(self, checkpoint)
 
@@ -156,7 +156,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     train(tiny_config(corpus, tmp_path / "usual", train_iters=6, **keys))
     screen = Screen()
     with monkeypatch.context() as patched:
-        patched.setattr(states.Snapshot, "write", slowly)
+        patched.setattr(sharded_state.Snapshot, "write", slowly)
         result = train(tiny_config(corpus, tmp_path / "slow", train_iters=6, **keys), Console(file=screen, width=200))
     assert "step 4: waits until the checkpoint of step 2 is written" in screen.getvalue()
     assert result.checkpoint == tmp_path / "slow" / "checkpoints" / "step_0000006"
@@ -171,7 +171,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_disk_that_refuses_in_the_background_ends_the_run_at_the_next_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "write_all", refuse)
+    monkeypatch.setattr(tensor_writer, "write_tensors", refuse)
     with pytest.raises(RunError, match="step_0000002: not saved: No space left on device; the run has no checkpoint"):
         train(tiny_config(corpus, tmp_path, train_iters=1000, checkpoint_factor=2))
     assert names(tmp_path) == []
@@ -182,7 +182,7 @@ def test_memory_that_does_not_suffice_is_told_and_loses_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_config(corpus, tmp_path, train_iters=2, lr_decay_iters=4))
-    monkeypatch.setattr(states.HostCopies, "of", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(sharded_state.PinnedStagingBuffers, "copy_to_host", lambda *_: torch.empty(1 << 60))
     with pytest.raises(RunError, match=r"step_0000004: not saved: its states cannot be copied \(.*memory.*0000002$"):
         train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
     assert names(tmp_path) == ["step_0000002"]
@@ -194,4 +194,4 @@ def test_an_optimizer_that_is_not_known_is_refused() -> None:
 
     engine = SimpleNamespace(optimizer=NewOptimizer(), module=torch.nn.Linear(1, 1))
     with pytest.raises(RunError, match="DeepSpeed's NewOptimizer: where it keeps masters and moments is not known"):
-        fragments.fragments(engine)
+        optimizer_shards.list_optimizer_shards(engine)

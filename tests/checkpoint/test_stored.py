@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny_runs import tiny_config
 
-from megatron.checkpoint import manifest, stored
+from megatron.checkpoint import manifest, stored_config
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.stored import config_of
+from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.config.schema import keys
-from megatron.errors import RunError
 from megatron.options.model import ffn_hidden_size
+from megatron.utils.errors import RunError
 
 FORMATS = Path(__file__).parent / "formats"
 ONE = FORMATS / "1" / "step_0000002"
@@ -37,7 +37,7 @@ def test_gated_layers_keep_their_width() -> None:
     assert three.config.model.intermediate_size == 36
     assert ffn_hidden_size(three.config.model) == 12
     assert three.model.state_dict()["decoder.layers.0.mlp.linear_fc2.weight"].shape == (16, 12)
-    two = config_of(FORMATS / "2" / "step_0000002").model  # swiglu, none
+    two = load_checkpoint_config(FORMATS / "2" / "step_0000002").model  # swiglu, none
     assert (two.intermediate_size, ffn_hidden_size(two)) == (3 * 64, 64)
 
 
@@ -45,27 +45,27 @@ def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the next format had given up one key and found a value wrong that this one allowed."""
-    checkpoint, today = tmp_path / "step_0000002", config_of(ONE).flat()
+    checkpoint, today = tmp_path / "step_0000002", load_checkpoint_config(ONE).flat()
     shutil.copytree(ONE, checkpoint)
     (checkpoint / "config.yml").write_text((ONE / "config.yml").read_text() + "given_up: 3\n")
     with pytest.raises(RunError, match="no checkpoint of format 1 has the key 'given_up'"):
-        config_of(checkpoint)
+        load_checkpoint_config(checkpoint)
 
     def migrate(values: dict[str, object]) -> None:
         del values["given_up"]
         values["use_bias_in_mlp"] = False
 
-    monkeypatch.setattr(stored, "MIGRATIONS", {1: migrate})
+    monkeypatch.setattr(stored_config, "MIGRATIONS", {1: migrate})
     monkeypatch.setattr("megatron.config.checks.CHECKS", (lambda config: iter([("seq_length", "never again")]),))
-    assert config_of(checkpoint).flat() == today
+    assert load_checkpoint_config(checkpoint).flat() == today
 
 
 def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, use_bias_in_attn_linear=False, extra_save_iters=[3], activation="swiglu")
     config.save(tmp_path / "config.yml")
-    manifest.write(tmp_path, {})
-    assert config_of(tmp_path) == config
-    assert len(config_of(tmp_path).flat()) == len({path[0] for path in keys()})
+    manifest.write_manifest(tmp_path, {})
+    assert load_checkpoint_config(tmp_path) == config
+    assert len(load_checkpoint_config(tmp_path).flat()) == len({path[0] for path in keys()})
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_is_none_is_said_in_one_line(text: str | None, said: str, tmp_path:
     if text is not None:
         (tmp_path / "config.yml").write_text(text)
     with pytest.raises(RunError) as caught:
-        config_of(tmp_path)
+        load_checkpoint_config(tmp_path)
     assert said.replace("config.yml:2", f"{tmp_path}/config.yml:2") in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -95,6 +95,6 @@ def test_a_later_version_is_told_from_damage(tmp_path: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": manifest.FORMAT + 1}))
     said = f"a later version of this program wrote it \\(format {manifest.FORMAT + 1}\\); this one reads up to"
     with pytest.raises(RunError, match=said):
-        config_of(checkpoint)
+        load_checkpoint_config(checkpoint)
     with pytest.raises(RunError, match=said):
         load_model(checkpoint)

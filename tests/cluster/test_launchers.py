@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_runs import losses, records, tiny_config, write_corpora
 
-from megatron.distributed.devices import Machine
-from megatron.launch.local import train
-from megatron.training.preflight import preflight
+from megatron.distributed.hardware import LocalHardware
+from megatron.launch.local_launcher import train_on_this_machine
+from megatron.training.resolve_run import resolve_run
 from tools.rounding import apart, sums_of_gpt
 
 from .conftest import ROOT, until
@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     # Many small micro-batches: a step takes long enough to be interrupted.
     keys = {"train_iters": 30, "train_batch_size": 64, "checkpoint_factor": 2, "num_workers": 0}
     config = tiny_config(corpus, folder / "whole", **keys, train_micro_batch_size_per_gpu=16)
-    assert train(preflight(config, Machine(0, 1))) == 0
+    assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
     config = tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None)
     config.save(folder / "run.yml")
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES))

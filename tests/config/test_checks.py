@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megatron.config.load import load
 from megatron.config.ranks import known_world, mesh_sizes, with_batch
-from megatron.distributed.mesh import Sizes
-from megatron.errors import UserError
+from megatron.distributed.mesh import ParallelSizes
+from megatron.utils.errors import UserError
 
 SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
 
@@ -127,9 +127,9 @@ def test_a_product_of_batch_sizes_that_is_too_large():
 
 def test_the_mesh_of_a_configuration():
     config = load([], [*SMALL, "pipe_parallel_size=0"]).config
-    assert mesh_sizes(config, 6) == Sizes(data=6)
+    assert mesh_sizes(config, 6) == ParallelSizes(data=6)
     shared = config.replace(model_parallel_size=2, context_parallel_size=2)
-    assert mesh_sizes(shared, 12) == Sizes(tensor=2, context=2, data=3)
+    assert mesh_sizes(shared, 12) == ParallelSizes(tensor=2, context=2, data=3)
     with pytest.raises(UserError) as caught:
         mesh_sizes(shared, 6)
     assert str(caught.value) == (

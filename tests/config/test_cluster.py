@@ -6,9 +6,9 @@ import pytest
 
 from megatron.config.load import SHIPPED, load
 from megatron.config.ranks import mesh_sizes
-from megatron.distributed.devices import Machine
+from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
-from megatron.training.preflight import preflight
+from megatron.training.resolve_run import resolve_run
 from tools.make_parallel import GPT2_VOCABULARY, GPUS, METHOD, MODELS, OVERLAYS, PAGE, ROOT, estimates, markdown
 
 ROW = re.compile(r"\| (\S+) \| `(a100_\w+)` \| (\d+) \| ([\d.]+) GiB \| (\d+) \| ([\d.]+) GiB \|")
@@ -30,10 +30,12 @@ def test_the_table_has_every_model_and_every_overlay() -> None:
 def test_what_the_table_names_fits(model: str, overlay: str, gpus: int, gib: float, estimate: float) -> None:
     for method in (METHOD, "rotary", "fire"):
         config = load([model, method, overlay, "local_setup"]).config
-        on_site = preflight(config, Machine(gpus=gpus, cores=gpus))
+        on_site = resolve_run(config, LocalHardware(num_gpus=gpus, num_cores=gpus))
         assert on_site.config.training.compute_type == "bf16"
         assert on_site.config.launch.num_gpus == gpus
-        from_afar = preflight(config.replace(num_gpus=gpus, device="cuda"), Machine(gpus=0, cores=2), dry=True)
+        from_afar = resolve_run(
+            config.replace(num_gpus=gpus, device="cuda"), LocalHardware(num_gpus=0, num_cores=2), dry_run=True
+        )
         assert from_afar.config.training == on_site.config.training
         found = estimate_memory(on_site.config, mesh_sizes(on_site.config, gpus), GPT2_VOCABULARY)
         assert found.fits(gib), found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.config.load import find, load
 from megatron.config.schema import keys
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 BASE = """\
 num_layers: 2

@@ -4,8 +4,8 @@ import pytest
 
 from megatron.config import method_names, reference
 from megatron.config.load import load
-from megatron.errors import UserError
 from megatron.position import catalog, registry
+from megatron.utils.errors import UserError
 
 
 def test_names_are_the_registrys():

@@ -10,12 +10,12 @@ import pytest
 from megatron.config import method_names, neox
 from megatron.config.load import Loaded, load
 from megatron.config.schema import keys
-from megatron.distributed.devices import Machine
-from megatron.errors import UserError
+from megatron.distributed.hardware import LocalHardware
 from megatron.options.model import ffn_hidden_size
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
-from megatron.training.preflight import preflight
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import UserError
 
 _spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))
 stock = importlib.util.module_from_spec(_spec)
@@ -81,7 +81,9 @@ def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
 def test_stock_files_resolve_for_a_cluster_where_no_gpu_is(read, files):
     """They train in float16 on however many GPUs there are."""
     values = [getattr(stock, name) for name in files] or [stock.DAPE["125M_kerple_c"]]
-    settled = preflight(read(*values, {"precision": "fp16", "data_path": "x"}).config, Machine(0, 2), dry=True)
+    settled = resolve_run(
+        read(*values, {"precision": "fp16", "data_path": "x"}).config, LocalHardware(0, 2), dry_run=True
+    )
     assert (settled.config.launch.device, settled.config.launch.num_gpus) == ("cuda", None)
     assert sum("not checked" in note for note in settled.notes) == 1
 

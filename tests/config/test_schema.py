@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from megatron.config.load import load, read
 from megatron.config.ranks import with_batch
 from megatron.config.schema import SECTIONS, Config, keys, owners
-from megatron.errors import UserError
 from megatron.options.section import Role, Section, docstring
+from megatron.utils.errors import UserError
 
 SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
 

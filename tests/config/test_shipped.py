@@ -9,8 +9,8 @@ from models import build_model
 from megatron.config import method_names
 from megatron.config.load import SHIPPED, load
 from megatron.config.schema import Config
-from megatron.errors import UserError
 from megatron.position import catalog
+from megatron.utils.errors import UserError
 
 MODELS = sorted((SHIPPED / "model").glob("*.yml"))
 OVERLAYS = sorted([*(SHIPPED / "position").glob("*.yml"), *(SHIPPED / "cluster").glob("*.yml")])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 MODEL = "num_layers: 2\nhidden_size: 16\nnum_attention_heads: 2\ntrain_iters: 3\n"
 

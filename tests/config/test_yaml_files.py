@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.yaml_files import dump, parse, parse_value, read_yaml
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 
 def test_json_like_with_trailing_commas_comments_and_python_booleans():

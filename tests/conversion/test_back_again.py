@@ -9,12 +9,12 @@ import torch
 from tokenizer_files import open_tokenizers, write_tokenizers
 
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.trained import open_run
+from megatron.checkpoint.trained_run import open_run
 from megatron.conversion.export_model import export_model
 from megatron.conversion.import_model import import_model
 from megatron.data.run_tokenizer import run_tokenizer
-from megatron.errors import RunError, UserError
 from megatron.position.registry import list_encodings, list_processors
+from megatron.utils.errors import RunError, UserError
 from tools.export_cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run
 from tools.rounding import assert_alike, sums_of_gpt
 

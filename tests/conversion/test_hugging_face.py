@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import read
 from megatron.conversion.import_model import import_model
-from megatron.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError
 from tools.rounding import assert_alike, sums_of_gpt
 
 TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)

@@ -12,12 +12,12 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.load import load
 from megatron.config.schema import Config
 from megatron.conversion.import_model import import_model
-from megatron.distributed.devices import Machine
-from megatron.errors import UserError
+from megatron.distributed.hardware import LocalHardware
 from megatron.evaluation.run import evaluate_runs
 from megatron.options.evaluation import EvaluationOptions
-from megatron.training.loop import train
-from megatron.training.preflight import preflight
+from megatron.training.resolve_run import resolve_run
+from megatron.training.trainer import train
+from megatron.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def test_its_configuration_says_nothing_of_training_and_a_training_asks_for_it(r
     config = load([run / "config.yml"]).config
     assert config.training.train_iters == 0
     with pytest.raises(UserError, match="no data to train on"):
-        preflight(config, Machine(0, 2))
+        resolve_run(config, LocalHardware(0, 2))
     with pytest.raises(UserError, match=r"train_iters is missing \(optimizer steps\)"):
-        preflight(config.replace(train_data_paths=["x"]), Machine(0, 2))
+        resolve_run(config.replace(train_data_paths=["x"]), LocalHardware(0, 2))
 
 
 def test_it_is_evaluated(run: Path, corpus: Path) -> None:

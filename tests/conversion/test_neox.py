@@ -10,7 +10,7 @@ from neox_layout import HEADS, INNER, LAYERS, LENGTH, ROWS, WIDTH, Layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.yaml_files import dump
 from megatron.conversion.import_model import import_model
-from megatron.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError
 from tools.rounding import assert_alike, sums_of_gpt
 
 TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)

@@ -9,12 +9,12 @@ import torch
 from full_disk import full_disk
 from safetensors.torch import load_file
 
-from megatron.checkpoint import folder, manifest
-from megatron.checkpoint.stored import config_of
+from megatron.checkpoint import layout, manifest
+from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.conversion.export_model import export_model
 from megatron.conversion.families.farfield import FARFIELD
-from megatron.errors import RunError, UserError
 from megatron.reports.records import RESULTS_FILE
+from megatron.utils.errors import RunError, UserError
 from tools.export_cases import Case, gpt_of, write_run
 
 
@@ -27,10 +27,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_are_the_same_bytes_under_other_names(run: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     target = export_model(run, tmp_path / "fire", log=lines.append)
-    ours = load_file(folder.resolve(run) / folder.WEIGHTS)
+    ours = load_file(layout.resolve_checkpoint_path(run) / layout.WEIGHTS)
     theirs = load_file(target / "model.safetensors")
     names = {
-        weight.megatron_name: weight.hf_names[0] for weight in FARFIELD.weight_mappings(config_of(folder.resolve(run)))
+        weight.megatron_name: weight.hf_names[0]
+        for weight in FARFIELD.weight_mappings(load_checkpoint_config(layout.resolve_checkpoint_path(run)))
     }
     assert {names[name] for name in ours} == set(theirs)
     assert all(torch.equal(theirs[names[name]], tensor) for name, tensor in ours.items())
@@ -100,9 +101,11 @@ def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     case = Case("alibi", {"pos_emb": "alibi"})
     run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
-    checkpoint = folder.resolve(run)
-    manifest.write(checkpoint, manifest.seal(checkpoint, [checkpoint / name for name in manifest.MODEL_FILES]))
-    weights = checkpoint / folder.WEIGHTS
+    checkpoint = layout.resolve_checkpoint_path(run)
+    manifest.write_manifest(
+        checkpoint, manifest.compute_checksums(checkpoint, [checkpoint / name for name in manifest.MODEL_FILES])
+    )
+    weights = checkpoint / layout.WEIGHTS
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)

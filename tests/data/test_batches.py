@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.batches import GlobalOrder, batches
-from megatron.distributed.mesh import Axis, Mesh, Sizes
-from megatron.errors import RunError
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
+from megatron.utils.errors import RunError
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -53,7 +53,9 @@ def test_a_step_reads_the_same_samples_for_any_ranks_and_wherever_it_resumes(sha
 def test_batches_are_stacked_samples(num_workers):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    found = list(batches(Numbers(23), micro_batch=2, mesh=Mesh(1, Sizes(data=2)), start=3, num_workers=num_workers))
+    found = list(
+        batches(Numbers(23), micro_batch=2, mesh=Mesh(1, ParallelSizes(data=2)), start=3, num_workers=num_workers)
+    )
     assert [batch["tokens"][:, 0].tolist() for batch in found] == [[5, 6], [9, 10], [13, 14], [17, 18], [21, 22]]
     assert found[0]["tokens"].dtype == torch.int64
     assert found[0]["loss_mask"].shape == (2, 3)

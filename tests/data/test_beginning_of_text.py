@@ -17,11 +17,11 @@ from megatron.data.corpus import prepare
 from megatron.data.run_tokenizer import keep_tokenizer, run_tokenizer
 from megatron.data.tokenizers import Tokenizer, open_tokenizer
 from megatron.data.vocabulary import vocabulary
-from megatron.errors import UserError
 from megatron.evaluation.harness import HarnessModel
 from megatron.generation.writer import Writer
 from megatron.options.data import CorpusOptions, DataOptions
 from megatron.options.generation import GenerationOptions
+from megatron.utils.errors import UserError
 from tools.export_cases import Case, gpt_of
 
 TEXTS = ["the then there", "Grüße, 東京!", "def encode(text):"]

@@ -19,7 +19,7 @@ from megatron.data import documents as documents_module
 from megatron.data import sources as sources_module
 from megatron.data.corpus_folder import read_corpus
 from megatron.data.tokenizers import load_tokenizer, open_tokenizer
-from megatron.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError
 
 
 def contents(folder):

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.parts import sequence_range
 from megatron.data.vocabulary import vocabulary
-from megatron.distributed.mesh import Sizes
-from megatron.distributed.place import Place
-from megatron.distributed.processes import Processes, join
-from megatron.errors import RunError, UserError
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.mesh import ParallelSizes
+from megatron.distributed.process_groups import ProcessGroups, init_distributed
 from megatron.options.data import DataOptions
+from megatron.utils.errors import RunError, UserError
 
-ALONE = Processes()
+ALONE = ProcessGroups()
 
 
 def numbered(lengths, first=0):
@@ -60,7 +60,7 @@ def build(data, *, seq_length=8, train=0, valid=0, test=0, seed=3, cache=None, e
         seed=seed,
         cache=cache,
         extend_train_to=extend,
-        processes=processes,
+        groups=processes,
     )
 
 
@@ -401,7 +401,7 @@ def test_a_damaged_index_is_built_anew_and_nothing_in_it_is_run(dataset, words, 
 
 def _two_processes(rank: int, folder: str, options: dict) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    processes = join(Place(rank, 2), Sizes(data=2), device="cpu", backend="gloo")
+    processes = init_distributed(RankInfo(rank, 2), ParallelSizes(data=2), device="cpu", backend="gloo")
     problems, notes = [], []
     for cache in (f"{folder}/cache", f"{folder}/trapped", f"{folder}/file"):
         try:

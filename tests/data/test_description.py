@@ -12,9 +12,9 @@ from megatron.data.corpus_folder import read_corpus
 from megatron.data.datasets import build_datasets, token_stream
 from megatron.data.description import CORPUS_FILE, read_description
 from megatron.data.tokenizers import load_tokenizer
-from megatron.distributed.processes import Processes
-from megatron.errors import RunError, UserError
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import DataOptions
+from megatron.utils.errors import RunError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def train_on(folder, cache=None):
         test_samples=0,
         seed=1,
         cache=cache,
-        processes=Processes(),
+        groups=ProcessGroups(),
     ).train
 
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.indexed import open_indexed
-from megatron.errors import FarfieldError, RunError, UserError
+from megatron.utils.errors import FarfieldError, RunError, UserError
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 1, 2, 3, 4]]
 

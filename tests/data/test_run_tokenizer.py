@@ -10,8 +10,8 @@ from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.run_tokenizer import keep_tokenizer, run_tokenizer
 from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
-from megatron.errors import RunError, UserError
 from megatron.options.data import DataOptions
+from megatron.utils.errors import RunError, UserError
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from megatron.data import sources
 from megatron.data.encode import Chunk, Encoder
 from megatron.data.sources import SourceFile, cut, decode, document_names, raw_documents, scan
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError
 
 
 def read(*given, key="text", **options):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.splits import assign, check_shares, counts
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 shares = st.tuples(*[st.sampled_from([0.0, 0.01, 0.3, 1.0, 7.0, 95.0])] * 3).filter(lambda s: sum(s) > 0)
 

@@ -11,7 +11,7 @@ from megatron.data import tables
 from megatron.data.corpus_folder import read_corpus
 from megatron.data.sources import decode, document_names, raw_documents, scan
 from megatron.data.tokenizers import load_tokenizer
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 pa = pytest.importorskip("pyarrow", reason="requirements-eval.txt is not installed")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -12,11 +12,11 @@ from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
 from megatron.data.task_samples import TaskSamples
 from megatron.data.vocabulary import vocabulary
-from megatron.distributed.mesh import Mesh, Sizes
-from megatron.distributed.processes import alone
-from megatron.errors import UserError
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.process_groups import single_process
 from megatron.options.data import DataOptions
 from megatron.tasks.chosen import exercise
+from megatron.utils.errors import UserError
 
 REVERSE = DataOptions(task="reverse_string", task_length=9)
 
@@ -39,7 +39,7 @@ def test_any_layout_and_any_resumption_reads_the_same(shape: tuple[int, int, int
     expected = rows([whole[index] for index in range(12 * done, 96)])
     steps: list[list[torch.Tensor]] = [[] for _ in range(8 - done)]
     for rank in range(world):
-        mesh = Mesh(rank, Sizes(data=world))
+        mesh = Mesh(rank, ParallelSizes(data=world))
         found = batches(samples(start=12 * done), micro_batch=micro_batch, mesh=mesh, start=12 * done)
         for i, batch in enumerate(found):
             steps[i // accumulate] += rows(
@@ -91,7 +91,7 @@ def test_samples_are_what_the_task_draws() -> None:
 
 def test_datasets_of_a_task() -> None:
     counts = {"train_samples": 24, "valid_samples": 12, "test_samples": 0}
-    found = build_datasets(REVERSE, seq_length=18, **counts, seed=1, cache=None, processes=alone(), batch=12)
+    found = build_datasets(REVERSE, seq_length=18, **counts, seed=1, cache=None, groups=single_process(), batch=12)
     assert found.lengths == tuple(range(2, 20, 2))
     assert (len(found.train), len(found.valid), found.test) == (24, 12, None)
     assert rows(list(islice(found.train, 12))) != rows(list(islice(found.valid, 12)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.tokenizers import END_OF_DOCUMENT, load_tokenizer, open_tokenizer, train_bpe
-from megatron.errors import UserError
+from megatron.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")

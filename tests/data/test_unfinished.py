@@ -14,7 +14,7 @@ from killed import die, killed
 from megatron.data import hub, writing
 from megatron.data.corpus import unfinished
 from megatron.data.hub import Hub, UnfinishedError
-from megatron.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError
 
 DOCUMENTS = [f"document {i} " + "ab\n" * (i % 17) if i % 11 else "" for i in range(400)]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.distributed import devices
+from megatron.distributed import hardware
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: without one both would count none")
 def test_agrees_with_torch():
-    assert devices.count_gpus() == torch.cuda.device_count() > 0
+    assert hardware.count_gpus() == torch.cuda.device_count() > 0
 
 
 @pytest.fixture
@@ -22,18 +22,18 @@ def machine(monkeypatch, tmp_path):
     """A torch with CUDA, no GPU in /dev and no tool, until a test says otherwise."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "bin").mkdir()
-    monkeypatch.setattr(devices, "DEV", tmp_path / "dev")
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
 
 def test_gpus_are_files(machine):
-    assert devices.count_gpus() == 0
+    assert hardware.count_gpus() == 0
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps", "dri"):
         (machine / "dev" / name).touch()
-    assert devices.count_gpus() == 3
+    assert hardware.count_gpus() == 3
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_where_gpus_are_no_files_the_tool_is_asked(machine, script, count):
     tool = machine / "bin" / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
-    assert devices.count_gpus() == count
+    assert hardware.count_gpus() == count
 
 
 @pytest.mark.parametrize(("cuda", "has"), [("'13.0'", True), ("None", False)])
@@ -57,8 +57,8 @@ def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has)
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError")
     (tmp_path / "torch" / "version.py").write_text(f"hip = '6'\ncuda: Optional[str] = {cuda}\n")
     spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "torch" / "__init__.py"))
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: spec)
-    assert devices._torch_has_cuda() == has
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
+    assert hardware._torch_has_cuda() == has
 
 
 @pytest.mark.parametrize(
@@ -76,27 +76,27 @@ def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has)
     ],
 )
 def test_visible_devices(monkeypatch, visible, count):
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "_list_installed_gpus", lambda: 4)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.count_gpus() == count
+    assert hardware.count_gpus() == count
 
 
 def test_torch_built_without_cuda_has_no_gpus(monkeypatch):
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: False)
-    monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
-    assert devices.count_gpus() == 0
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: False)
+    monkeypatch.setattr(hardware, "_list_installed_gpus", lambda: 4)
+    assert hardware.count_gpus() == 0
     monkeypatch.undo()
-    assert devices._torch_has_cuda() == (torch.version.cuda is not None)
+    assert hardware._torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_cores():
-    assert 1 <= devices.count_cores() <= (os.cpu_count() or 1)
+    assert 1 <= hardware.count_cores() <= (os.cpu_count() or 1)
 
 
 def test_does_not_import_torch():
-    code = "import sys; from megatron.distributed.devices import *; count_gpus(); assert 'torch' not in sys.modules"
+    code = "import sys; from megatron.distributed.hardware import *; count_gpus(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], check=True)

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.distributed.layers import layers_of
 from megatron.distributed.mesh import Axis
+from megatron.distributed.partition import pipeline_layer_range
 
 
 @given(st.integers(1, 40), st.data())
 def test_stages_divide_the_layers_in_order_and_evenly(layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, layers))
-    parts = [layers_of(layers, Axis(stage, stages)) for stage in range(stages)]
+    parts = [pipeline_layer_range(layers, Axis(stage, stages)) for stage in range(stages)]
     assert [layer for part in parts for layer in part] == list(range(layers))
     counts = [len(part) for part in parts]
     assert counts == sorted(counts, reverse=True)
@@ -20,4 +20,4 @@ def test_stages_divide_the_layers_in_order_and_evenly(layers: int, data: st.Data
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, [0, 1, 2]), (1, [3, 4]), (2, [5, 6])])
 def test_an_uneven_division(stage: int, expected: list[int]) -> None:
-    assert list(layers_of(7, Axis(stage, 3))) == expected
+    assert list(pipeline_layer_range(7, Axis(stage, 3))) == expected

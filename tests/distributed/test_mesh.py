@@ -7,77 +7,84 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.distributed.megatron_core import parallel_state
-from megatron.distributed.mesh import ORDER, Axis, Mesh, Sizes
+from megatron.distributed.mesh import DIMENSION_ORDER, Axis, Mesh, ParallelSizes
 
 CORE = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 
 small = st.integers(1, 4)
-meshes = st.builds(Sizes, tensor=small, context=small, data=small, pipeline=small)
-chosen = st.sets(st.sampled_from(ORDER), min_size=1).map(lambda names: tuple(sorted(names)))
+meshes = st.builds(ParallelSizes, tensor=small, context=small, data=small, pipeline=small)
+chosen = st.sets(st.sampled_from(DIMENSION_ORDER), min_size=1).map(lambda names: tuple(sorted(names)))
 
 
-def points(sizes: Sizes) -> list[dict[str, int]]:
+def points(sizes: ParallelSizes) -> list[dict[str, int]]:
     """The coordinates of every rank, counted out: pipeline stages outermost, tensor ranks innermost."""
     ranges = [range(n) for n in (sizes.pipeline, sizes.data, sizes.context, sizes.tensor)]
     return [dict(zip(("pipeline", "data", "context", "tensor"), point, strict=True)) for point in product(*ranges)]
 
 
 @given(meshes)
-def test_coordinates_are_those_counted_out(sizes: Sizes) -> None:
+def test_coordinates_are_those_counted_out(sizes: ParallelSizes) -> None:
     counted = points(sizes)
-    assert sizes.world == len(counted)
+    assert sizes.world_size == len(counted)
     for rank, point in enumerate(counted):
         assert sizes.coordinates(rank) == point
         mesh = Mesh(rank, sizes)
-        for name in ORDER:
+        for name in DIMENSION_ORDER:
             assert getattr(mesh, name) == mesh.axis(name) == Axis(point[name], getattr(sizes, name))
 
 
 @given(meshes, chosen)
-def test_groups_differ_in_their_dimensions_alone(sizes: Sizes, dimensions: tuple) -> None:
+def test_groups_differ_in_their_dimensions_alone(sizes: ParallelSizes, dimensions: tuple) -> None:
     counted = points(sizes)
 
     def alike(one: int, other: int) -> bool:
-        return all(counted[one][name] == counted[other][name] for name in ORDER if name not in dimensions)
+        return all(counted[one][name] == counted[other][name] for name in DIMENSION_ORDER if name not in dimensions)
 
-    for rank in range(sizes.world):
+    for rank in range(sizes.world_size):
         mesh = Mesh(rank, sizes)
-        members = tuple(other for other in range(sizes.world) if alike(rank, other))
-        assert mesh.members(*dimensions) == members
+        members = tuple(other for other in range(sizes.world_size) if alike(rank, other))
+        assert mesh.list_members(*dimensions) == members
         assert mesh.axis(*dimensions) == Axis(members.index(rank), len(members))
-    assert sorted(rank for group in sizes.groups(*dimensions) for rank in group) == list(range(sizes.world))
+    assert sorted(rank for group in sizes.list_groups(*dimensions) for rank in group) == list(range(sizes.world_size))
 
 
 @given(meshes, chosen)
-def test_groups_are_megatron_cores(sizes: Sizes, dimensions: tuple) -> None:
+def test_groups_are_megatron_cores(sizes: ParallelSizes, dimensions: tuple) -> None:
     core = parallel_state.RankGenerator(
         tp=sizes.tensor, ep=1, dp=sizes.data, pp=sizes.pipeline, cp=sizes.context, order="tp-cp-ep-dp-pp"
     )
     theirs = core.get_ranks("-".join(CORE[name] for name in dimensions))
-    assert sorted(sizes.groups(*dimensions)) == sorted(tuple(group) for group in theirs)
+    assert sorted(sizes.list_groups(*dimensions)) == sorted(tuple(group) for group in theirs)
 
 
 @given(meshes)
-def test_each_token_is_counted_once(sizes: Sizes) -> None:
+def test_each_token_is_counted_once(sizes: ParallelSizes) -> None:
     """Every rank of data × context has tokens of its own; the others have copies."""
     counted = points(sizes)
     tokens = {(d, c): 10 * d + c + 1 for d in range(sizes.data) for c in range(sizes.context)}
     held = [tokens[point["data"], point["context"]] for point in counted]
-    assert sum(Mesh(rank, sizes).once(n) for rank, n in enumerate(held)) == sum(tokens.values())
+    assert sum(Mesh(rank, sizes).count_once(n) for rank, n in enumerate(held)) == sum(tokens.values())
     for rank, n in enumerate(held):
-        assert Mesh(rank, sizes).once(float(n)) in (0.0, float(n))
-    first = [rank for rank in range(sizes.world) if Mesh(rank, sizes).batch.index == 0]
-    assert sum(Mesh(rank, sizes).once(1) for rank in first) == 1
+        assert Mesh(rank, sizes).count_once(float(n)) in (0.0, float(n))
+    first = [rank for rank in range(sizes.world_size) if Mesh(rank, sizes).dp_cp.index == 0]
+    assert sum(Mesh(rank, sizes).count_once(1) for rank in first) == 1
 
 
 @given(meshes)
-def test_what_is_left_is_data_parallel(sizes: Sizes) -> None:
-    assert sizes == Sizes.of(sizes.world, tensor=sizes.tensor, context=sizes.context, pipeline=sizes.pipeline)
+def test_what_is_left_is_data_parallel(sizes: ParallelSizes) -> None:
+    assert sizes == ParallelSizes.from_world_size(
+        sizes.world_size, tensor=sizes.tensor, context=sizes.context, pipeline=sizes.pipeline
+    )
 
 
 def test_what_is_no_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match="6 ranks: tensor 2 × context 1 × pipeline 2 is 4"):
-        Sizes.of(6, tensor=2, pipeline=2)
-    for wrong in (lambda: Sizes(data=0), lambda: Mesh(4, Sizes(data=4)), lambda: Axis(2, 2), lambda: Axis(-1, 2)):
+        ParallelSizes.from_world_size(6, tensor=2, pipeline=2)
+    for wrong in (
+        lambda: ParallelSizes(data=0),
+        lambda: Mesh(4, ParallelSizes(data=4)),
+        lambda: Axis(2, 2),
+        lambda: Axis(-1, 2),
+    ):
         with pytest.raises(ValueError, match=r" is 0|rank 4 of 4|index -?[12] of 2"):
             wrong()

@@ -6,15 +6,23 @@ from hypothesis import strategies as st
 from models import build_model
 from torch import nn
 
-from megatron.distributed.mesh import Axis, Mesh, Sizes
-from megatron.distributed.parameters import Division, counts, cut, division, join, mark_copy, whole_size
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
+from megatron.distributed.sharding import (
+    ShardSpec,
+    full_numel,
+    get_shard_spec,
+    is_counted_here,
+    mark_replica,
+    shard_tensor,
+    unshard_tensors,
+)
 from megatron.options.model import ModelOptions, PositionOptions
 
 
 def test_a_layers_matrices_are_divided_and_the_rest_is_held_by_all() -> None:
     options = ModelOptions(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8)
     gpt = build_model(options, PositionOptions(pos_emb="kerple_log", score_processor="cdape"), 61, seed=1)
-    held = {name for name, parameter in gpt.named_parameters() if division(parameter) is None}
+    held = {name for name, parameter in gpt.named_parameters() if get_shard_spec(parameter) is None}
     assert {name.split(".", 3)[-1] for name in held if name.startswith("decoder.layers.0.")} == {
         *("input_layernorm.weight", "input_layernorm.bias", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias"),
         *("self_attention.linear_proj.bias", "mlp.linear_fc2.bias"),
@@ -27,29 +35,29 @@ def test_a_layers_matrices_are_divided_and_the_rest_is_held_by_all() -> None:
 
 
 def test_elements_over_all_ranks() -> None:
-    mesh = Mesh(1, Sizes(tensor=4, data=2))
+    mesh = Mesh(1, ParallelSizes(tensor=4, data=2))
     part, copy = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5))
     part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
-    assert (whole_size(part, mesh), whole_size(copy, mesh)) == (24, 5)
+    assert (full_numel(part, mesh), full_numel(copy, mesh)) == (24, 5)
     copy.ds_numel = 11  # ZeRO-3 holds a part only
-    assert whole_size(copy, mesh) == 11
+    assert full_numel(copy, mesh) == 11
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 1]))
 def test_what_is_cut_joins_to_the_whole(ranks: int, strips: int, size: int, dim: int) -> None:
     shape = [5, 5]
     shape[dim] = ranks * strips * size
-    whole, how = torch.arange(float(shape[0] * shape[1])).reshape(shape), Division(dim, strips)
-    parts = [cut(whole, how, Axis(rank, ranks)) for rank in range(ranks)]
+    whole, how = torch.arange(float(shape[0] * shape[1])).reshape(shape), ShardSpec(dim, strips)
+    parts = [shard_tensor(whole, how, Axis(rank, ranks)) for rank in range(ranks)]
     assert {part.shape[dim] for part in parts} == {strips * size}
-    assert torch.equal(join(parts, how), whole)
+    assert torch.equal(unshard_tensors(parts, how), whole)
 
 
 def test_each_parameter_counts_once() -> None:
     part, norm, copy = (nn.Parameter(torch.zeros(2, 2)) for _ in range(3))
     part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
-    mark_copy(copy)
-    meshes = [Mesh(rank, Sizes(tensor=2)) for rank in range(2)]
-    assert [counts(part, mesh) for mesh in meshes] == [True, True]
-    assert [counts(norm, mesh) for mesh in meshes] == [True, False]
-    assert [counts(copy, mesh) for mesh in meshes] == [False, False]
+    mark_replica(copy)
+    meshes = [Mesh(rank, ParallelSizes(tensor=2)) for rank in range(2)]
+    assert [is_counted_here(part, mesh) for mesh in meshes] == [True, True]
+    assert [is_counted_here(norm, mesh) for mesh in meshes] == [True, False]
+    assert [is_counted_here(copy, mesh) for mesh in meshes] == [False, False]

@@ -8,10 +8,10 @@ import pytest
 from forked import Forked
 from mesh_rank import MESHES
 
-from megatron.distributed.mesh import Mesh, Sizes
-from megatron.distributed.place import Place
-from megatron.distributed.processes import Processes, alone, join
-from megatron.errors import RunError
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.process_groups import ProcessGroups, init_distributed, single_process
+from megatron.utils.errors import RunError
 
 SCRIPT = Path(__file__).parents[1] / "support" / "mesh_rank.py"
 
@@ -35,7 +35,7 @@ def test_groups_are_the_meshs(four: list[list[dict[str, Any]]], number: int) -> 
 
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=[str(mesh) for mesh in MESHES])
 def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> None:
-    sizes = Sizes(**MESHES[number])
+    sizes = ParallelSizes(**MESHES[number])
     shares = sizes.data * sizes.context
     for found in (each[number] for each in four):
         assert found["whole"] == [4 * (2**53 + 1), 6]  # in float64 the first would end in 0
@@ -44,24 +44,26 @@ def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> Non
         assert found["max"] == 0.0
         assert found["gather"] == [[rank, Mesh(rank, sizes).data.index] for rank in range(4)]
         assert found["agree"] == [None, "error of 2"]
-        assert found["alone"].startswith("this process is part of another mesh already") == (sizes != Sizes(data=4))
+        assert found["alone"].startswith("this process is part of another mesh already") == (
+            sizes != ParallelSizes(data=4)
+        )
 
 
 def test_one_process_agrees_with_itself() -> None:
-    processes = alone()
-    assert processes == Processes() == alone()
-    assert processes.first
-    assert processes.sum(3, 4) == [3, 4]
-    assert processes.sum(0.5) == [0.5]
-    assert processes.max(-2.0) == -2.0
-    assert processes.gather("x") == ["x"]
-    assert (processes.agree(None), processes.agree("no")) == (None, "no")
+    processes = single_process()
+    assert processes == ProcessGroups() == single_process()
+    assert processes.is_main
+    assert processes.all_reduce_sum(3, 4) == [3, 4]
+    assert processes.all_reduce_sum(0.5) == [0.5]
+    assert processes.all_reduce_max(-2.0) == -2.0
+    assert processes.gather_objects("x") == ["x"]
+    assert (processes.find_first_error(None), processes.find_first_error("no")) == (None, "no")
     assert processes.group("tensor").size() == 1
 
 
 def test_joining_others_after_the_fact_is_refused() -> None:
-    alone()
+    single_process()
     with pytest.raises(RunError, match="WORLD_SIZE is 2, but this process is already one of 1"):
-        join(Place(0, 2), Sizes(data=2), device="cpu", backend="gloo")
+        init_distributed(RankInfo(0, 2), ParallelSizes(data=2), device="cpu", backend="gloo")
     with pytest.raises(RunError, match="this process is part of another mesh already"):
-        join(Place(), Sizes(tensor=2), device="cpu", backend="gloo")
+        init_distributed(RankInfo(), ParallelSizes(tensor=2), device="cpu", backend="gloo")

@@ -2,22 +2,22 @@
 
 import torch
 
-from megatron.distributed import seeds
-from megatron.distributed.mesh import Mesh, Sizes
-from megatron.distributed.processes import alone
+from megatron.distributed import rng
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.process_groups import single_process
 
 
 def test_ranks_of_one_data_index_draw_alike_and_others_do_not() -> None:
-    sizes = Sizes(tensor=2, context=2, data=3, pipeline=2)
-    meshes = [Mesh(rank, sizes) for rank in range(sizes.world)]
-    assert {seeds.seed_of(7, "initialization", mesh) for mesh in meshes} == {7}
-    by_index = {(mesh.data.index, seeds.seed_of(7, "dropout", mesh)) for mesh in meshes}
+    sizes = ParallelSizes(tensor=2, context=2, data=3, pipeline=2)
+    meshes = [Mesh(rank, sizes) for rank in range(sizes.world_size)]
+    assert {rng.derive_seed(7, "initialization", mesh) for mesh in meshes} == {7}
+    by_index = {(mesh.data.index, rng.derive_seed(7, "dropout", mesh)) for mesh in meshes}
     assert len(by_index) == len({seed for _, seed in by_index}) == sizes.data
 
 
 def test_seeding_is_torchs() -> None:
-    alone()
-    seeds.seed_torch(5)
+    single_process()
+    rng.seed_torch(5)
     ours = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(ours, torch.rand(3))

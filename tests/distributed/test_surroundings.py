@@ -2,11 +2,16 @@
 
 import pytest
 
-from megatron.distributed.place import Place
-from megatron.distributed.surroundings import PORTS, first_host, job_line, told
-from megatron.errors import UserError
+from megatron.distributed.launcher_environment import (
+    PORTS,
+    RankInfo,
+    describe_job,
+    get_first_hostname,
+    read_launcher_environment,
+)
+from megatron.utils.errors import UserError
 
-TORCHRUN = Place(3, 8, 1).variables("127.0.0.1", 2345)
+TORCHRUN = RankInfo(3, 8, 1).to_environment("127.0.0.1", 2345)
 SRUN = {  # task 5 of `srun` in a job of three nodes with 4, 4 and 1 tasks, SLURM 22.05
     **{"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "9"},
     **{"SLURM_NTASKS": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"},
@@ -20,74 +25,76 @@ MPIRUN = {
 
 
 def test_nobody_said_anything() -> None:
-    assert told({}) is None
-    assert told({"RANK": "0", "WORLD_SIZE": "1"}) is None  # left by something else: one process needs no place
-    assert told(BATCH) is None
-    assert Place() == Place(rank=0, world=1, local_rank=0)
+    assert read_launcher_environment({}) is None
+    assert (
+        read_launcher_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    )  # left by something else: one process needs no place
+    assert read_launcher_environment(BATCH) is None
+    assert RankInfo() == RankInfo(rank=0, world_size=1, local_rank=0)
 
 
-@pytest.mark.parametrize("place", [Place(3, 8, 1), Place(3, 8, 1, 2)])
-def test_what_is_said_is_heard(place: Place) -> None:
-    started = told(place.variables("10.0.0.1", 2345))
+@pytest.mark.parametrize("rank_info", [RankInfo(3, 8, 1), RankInfo(3, 8, 1, 2)])
+def test_what_is_said_is_heard(rank_info: RankInfo) -> None:
+    started = read_launcher_environment(rank_info.to_environment("10.0.0.1", 2345))
     assert started is not None
-    assert (started.place, started.address, started.port) == (place, "10.0.0.1", 2345)
-    assert started.variables() == place.variables("10.0.0.1", 2345)
+    assert (started.rank_info, started.address, started.port) == (rank_info, "10.0.0.1", 2345)
+    assert started.to_environment() == rank_info.to_environment("10.0.0.1", 2345)
 
 
 def test_a_task_of_srun_knows_its_place() -> None:
-    started = told(SRUN)
+    started = read_launcher_environment(SRUN)
     assert started is not None
-    assert started.place == Place(5, 9, 1, 4)
+    assert started.rank_info == RankInfo(5, 9, 1, 4)
     assert started.address == "gpu08"
     assert started.port in PORTS
-    assert started == told({**SRUN, "SLURM_PROCID": "5", "SLURM_JOB_NODELIST": "other"})
-    last = told({**SRUN, "SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
+    assert started == read_launcher_environment({**SRUN, "SLURM_PROCID": "5", "SLURM_JOB_NODELIST": "other"})
+    last = read_launcher_environment({**SRUN, "SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
     assert last is not None
-    assert last.place == Place(8, 9, 0, 1)
+    assert last.rank_info == RankInfo(8, 9, 0, 1)
     assert (last.address, last.port) == (started.address, started.port)
-    another = told({**SRUN, "SLURM_STEP_ID": "1"})
+    another = read_launcher_environment({**SRUN, "SLURM_STEP_ID": "1"})
     assert another is not None
     assert another.port != started.port  # two steps of a job may run at once
 
 
 def test_the_user_says_where_to_meet() -> None:
-    started = told({**SRUN, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4444"}, port=5555)
+    started = read_launcher_environment({**SRUN, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4444"}, port=5555)
     assert started is not None
     assert (started.address, started.port) == ("10.0.0.7", 4444)
-    started = told(SRUN, port=5555)
+    started = read_launcher_environment(SRUN, port=5555)
     assert started is not None
     assert started.port == 5555
 
 
 def test_a_process_of_mpirun_knows_its_place() -> None:
-    started = told(MPIRUN)
+    started = read_launcher_environment(MPIRUN)
     assert started is not None
-    assert (started.place, started.address) == (Place(3, 4, 3), "127.0.0.1")
+    assert (started.rank_info, started.address) == (RankInfo(3, 4, 3), "127.0.0.1")
     over_two = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with pytest.raises(UserError, match=r"but MASTER_ADDR is not: .*; mpirun -x MASTER_ADDR=NAME"):
-        told(over_two)
-    started = told({**over_two, "MASTER_ADDR": "10.0.0.7"})
+        read_launcher_environment(over_two)
+    started = read_launcher_environment({**over_two, "MASTER_ADDR": "10.0.0.7"})
     assert started is not None
-    assert (started.place, started.address) == (Place(3, 4, 1, 2), "10.0.0.7")
+    assert (started.rank_info, started.address) == (RankInfo(3, 4, 1, 2), "10.0.0.7")
 
 
 def test_one_process_may_start_others() -> None:
     alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    assert told({**SRUN, **alone, "SLURM_STEP_TASKS_PER_NODE": "1"}) is None
+    assert read_launcher_environment({**SRUN, **alone, "SLURM_STEP_TASKS_PER_NODE": "1"}) is None
 
 
 def test_the_innermost_launcher_counts() -> None:
     """mpirun reaches machines through srun, and srun starts one torchrun on each of two machines."""
     inside = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     inside["SLURM_LOCALID"] = "0"
-    for inner, place in ((TORCHRUN, Place(3, 8, 1)), (MPIRUN, Place(3, 4, 3))):
-        started = told({**inside, **inner})
+    for inner, place in ((TORCHRUN, RankInfo(3, 8, 1)), (MPIRUN, RankInfo(3, 4, 3))):
+        started = read_launcher_environment({**inside, **inner})
         assert started is not None
-        assert started.place == place
-    numbered_anew = {**SRUN, **Place(3, 9, 0).variables("a", 1), "TORCHELASTIC_RUN_ID": "none"}
-    started = told(numbered_anew)  # one torchrun per task: it numbers machines as they come
+        assert started.rank_info == place
+    numbered_anew = {**SRUN, **RankInfo(3, 9, 0).to_environment("a", 1), "TORCHELASTIC_RUN_ID": "none"}
+    started = read_launcher_environment(numbered_anew)  # one torchrun per task: it numbers machines as they come
     assert started is not None
-    assert started.place.rank == 3
+    assert started.rank_info.rank == 3
 
 
 @pytest.mark.parametrize(
@@ -108,7 +115,7 @@ def test_the_innermost_launcher_counts() -> None:
         (SRUN, {"WORLD_SIZE": "8"}, r"WORLD_SIZE is 8, but srun started 9 processes \(SLURM_STEP_NUM_TASKS\); unset"),
         (
             SRUN,
-            Place(0, 9, 0).variables("a", 1),  # what a batch script exports, from its own SLURM_PROCID
+            RankInfo(0, 9, 0).to_environment("a", 1),  # what a batch script exports, from its own SLURM_PROCID
             r"RANK is 0, but SLURM_PROCID is 5; unset RANK: srun says which process this is",
         ),
     ],
@@ -118,8 +125,8 @@ def test_half_of_it_and_contradictions_are_refused(
 ) -> None:
     environment = {name: value for name, value in {**variables, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=rf"^environment: {message}"):
-        told(environment)
-    assert told({"WORLD_SIZE": "1", **({"RANK": "0"} if variables is TORCHRUN else {})}) is None
+        read_launcher_environment(environment)
+    assert read_launcher_environment({"WORLD_SIZE": "1", **({"RANK": "0"} if variables is TORCHRUN else {})}) is None
 
 
 @pytest.mark.parametrize(
@@ -135,12 +142,12 @@ def test_half_of_it_and_contradictions_are_refused(
     ],
 )
 def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
+    assert get_first_hostname(hosts) == first
 
 
 def test_a_job_and_its_restarts_are_one_line() -> None:
-    assert job_line({}) is None
-    assert job_line(BATCH) == "SLURM job 17"
-    assert job_line({"TORCHELASTIC_RUN_ID": "none"}) == "started by torchrun"
-    assert job_line({"TORCHELASTIC_RUN_ID": "7"}) == "torchrun 7"
-    assert job_line({**SRUN, "SLURM_RESTART_COUNT": "2"}) == "SLURM job 17, restart 2 (SLURM_RESTART_COUNT)"
+    assert describe_job({}) is None
+    assert describe_job(BATCH) == "SLURM job 17"
+    assert describe_job({"TORCHELASTIC_RUN_ID": "none"}) == "started by torchrun"
+    assert describe_job({"TORCHELASTIC_RUN_ID": "7"}) == "torchrun 7"
+    assert describe_job({**SRUN, "SLURM_RESTART_COUNT": "2"}) == "SLURM job 17, restart 2 (SLURM_RESTART_COUNT)"

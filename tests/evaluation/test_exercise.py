@@ -13,9 +13,8 @@ from pages import page_of
 from rich.console import Console
 from torch import Tensor, nn
 
-from megatron.checkpoint.trained import Run
+from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
 from megatron.evaluation.answers import answers
 from megatron.evaluation.exercise import FITTED, Questions, learned_task, questions
 from megatron.evaluation.subject import Scoring
@@ -26,6 +25,7 @@ from megatron.reports import table_formats
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.tasks.chosen import exercise
 from megatron.tasks.floors import CONSTANT, PLACE
+from megatron.utils.errors import RunError, UserError
 
 
 def config(task: str = "binary_addition", length: int = 6, **options: object) -> Config:
@@ -192,7 +192,7 @@ def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
 
 
 def test_runs_of_different_tasks_are_apart() -> None:
-    def run(name: str, of: Config) -> Run:
+    def run(name: str, of: Config) -> TrainedRun:
         return SimpleNamespace(name=name, config=of)  # type: ignore[return-value]
 
     text = Config.of({"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8})
@@ -223,7 +223,7 @@ def test_predictors_are_fitted_to_fewer_sequences_where_these_are_long(monkeypat
 def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.evaluation.run import evaluate_runs
     from megatron.reports import records
-    from megatron.training.loop import train
+    from megatron.training.trainer import train
 
     monkeypatch.chdir(tmp_path)
     more = {"train_micro_batch_size_per_gpu": 4, "device": "cpu", "num_gpus": 1, "nodes": 1, "eval_interval": 0}

@@ -14,16 +14,16 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load
-from megatron.distributed.processes import alone
-from megatron.errors import RunError, UserError
+from megatron.distributed.process_groups import single_process
 from megatron.evaluation.harness_tasks import evaluate_tasks, records_of
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.reports import plots
 from megatron.reports.records import Record, read_records
+from megatron.utils.errors import RunError, UserError
 from tools.rounding import apart, sums_of_gpt
 
 pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
@@ -109,11 +109,11 @@ def make_run(folder: Path, *overrides: str) -> Path:
     position = ["pos_emb=kerple_log", "score_processor=cdape", "init_method_std=0.3"]
     data = ["train_data_paths=[gone/train_text_document]"]
     config = load([], [*shape, *position, *data, f"save={folder}", *overrides]).config
-    model = build_model(config.model, config.position, 257, groups=alone(), seed=3)
+    model = build_model(config.model, config.position, 257, groups=single_process(), seed=3)
     checkpoint = folder / "checkpoints" / "step_0000005"
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")
-    Progress(step=5, consumed_tokens=480, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
+    TrainerState(step=5, consumed_tokens=480, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
     weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
     save_file(weights, checkpoint / "model.safetensors")
     return folder

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import UserError
 from megatron.evaluation.measures import check_measures, position_bins
 from megatron.evaluation.protocols import plan_of
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record, read_records, write_records
+from megatron.utils.errors import UserError
 
 from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored
 from .test_perplexity import ROUNDING, STREAM, by_hand, one_loss

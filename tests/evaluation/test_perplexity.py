@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from megatron.data.vocabulary import Vocabulary
-from megatron.errors import RunError, UserError
 from megatron.evaluation.measures import summary_of
 from megatron.evaluation.perplexity import window_losses
 from megatron.evaluation.protocols import default_targets
 from megatron.options.evaluation import EvaluationOptions as Options
+from megatron.utils.errors import RunError, UserError
 from tools.rounding import apart, sums_of_gpt
 
 from .conftest import BYTES, VOCABULARY, RunningMean, loaded, scored, tiny_gpt

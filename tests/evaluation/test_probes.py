@@ -12,7 +12,6 @@ from torch import nn
 
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.data.vocabulary import Vocabulary
-from megatron.errors import UserError
 from megatron.evaluation.probes.chosen import PROBES, probe_of
 from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
 from megatron.evaluation.probes.probe import Probe
@@ -21,6 +20,7 @@ from megatron.evaluation.subject import Scoring
 from megatron.options import evaluation
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.utils.errors import UserError
 
 from .conftest import VOCABULARY, RunningMean, loaded, tiny_gpt
 from .test_perplexity import ROUNDING, one_loss

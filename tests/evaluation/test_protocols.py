@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.errors import UserError
 from megatron.evaluation.protocols import make_plan
+from megatron.utils.errors import UserError
 
 lengths = st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=4)
 

@@ -16,15 +16,14 @@ from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.chosen import chosen
 from megatron.config.load import load
 from megatron.data.datasets import token_stream
 from megatron.data.run_tokenizer import keep_tokenizer
 from megatron.data.tokenizers import load_tokenizer
-from megatron.errors import RunError, UserError
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.evaluation.provenance import machine, software
 from megatron.evaluation.run import evaluate_runs
@@ -33,6 +32,7 @@ from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.options.evaluation import parse_lengths
 from megatron.reports import plots, records
 from megatron.reports.records import Record
+from megatron.utils.errors import RunError, UserError
 from tools.rounding import apart, sums_of_gpt
 
 from .conftest import scored
@@ -88,7 +88,7 @@ def make_run(
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")
     vocabulary = {"size": size, "name": tokenizer}
-    Progress(step=step, consumed_tokens=step * 32, vocabulary=vocabulary, directory=directory).write(checkpoint)
+    TrainerState(step=step, consumed_tokens=step * 32, vocabulary=vocabulary, directory=directory).write(checkpoint)
     weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
     save_file(weights, checkpoint / "model.safetensors")
     return Path(name)
@@ -232,7 +232,7 @@ def test_a_run_reads_text_by_its_own_copy_when_its_corpus_is_gone(place: Path) -
     (bare,) = evaluated([run], [8], data="bpe")
     shutil.rmtree("bpe")
     assert evaluated([run], [8], data="text.txt")[0].value == found.value
-    assert evaluated([folder.resolve(run)], [8], data="text.txt")[0].value == found.value
+    assert evaluated([layout.resolve_checkpoint_path(run)], [8], data="text.txt")[0].value == found.value
     assert evaluated([run], [8], data="bare")[0].value == bare.value
 
 
@@ -321,8 +321,8 @@ def test_which_text_is_scored(place: Path) -> None:
     (other,) = evaluated(["runs/valid"], [8], data="corpus/train_text_document")
     assert other.dataset == "corpus/train_text_document"
     assert other.target_digest != found.target_digest
-    (folder,) = evaluated(["runs/valid"], [8], data="corpus")
-    assert folder.dataset == "corpus/test_text_document"
+    (layout,) = evaluated(["runs/valid"], [8], data="corpus")
+    assert layout.dataset == "corpus/test_text_document"
 
     prepare(["text.txt"], "whole", split=None)
     shares = ["data_path=whole/text_document", "split=1,0,0"]
@@ -465,6 +465,6 @@ def test_a_directory_that_is_no_text_is_damage(place: Path) -> None:
 def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
     run = make_run("runs/a")
     checkpoint = run / "checkpoints" / "step_0000005"
-    replace(Progress.read(checkpoint), vocabulary=None).write(checkpoint)
+    replace(TrainerState.read(checkpoint), vocabulary=None).write(checkpoint)
     with pytest.raises(Exception, match="says nothing of the vocabulary"):
         evaluated([run], [8])

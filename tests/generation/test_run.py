@@ -9,11 +9,11 @@ import pytest
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.errors import UserError
 from megatron.generation import run as generation
 from megatron.generation.writer import Text, Writer
 from megatron.options.generation import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
+from megatron.utils.errors import UserError
 
 SHAPE = ModelOptions(
     num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=16, max_position_embeddings=24, init_method_std=0.3

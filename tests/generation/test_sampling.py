@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.errors import RunError
 from megatron.generation.sampling import Sampling
+from megatron.utils.errors import RunError
 
 ROUNDING = 1e-13  # sums of at most 24 float64 terms, each from one exp and one division
 

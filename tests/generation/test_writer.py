@@ -5,13 +5,13 @@ import torch
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.errors import UserError
 from megatron.generation.decode import check_length, groups
 from megatron.generation.sampling import Sampling
 from megatron.generation.writer import Text, Writer
 from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
+from megatron.utils.errors import UserError
 
 SHAPE = ModelOptions(
     num_layers=2,

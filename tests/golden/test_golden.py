@@ -20,7 +20,7 @@ from tiny_runs import losses, records, tiny_config, train_with_processes, write_
 
 from megatron.evaluation.run import evaluate_runs
 from megatron.options.evaluation import EvaluationOptions
-from megatron.training.loop import train
+from megatron.training.trainer import train
 from tools.rounding import apart, sums_of_gpt
 
 GOLDEN = Path(__file__).with_name("golden.json")

@@ -19,7 +19,6 @@ from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
-from megatron.errors import UserError
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims
@@ -33,6 +32,7 @@ from megatron.position.registry import (
     load_processor_class,
 )
 from megatron.position.token_range import TokenRange, sample_positions
+from megatron.utils.errors import UserError
 from tools.rounding import assert_rounding_alone
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import UserError
-from megatron.launch.console import UnexpectedError, explained, run_console, temporary_log
+from megatron.launch.console import UnexpectedError, log_traceback, run_console, temporary_log
+from megatron.utils.errors import UserError
 
 
 def test_noise_of_every_kind_goes_to_the_log(tmp_path: Path, capfd):
@@ -100,7 +100,7 @@ def test_unexpected_errors_name_the_log(tmp_path: Path, capfd):
     log = tmp_path / "log.txt"
 
     def fail(error: Exception) -> None:
-        with run_console(log), explained(log):
+        with run_console(log), log_traceback(log):
             raise error
 
     with pytest.raises(UnexpectedError, match=f"ZeroDivisionError: over zero; the traceback is in {log}"):

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load
-from megatron.distributed.devices import Machine
-from megatron.distributed.place import Place
-from megatron.distributed.surroundings import Started
-from megatron.errors import RunError, UserError
-from megatron.launch import local, worker
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import LaunchContext, RankInfo
+from megatron.launch import local_launcher, worker
 from megatron.launch.console import UnexpectedError
-from megatron.training.preflight import Settled, preflight
+from megatron.training.resolve_run import ResolvedRun, resolve_run
+from megatron.utils.errors import RunError, UserError
 
 SMALL = [
     *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
@@ -19,13 +18,13 @@ SMALL = [
 ]
 
 
-def settled(*overrides: str) -> Settled:
-    return preflight(load([], [*SMALL, *overrides]).config, Machine(gpus=0, cores=2))
+def settled(*overrides: str) -> ResolvedRun:
+    return resolve_run(load([], [*SMALL, *overrides]).config, LocalHardware(num_gpus=0, num_cores=2))
 
 
 @pytest.fixture(autouse=True)
 def _data_are_there(monkeypatch):
-    monkeypatch.setattr(local, "split_prefixes", lambda data, split: [])
+    monkeypatch.setattr(local_launcher, "split_prefixes", lambda data, split: [])
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def fake_run(monkeypatch):
     """Replace the training by a function of the log."""
 
     def _fake(body):
-        monkeypatch.setattr(worker, "run", lambda config, log, rank: body(log))
+        monkeypatch.setattr(worker, "run_rank", lambda config, log, rank: body(log))
 
     return _fake
 
@@ -48,7 +47,7 @@ def raising(error: Exception):
 def test_refusal_leaves_no_folder_behind(fake_run, tmp_path):
     fake_run(raising(UserError("no such data")))
     with pytest.raises(UserError, match="no such data"):
-        local.train(settled(f"save={tmp_path / 'runs' / 'a'}"))
+        local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'runs' / 'a'}"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -57,24 +56,24 @@ def test_refusal_keeps_a_folder_that_was_there(fake_run, tmp_path):
     (tmp_path / "a" / "log.txt").write_text("an earlier run\n")
     fake_run(raising(UserError("no")))
     with pytest.raises(UserError):
-        local.train(settled(f"save={tmp_path / 'a'}"))
+        local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'a'}"))
     assert (tmp_path / "a" / "log.txt").read_text().startswith("an earlier run\n")
 
 
 def test_failure_keeps_the_log(fake_run, tmp_path):
     fake_run(raising(RunError("loss is NaN")))
     with pytest.raises(RunError, match="NaN"):
-        local.train(settled(f"save={tmp_path / 'a'}"))
+        local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'a'}"))
     assert (tmp_path / "a" / "log.txt").exists()
 
 
 def test_without_a_run_folder_the_log_is_temporary(fake_run):
     logs = []
     fake_run(lambda log: logs.append(log) or 0)
-    assert local.train(settled()) == 0
+    assert local_launcher.train_on_this_machine(settled()) == 0
     fake_run(lambda log: logs.append(log) or raising(UnexpectedError("bug"))(log))
     with pytest.raises(UnexpectedError):
-        local.train(settled())
+        local_launcher.train_on_this_machine(settled())
     assert not logs[0].exists()
     assert logs[1].exists()
     logs[1].unlink()
@@ -83,14 +82,14 @@ def test_without_a_run_folder_the_log_is_temporary(fake_run):
 def test_a_place_that_cannot_be_written(fake_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="which is a file"):
-        local.train(settled(f"save={tmp_path / 'file'}"))
+        local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'file'}"))
     with pytest.raises(UserError, match=r"save is .*/file/inside, but .*/file is a file; name a folder"):
-        local.train(settled(f"save={tmp_path / 'file' / 'inside'}"))
+        local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'file' / 'inside'}"))
     for place in ("/proc/x", "/proc", f"{tmp_path}/new/{'long' * 100}"):  # no permission denies them, even to root
         with pytest.raises(
             UserError, match=rf"^save is {place}, which cannot be written to \(.+\); name another folder$"
         ):
-            local.train(settled(f"save={place}"))
+            local_launcher.train_on_this_machine(settled(f"save={place}"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -100,7 +99,7 @@ def test_one_rank_runs_in_this_process_with_its_place_in_the_environment(fake_ru
     monkeypatch.delenv("RANK", raising=False)
     seen = {}
     fake_run(lambda log: seen.update(os.environ) or 130)
-    assert local.train(settled("master_port=2345")) == 130
+    assert local_launcher.train_on_this_machine(settled("master_port=2345")) == 130
     assert (seen["RANK"], seen["WORLD_SIZE"], seen["MASTER_PORT"]) == ("0", "1", "2345")
     assert "RANK" not in os.environ
 
@@ -111,13 +110,15 @@ def test_a_rank_that_somebody_else_started_trains_in_this_process(fake_run, monk
 
     seen = {}
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(local.worker, "run", lambda config, log, rank: seen.update(os.environ, rank=rank) or 143)
-    started = Started(Place(rank, 8, rank % 4, 4), "gpu08", 2345, cores=3)
+    monkeypatch.setattr(
+        local_launcher.worker, "run_rank", lambda config, log, rank: seen.update(os.environ, rank=rank) or 143
+    )
+    started = LaunchContext(RankInfo(rank, 8, rank % 4, 4), "gpu08", 2345, cores=3)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert local.train(settled(f"save={tmp_path / 'a'}"), started) == 143
+    assert local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'a'}"), started) == 143
     assert seen["rank"] == rank
-    assert seen.items() >= started.variables().items()
+    assert seen.items() >= started.to_environment().items()
     assert seen["OMP_NUM_THREADS"] == "3"
     head = (tmp_path / "a" / "log.txt").read_text()
     assert head.endswith("(SLURM job 17, restart 1 (SLURM_RESTART_COUNT))\n") if rank == 0 else head == ""
@@ -127,15 +128,18 @@ def test_a_rank_that_somebody_else_started_trains_in_this_process(fake_run, monk
     ("place", "error", "told"),
     [
         (None, UserError("no"), "no"),
-        (Place(0, 8, 0, 4), UserError("no"), "no"),
-        (Place(4, 8, 0, 4), UserError("no"), "no"),
-        (Place(5, 8, 1, 4), UserError("no"), None),
-        (Place(0, 8, 0, 4), RunError("full"), "full"),
-        (Place(5, 8, 1, 4), RunError("full"), "rank 5: full"),
+        (RankInfo(0, 8, 0, 4), UserError("no"), "no"),
+        (RankInfo(4, 8, 0, 4), UserError("no"), "no"),
+        (RankInfo(5, 8, 1, 4), UserError("no"), None),
+        (RankInfo(0, 8, 0, 4), RunError("full"), "full"),
+        (RankInfo(5, 8, 1, 4), RunError("full"), "rank 5: full"),
     ],
 )
 def test_what_all_ranks_would_tell_is_told_by_one_of_each_machine(place, error, told):
-    started = None if place is None else Started(place, "gpu08", 2345, cores=None)
-    with pytest.raises(SystemExit if told is None else type(error)) as caught, local.told_once(started):
+    started = None if place is None else LaunchContext(place, "gpu08", 2345, cores=None)
+    with (
+        pytest.raises(SystemExit if told is None else type(error)) as caught,
+        local_launcher.report_errors_once(started),
+    ):
         raise error
     assert caught.value.code == 2 if told is None else str(caught.value) == told

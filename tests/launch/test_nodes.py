@@ -12,13 +12,13 @@ import pytest
 from tiny_runs import losses, records, tiny_config, write_corpora
 
 from megatron.config.load import load
-from megatron.distributed.devices import Machine
-from megatron.distributed.place import Place
-from megatron.errors import RunError, UserError
-from megatron.launch import nodes
-from megatron.launch.local import train
-from megatron.launch.nodes import Host
-from megatron.training.preflight import preflight
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.launch import ssh_launcher
+from megatron.launch.local_launcher import train_on_this_machine
+from megatron.launch.ssh_launcher import Host
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import RunError, UserError
 from tools.rounding import apart, sums_of_gpt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def hosts(text: str, *overrides: str) -> list[Host]:
     Path("hosts").write_text(text)
-    return nodes.read_hosts(load([], [*SMALL, *overrides]).config.launch)
+    return ssh_launcher.read_hostfile(load([], [*SMALL, *overrides]).config.launch)
 
 
 def test_a_hostfile_is_deepspeeds(place: Path) -> None:
@@ -83,32 +83,32 @@ def test_when_ssh_is_used(place: Path) -> None:
     def launch(*overrides: str):
         return load([], [*SMALL, *overrides]).config.launch
 
-    assert not nodes.wanted(launch())  # as in DeepSpeed, no file means this machine
-    assert nodes.notes(launch()) == ("hostfile hosts has no effect: no such file",)
-    assert nodes.wanted(launch("launcher=ssh"))
+    assert not ssh_launcher.uses_ssh(launch())  # as in DeepSpeed, no file means this machine
+    assert ssh_launcher.list_ssh_notes(launch()) == ("hostfile hosts has no effect: no such file",)
+    assert ssh_launcher.uses_ssh(launch("launcher=ssh"))
     Path("hosts").write_text("node1 slots=1\n")
-    assert nodes.wanted(launch())
-    assert nodes.notes(launch()) == ()
-    assert not nodes.wanted(launch("launcher=slurm", "num_gpus=1"))
+    assert ssh_launcher.uses_ssh(launch())
+    assert ssh_launcher.list_ssh_notes(launch()) == ()
+    assert not ssh_launcher.uses_ssh(launch("launcher=slurm", "num_gpus=1"))
     with pytest.raises(UserError, match="launcher ssh needs hostfile"):
         load([], ["launcher=ssh", *SMALL, "hostfile=null"])
 
 
 def test_neighbours_in_number_are_on_one_machine() -> None:
-    assert nodes.places([Host("a", 2), Host("b", 1)]) == [
-        [Place(0, 3, 0, 2), Place(1, 3, 1, 2)],
-        [Place(2, 3, 0, 1)],
+    assert ssh_launcher.assign_ranks([Host("a", 2), Host("b", 1)]) == [
+        [RankInfo(0, 3, 0, 2), RankInfo(1, 3, 1, 2)],
+        [RankInfo(2, 3, 0, 1)],
     ]
-    assert nodes.places([Host("a", 2)]) == [[Place(0, 2, 0), Place(1, 2, 1)]]
+    assert ssh_launcher.assign_ranks([Host("a", 2)]) == [[RankInfo(0, 2, 0), RankInfo(1, 2, 1)]]
 
 
 def test_a_machine_that_cannot_be_reached_is_named(place: Path) -> None:
     Path("hosts").write_text("nowhere slots=1\n")
     config = load([], [*SMALL, "save=run"]).config
     with pytest.raises(RunError, match=r"^nowhere cannot be reached, .*Could not resolve .*; try: ssh nowhere true$"):
-        nodes.train(config)
+        ssh_launcher.train_over_ssh(config)
     with pytest.raises(UserError, match="a run over several machines needs save"):
-        nodes.train(config.replace(save=None))
+        ssh_launcher.train_over_ssh(config.replace(save=None))
 
 
 def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(place: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(place: Path) 
     corpus = write_corpora(place / "data")
     keys = {"train_iters": 12, "train_batch_size": 64, "checkpoint_factor": None, "num_workers": 0}
     config = tiny_config(corpus, place / "whole", **keys, train_micro_batch_size_per_gpu=16)
-    assert train(preflight(config, Machine(0, 1))) == 0
+    assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
     expected = losses(place / "whole")
     tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None).save("run.yml")
     Path("hosts").write_text("localhost slots=1\nme@localhost slots=1\n")
@@ -167,10 +167,11 @@ def test_signals_of_the_launcher_reach_the_ranks_of_a_machine(place: Path) -> No
     """Without ranks: TERM on the lifeline, or its end, is SIGTERM; KILL is a second signal."""
     code = (
         "import signal, sys, threading, time\n"
-        "from megatron.launch.node import _listen\n"
+        "from megatron.launch.node_agent import _read_control_channel\n"
         "seen = []\n"
         "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, lambda n, _: seen.append(n))\n"
-        "thread = threading.Thread(target=_listen, args=(sys.stdin.buffer,)); thread.start(); thread.join()\n"
+        "thread = threading.Thread(target=_read_control_channel, args=(sys.stdin.buffer,))\n"
+        "thread.start(); thread.join()\n"
         "time.sleep(0.1); print(*sorted(seen))\n"
     )
     for said, heard in (

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load
-from megatron.distributed.place import Place
-from megatron.distributed.surroundings import ADDRESS
-from megatron.errors import FarfieldError, RunError, UserError
-from megatron.launch import local, processes
-from megatron.stopping.signals import Stopped
-from megatron.training.preflight import Settled
+from megatron.distributed.launcher_environment import ADDRESS, RankInfo
+from megatron.launch import local_launcher, rank_group
+from megatron.training.resolve_run import ResolvedRun
+from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.signals import StoppedBySignal
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = load([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=4", "train_iters=1"]).config
 
 
-def places(ranks: int) -> list[Place]:
-    return [Place(rank, ranks, rank) for rank in range(ranks)]
+def places(ranks: int) -> list[RankInfo]:
+    return [RankInfo(rank, ranks, rank) for rank in range(ranks)]
 
 
 PRELUDE = """
@@ -39,12 +38,12 @@ def fail(kind, message, code=1):
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a piece of Python as every rank; returns the folder that it may write to."""
-    monkeypatch.setattr(processes, "PATIENCE", 1.0)
+    monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 1.0)
     monkeypatch.setenv("OUT", str(tmp_path))
 
     def _run(code: str, ranks: int = 2) -> Path:
         script = PRELUDE + textwrap.dedent(code)
-        code = processes.run_processes(
+        code = rank_group.run_ranks(
             CONFIG, tmp_path / "log.txt", places(ranks), ADDRESS, 23456, [sys.executable, "-c", script]
         )
         assert code == 0
@@ -90,7 +89,7 @@ def test_every_rank_finds_its_place_and_its_share_of_threads(run, monkeypatch):
         ("2", "2", "3"),
     ]
     assert {(s["MASTER_ADDR"], s["MASTER_PORT"], s["LOCAL_WORLD_SIZE"]) for s in seen} == {("127.0.0.1", "23456", "3")}
-    assert {s["OMP_NUM_THREADS"] for s in seen} == {str(processes.threads_per_process(3))}
+    assert {s["OMP_NUM_THREADS"] for s in seen} == {str(rank_group.count_threads_per_process(3))}
     assert "num_layers: 1" in seen[0]["config"]
     assert "noise of rank 1" in (folder / "log.txt").read_text()
 
@@ -117,7 +116,7 @@ def test_error_of_a_rank_is_raised_as_it_was_and_the_others_end(run, tmp_path, k
 
 def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
     """Rank 1 has the reason; rank 0 fails first, in a collective, because rank 1 is leaving."""
-    monkeypatch.setattr(processes, "PATIENCE", 60.0)
+    monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 60.0)
     with pytest.raises(RunError, match=r"^loss is NaN$"):
         run(
             """
@@ -130,7 +129,7 @@ def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
 
 
 def test_a_killed_rank_is_named(run, monkeypatch):
-    monkeypatch.setattr(processes, "PATIENCE", 60.0)
+    monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 60.0)
     with pytest.raises(RunError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\); see .*log\.txt"):
         run(
             """
@@ -171,13 +170,14 @@ def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], lis
         f"""
         import pathlib, sys
         from megatron.config.load import read
-        from megatron.launch import local, processes
+        from megatron.launch import local_launcher as local
+        from megatron.launch import rank_group as processes
         config = read({str(tmp_path / "config.yml")!r})
         command = [sys.executable, "-c", {rank_code!r}]
-        from megatron.distributed.place import Place
-        places = [Place(rank, 2, rank) for rank in range(2)]
+        from megatron.distributed.launcher_environment import RankInfo
+        places = [RankInfo(rank, 2, rank) for rank in range(2)]
         log = pathlib.Path({str(tmp_path / "log.txt")!r})
-        sys.exit(processes.run_processes(config, log, places, "127.0.0.1", 23457, command))
+        sys.exit(processes.run_ranks(config, log, places, "127.0.0.1", 23457, command))
         """
     )
     CONFIG.save(tmp_path / "config.yml")
@@ -226,9 +226,9 @@ def test_a_signal_while_ranks_are_started_is_not_lost(when: str):
         return started[-1]
 
     begun = time.monotonic()
-    with pytest.raises(Stopped) as ended:
-        processes.supervise([start, start], lambda index, code: f"child {index} ended with {code}")
-    assert ended.value.number == signal.SIGTERM
+    with pytest.raises(StoppedBySignal) as ended:
+        rank_group.supervise([start, start], lambda index, code: f"child {index} ended with {code}")
+    assert ended.value.signum == signal.SIGTERM
     assert [child.returncode for child in started] == [-signal.SIGTERM]
     assert time.monotonic() - begun < 30
 
@@ -265,7 +265,7 @@ def test_an_error_while_ending_after_a_signal_is_told(tmp_path: Path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
-    code = f"from megatron.stopping.parent import end_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
+    code = f"from megatron.utils.signals import end_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
     process, pids = launch(tmp_path, code)
     process.kill()
     process.communicate(timeout=60)
@@ -279,10 +279,10 @@ def test_a_parent_of_many_threads_asks_once(tmp_path: Path):
     child = f"""
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-from megatron.stopping.parent import end_with_parent
-from megatron.stopping.signals import StopRequest
+from megatron.utils.signals import end_with_parent
+from megatron.utils.signals import GracefulStop
 end_with_parent()
-with StopRequest() as stop:
+with GracefulStop() as stop:
     print("ready", flush=True)
     while stop.signal is None:
         time.sleep(0.01)
@@ -291,11 +291,11 @@ open({str(done)!r}, "w").write(str(int(stop.signal)))
 """
     parent = f"""
 import subprocess, sys, threading, time
-from megatron.stopping.parent import bound
+from megatron.utils.signals import get_parent_variable
 import os
 for _ in range(64):
     threading.Thread(target=time.sleep, args=(60,)).start()
-subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **bound()}}, start_new_session=True)
+subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **get_parent_variable()}}, start_new_session=True)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
@@ -321,7 +321,7 @@ def test_a_training_whose_parent_is_gone_already_does_not_begin(monkeypatch: pyt
     child = os.fork()
     if child == 0:
         try:
-            local.train(Settled(CONFIG, 1, ()))
+            local_launcher.train_on_this_machine(ResolvedRun(CONFIG, 1, ()))
         except SystemExit as leaving:
             os._exit(10 + int(leaving.code))
         finally:
@@ -333,8 +333,8 @@ def test_free_port_is_free():
     import socket
 
     with socket.socket() as listener:
-        listener.bind((ADDRESS, processes.free_port()))
+        listener.bind((ADDRESS, rank_group.find_free_port()))
 
 
 def test_errors_are_farfields():
-    assert all(issubclass(kind, FarfieldError) for kind in processes.KINDS.values())
+    assert all(issubclass(kind, FarfieldError) for kind in rank_group.ERROR_KINDS.values())

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.config.load import load
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
 from megatron.launch import slurm
+from megatron.utils.errors import RunError, UserError
 
 SMALL = [
     *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
@@ -24,8 +24,8 @@ def job_config(*overrides: str) -> Config:
     return load([], [*SMALL, *overrides]).config
 
 
-def job(*overrides: str) -> slurm.Job:
-    return slurm.training(job_config(*overrides))
+def job(*overrides: str) -> slurm.SlurmJob:
+    return slurm.build_training_job(job_config(*overrides))
 
 
 def options(script: str) -> set[str]:
@@ -53,7 +53,7 @@ def run(script: str, **environment: str) -> int:
 
 
 def test_what_is_absent_is_the_clusters_default() -> None:
-    text = slurm.script(job("save=runs/a", "nodes=2"))
+    text = slurm.render_batch_script(job("save=runs/a", "nodes=2"))
     assert options(text) == {
         *("--job-name=a", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--requeue", "--signal=TERM@300"),
         *("--output=runs/a/slurm-%j.out", "--open-mode=append"),
@@ -61,7 +61,7 @@ def test_what_is_absent_is_the_clusters_default() -> None:
 
 
 def test_every_key_reaches_sbatch() -> None:
-    text = slurm.script(
+    text = slurm.render_batch_script(
         job(
             *("save=runs/a", "slurm.partition=gpu", "slurm.account=ab12", "slurm.qos=long", "slurm.time=2-12"),
             *("slurm.constraint=nvlink", "slurm.gpu_type=a100", "slurm.cpus_per_task=8", "slurm.mem=480G"),
@@ -78,7 +78,9 @@ def test_every_key_reaches_sbatch() -> None:
 
 
 def test_processes_on_cpus_ask_for_no_gpu() -> None:
-    assert not any(option.startswith("--gpus") for option in options(slurm.script(job("save=a", "device=cpu"))))
+    assert not any(
+        option.startswith("--gpus") for option in options(slurm.render_batch_script(job("save=a", "device=cpu")))
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,9 @@ def test_a_container_has_its_own_python(runtime: str, words: str) -> None:
         f"slurm.container_runtime={runtime}",
         "slurm.container_mounts=[/scratch,/a:/b]",
     ]
-    line = next(line for line in slurm.script(job("save=a", *keys)).splitlines() if line.startswith("srun "))
+    line = next(
+        line for line in slurm.render_batch_script(job("save=a", *keys)).splitlines() if line.startswith("srun ")
+    )
     assert words in line
     assert line.endswith(f"python3 {slurm.ROOT}/deepy.py train a/job.yml")
 
@@ -105,39 +109,39 @@ def test_a_container_has_its_own_python(runtime: str, words: str) -> None:
 def test_a_job_whose_ranks_were_told_to_stop_goes_back_into_the_queue(commands, tmp_path, code, requeued) -> None:
     commands("srun", code)
     commands("scontrol")
-    assert run(slurm.script(job("save=a")), SLURM_JOB_ID="17") == code
+    assert run(slurm.render_batch_script(job("save=a")), SLURM_JOB_ID="17") == code
     assert (tmp_path / "scontrol.txt").exists() == requeued
     if requeued:
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
     (tmp_path / "scontrol.txt").unlink(missing_ok=True)
-    assert run(slurm.script(job("save=a", "slurm.requeue=false")), SLURM_JOB_ID="17") == code
+    assert run(slurm.render_batch_script(job("save=a", "slurm.requeue=false")), SLURM_JOB_ID="17") == code
     assert not (tmp_path / "scontrol.txt").exists()
 
 
 def test_a_run_that_goes_on_by_itself_needs_nothing_when_it_is_requeued() -> None:
     for keys in ([], ["load=a"]):
         made = job("save=a", *keys)
-        assert made.again == ()
+        assert made.requeue == ()
         assert "load: a\n" in dict(made.files)[slurm.CONFIGURATION]
 
 
 def test_what_the_job_would_refuse_is_refused_before_the_queue(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    slurm.check_start(job_config("save=a"))
-    slurm.check_start(job_config("save=a", "load=./a"))  # begins at step 0
+    slurm.check_submission(job_config("save=a"))
+    slurm.check_submission(job_config("save=a", "load=./a"))  # begins at step 0
     with pytest.raises(UserError, match="b: no such folder"):
-        slurm.check_start(job_config("save=a", "load=b"))
+        slurm.check_submission(job_config("save=a", "load=b"))
     (tmp_path / "a/checkpoints/step_0000004").mkdir(parents=True)
     with pytest.raises(UserError, match=r"a holds checkpoints already \(the last is step_0000004\); add load=a"):
-        slurm.check_start(job_config("save=a"))
-    slurm.check_start(job_config("save=a", "load=a"))
+        slurm.check_submission(job_config("save=a"))
+    slurm.check_submission(job_config("save=a", "load=a"))
 
 
 @pytest.mark.parametrize("keys", [["load=b", "finetune=true"], ["load=a/checkpoints/step_4", "rollback=true"]])
 def test_a_requeued_run_never_begins_anew_where_its_first_start_began(commands, tmp_path, keys) -> None:
     """Its own checkpoints count, once there is one; before that it must begin as it was told to."""
     commands("srun")
-    text = slurm.script(job("save=a", *keys))
+    text = slurm.render_batch_script(job("save=a", *keys))
     for restarts, saved, again in (("0", True, False), ("1", False, False), ("1", True, True)):
         if saved:
             (tmp_path / "a" / "checkpoints" / "step_0000004").mkdir(parents=True, exist_ok=True)
@@ -152,19 +156,19 @@ def test_a_requeued_run_never_begins_anew_where_its_first_start_began(commands, 
 def test_a_job_is_submitted_and_what_sbatch_refuses_leaves_nothing(commands, tmp_path) -> None:
     commands("sbatch", printed="17;cluster")
     made = job("save=runs/a b", "nodes=2")
-    assert slurm.submit(made) == "17"
+    assert slurm.submit_job(made) == "17"
     assert (tmp_path / "sbatch.txt").read_text() == "--parsable runs/a b/job.sbatch\n"
     assert sorted(path.name for path in (tmp_path / "runs/a b").iterdir()) == ["job.sbatch", "job.yml"]
-    assert slurm.described(made, "17") == [
+    assert slurm.describe_submission(made, "17") == [
         "submitted SLURM job 17: 2 nodes × 4 processes; script 'runs/a b'/job.sbatch",
         "queue: squeue -j 17; log, once it runs: tail -f 'runs/a b'/slurm-17.out; stop: scancel 17",
     ]
     commands("sbatch", 1, complained="sbatch: error: invalid partition specified: gpu")
     there = (tmp_path / "runs/a b/job.yml").read_text()
     with pytest.raises(RunError, match=r"^invalid partition specified: gpu$"):
-        slurm.submit(job("save=runs/a b", "seed=3"))
+        slurm.submit_job(job("save=runs/a b", "seed=3"))
     with pytest.raises(RunError):
-        slurm.submit(job("save=elsewhere/b"))
+        slurm.submit_job(job("save=elsewhere/b"))
     assert (tmp_path / "runs/a b/job.yml").read_text() == there
     assert not (tmp_path / "elsewhere").exists()
 
@@ -176,17 +180,17 @@ def test_a_script_of_somebody_is_not_written_over(commands, tmp_path, name: str)
     own.parent.mkdir(parents=True)
     own.write_text("# my own")
     with pytest.raises(UserError, match=f"save: runs/a/{name} is there, and no earlier submission wrote it"):
-        slurm.submit(job("save=runs/a"))
+        slurm.submit_job(job("save=runs/a"))
     assert (own.read_text(), [path.name for path in own.parent.iterdir()]) == ("# my own", [name])
     own.unlink()
-    assert slurm.submit(job("save=runs/a")) == slurm.submit(job("save=runs/a", "seed=3")) == "17"
+    assert slurm.submit_job(job("save=runs/a")) == slurm.submit_job(job("save=runs/a", "seed=3")) == "17"
 
 
 def test_without_sbatch_or_a_folder_there_is_no_job(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="launcher slurm: there is no sbatch here; submit on a login node"):
-        slurm.submit(job("save=a"))
+        slurm.submit_job(job("save=a"))
     with pytest.raises(UserError, match="launcher slurm needs save, the run's folder"):
         job()
     assert list(tmp_path.iterdir()) == []

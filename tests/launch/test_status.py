@@ -10,9 +10,9 @@ from permissions import unprivileged, unreadable
 from tiny_runs import tiny_config
 
 from megatron.checkpoint.lock import RunLock
-from megatron.errors import UserError
-from megatron.launch import status as module
-from megatron.launch.status import find, show, status, table
+from megatron.launch import run_status as module
+from megatron.launch.run_status import build_status_table, find_runs, print_status, read_status
+from megatron.utils.errors import UserError
 
 RECORD = {"kind": "train", "step": 30, "loss": 2.5, "tokens_per_second": 1000.0, "mfu": 0.25, "seconds_left": 70.0}
 
@@ -24,12 +24,12 @@ def make(run: Path, **heartbeat: object) -> Path:
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (valid, RECORD)))
     (run / "checkpoints" / "step_0000020").mkdir(parents=True)
     if heartbeat:
-        (run / module.HEARTBEAT).write_text(json.dumps(heartbeat))
+        (run / module.HEARTBEAT_FILE).write_text(json.dumps(heartbeat))
     return run
 
 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
-    found = status(make(tmp_path / "a"))
+    found = read_status(make(tmp_path / "a"))
     assert (found.state, found.step, found.train_iters, found.checkpoint) == ("stopped", 30, 100, 20)
     assert (found.loss, found.valid_loss, found.mfu, found.seconds_left) == (2.5, 2.75, 0.25, None)
 
@@ -38,13 +38,13 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "diverged", "step": 33, "reason": "its loss is nan"}) + "\n")
-    assert (status(run).state, status(run).step) == ("diverged", 33)
+    assert (read_status(run).state, read_status(run).step) == ("diverged", 33)
 
 
 def test_a_fresh_heartbeat_is_life(tmp_path: Path) -> None:
-    found = status(make(tmp_path / "a", time=time.time(), step=35, phase="validate"))
+    found = read_status(make(tmp_path / "a", time=time.time(), step=35, phase="validate"))
     assert (found.state, found.step, found.seconds_left) == ("validate", 35, 70.0)
-    old = status(make(tmp_path / "b", time=time.time() - 100, step=35, phase="validate"))
+    old = read_status(make(tmp_path / "b", time=time.time() - 100, step=35, phase="validate"))
     assert (old.state, old.step) == ("stopped", 30)
 
 
@@ -54,16 +54,16 @@ def test_of_a_run_that_was_killed_here_the_lock_says_so_at_once(tmp_path: Path) 
     there = make(tmp_path / "there", host="another", **beat)
     for run in (here, there):
         lock = RunLock(run)
-        assert status(run).state == "validate"
+        assert read_status(run).state == "validate"
         lock.release()
-    assert (status(here).state, status(there).state) == ("stopped", "validate")
+    assert (read_status(here).state, read_status(there).state) == ("stopped", "validate")
 
 
 def test_damaged_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(tmp_path / "a")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": gar\n' + json.dumps({**RECORD, "step": 40}) + '\n{"kind": "tr')
-    show([run], as_json=False, watch=False)
+    print_status([run], as_json=False, watch=False)
     told = capsys.readouterr().out
     assert "40 / 100" in told
     assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in told
@@ -84,7 +84,7 @@ def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.C
     wrong = [make(tmp_path / "runs" / f"wrong{number}") for number, _ in enumerate(BROKEN[name])]
     for run, content in zip(wrong, BROKEN[name], strict=True):
         (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    show([tmp_path / "runs"], as_json=True, watch=False)
+    print_status([tmp_path / "runs"], as_json=True, watch=False)
     found = json.loads(capsys.readouterr().out)
     assert [each["run"] for each in found] == list(map(str, [whole, *wrong]))
     assert (found[0]["loss"], found[0]["problems"]) == (2.5, [])
@@ -92,7 +92,7 @@ def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.C
     told_of = [each for each, content in zip(found[1:], BROKEN[name], strict=True) if "time" not in str(content)]
     problems = [each["problems"] for each in told_of]
     assert all(len(each) == 1 and name in each[0] for each in problems), problems
-    show([tmp_path / "runs"], as_json=False, watch=False)
+    print_status([tmp_path / "runs"], as_json=False, watch=False)
     told = capsys.readouterr().out
     assert told.count("note: ") == len(problems)
 
@@ -101,17 +101,17 @@ def test_numbers_in_records_that_are_none_are_shown_as_unknown(tmp_path: Path) -
     run = make(tmp_path / "a", time="now", step=[], host={})
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({**RECORD, "step": 40, "loss": "low", "mfu": None, "tokens_per_second": 10**400}) + "\n")
-    found = status(run)
+    found = read_status(run)
     assert (found.step, found.loss, found.mfu, found.tokens_per_second, found.problems) == (40, None, None, None, ())
-    assert table([found]).row_count == 1
+    assert build_status_table([found]).row_count == 1
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat.json", "config.yml", "checkpoints", ""])
 def test_what_may_not_be_read_is_told_for_its_run_alone(tmp_path: Path, name: str) -> None:
     whole, shut = (make(tmp_path / "runs" / each, time=time.time(), step=3) for each in "ab")
     with unprivileged(), unreadable(shut / name):
-        runs = find([tmp_path / "runs"])
-        found = {each.run: each for each in map(status, runs)}
+        runs = find_runs([tmp_path / "runs"])
+        found = {each.run: each for each in map(read_status, runs)}
     assert (found[str(whole)].loss, found[str(whole)].problems) == (2.5, ())
     if name:
         (problem,) = found[str(shut)].problems
@@ -125,30 +125,30 @@ def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
     run.mkdir(parents=True)
     lock = RunLock(run)
     (run / "log.txt").write_text("")
-    assert find([run]) == find([tmp_path / "runs"]) == [run]
-    assert (status(run).state, status(run).step) == ("starting", 0)
+    assert find_runs([run]) == find_runs([tmp_path / "runs"]) == [run]
+    assert (read_status(run).state, read_status(run).step) == ("starting", 0)
     lock.release()
-    assert status(run).state == "stopped"
+    assert read_status(run).state == "stopped"
 
 
 def test_a_lock_is_life(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     lock = RunLock(run)
-    assert status(run).state == "starting"
+    assert read_status(run).state == "starting"
     lock.release()
-    assert status(run).state == "stopped"
+    assert read_status(run).state == "stopped"
 
 
 def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make(tmp_path / "runs" / name) for name in ("b", "a")]
     (runs[0] / "checkpoints" / "step_0000020" / "config.yml").write_text("")
-    assert find([tmp_path / "runs"]) == sorted(runs)
-    assert find([runs[0], tmp_path / "runs"]) == runs
-    show([tmp_path / "runs"], as_json=True, watch=False)
+    assert find_runs([tmp_path / "runs"]) == sorted(runs)
+    assert find_runs([runs[0], tmp_path / "runs"]) == runs
+    print_status([tmp_path / "runs"], as_json=True, watch=False)
     assert [each["run"] for each in json.loads(capsys.readouterr().out)] == [str(runs[1]), str(runs[0])]
-    assert table([status(run) for run in runs]).row_count == 2
+    assert build_status_table([read_status(run) for run in runs]).row_count == 2
 
 
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in it"):
-        find([tmp_path])
+        find_runs([tmp_path])

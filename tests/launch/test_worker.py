@@ -18,7 +18,7 @@ def test_an_error_is_left_for_the_launcher_in_one_line(tmp_path: Path, capfd, mo
     config = tiny_config(tmp_path / "corpus", load=str(tmp_path / "no run"))
     config.save(tmp_path / worker.CONFIG_FILE)
     assert worker.main([str(tmp_path), str(tmp_path / "log.txt"), "0"]) == 2
-    left = json.loads(worker.error_file(tmp_path, 0).read_text())
+    left = json.loads(worker.get_error_path(tmp_path, 0).read_text())
     assert left["kind"] == "user"
     assert left["message"].startswith(f"load: {tmp_path}/no run: no such folder")
     assert "\n" not in left["message"]

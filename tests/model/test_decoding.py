@@ -7,10 +7,10 @@ import torch
 from models import SUMS, TERMS, VOCABULARY, build_model, small_gpt
 from position_methods import ALL
 
-from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position import registry
+from megatron.utils.errors import UserError
 from tools.rounding import apart, assert_alike
 
 LENGTH = 26

@@ -8,9 +8,9 @@ import torch
 from models import build_model
 from torch.nn import functional as F
 
-from megatron.errors import UserError
 from megatron.model.parameter_groups import parameter_groups
 from megatron.options.model import ModelOptions, PositionOptions, padded_vocab_size
+from megatron.utils.errors import UserError
 from tools.plain_gpt import PlainGPT
 from tools.rounding import assert_alike, sums_of_gpt
 

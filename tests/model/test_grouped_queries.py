@@ -5,9 +5,9 @@ import torch
 from models import build_model
 from torch import Tensor
 
-from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
+from megatron.utils.errors import UserError
 from tools.rounding import assert_alike, sums_of_gpt
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 40, 32, 4, 18

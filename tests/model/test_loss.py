@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.distributed.processes import alone
+from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions, count_scored_at_once
@@ -25,7 +25,7 @@ def gpt(**keys: object) -> GPT:
         make_vocab_size_divisible_by=4,
         **keys,
     )
-    return build_model(options, PositionOptions(pos_emb="rotary"), VOCABULARY, groups=alone(), seed=5)
+    return build_model(options, PositionOptions(pos_emb="rotary"), VOCABULARY, groups=single_process(), seed=5)
 
 
 @pytest.mark.parametrize("untied", [False, True])

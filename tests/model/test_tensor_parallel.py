@@ -9,7 +9,7 @@ from forked import Forked
 from position_methods import ALL
 from tensor_parallel_cases import gradients
 
-from megatron.distributed.processes import alone
+from megatron.distributed.process_groups import single_process
 from tools.rounding import assert_alike, sums_of_gpt
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -78,7 +78,7 @@ def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Ten
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(two_ranks: list[dict[str, Any]], name: str) -> None:
-    one = gradients(alone(), **CASES[name])
+    one = gradients(single_process(), **CASES[name])
     both = [rank[name] for rank in two_ranks]
     for rank in both:
         assert rank["parameters"] == one["parameters"]

@@ -12,8 +12,8 @@ from tiny_runs import tiny_config
 from kernels.cdape_attention import host
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, Sizes
-from megatron.distributed.places import held
+from megatron.distributed.mesh import Axis, ParallelSizes
+from megatron.distributed.partition import list_context_chunks
 from megatron.model import attention
 from megatron.model.attention import AttentionContext
 from megatron.planning import activations
@@ -49,7 +49,7 @@ def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False)
     kind = TYPES[config.training.compute_type]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
-    parts = concatenate_ranges([TokenRange(start, size) for start, size in held(length, context)])
+    parts = concatenate_ranges([TokenRange(start, size) for start, size in list_context_chunks(length, context)])
     batch = config.training.train_micro_batch_size_per_gpu
     hidden = torch.zeros(length // context.size, batch, 64, dtype=kind, requires_grad=True)
     return kept_by_autograd(gpt, lambda: gpt._run_layers(hidden, AttentionContext(parts)), arguments=arguments)
@@ -69,7 +69,7 @@ def copied_places(monkeypatch: pytest.MonkeyPatch):
 )
 def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: str, length: int) -> None:
     wanted = config(length, **METHODS[method], attention_backend=backend, precision=precision)
-    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
@@ -81,7 +81,9 @@ def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: s
 def test_ranks_that_share_a_sequence(method: str, backend: str, precision: str, copied_places: None) -> None:
     wanted = config(512, **METHODS[method], attention_backend=backend, precision=precision)
     for index in range(2):
-        estimate = activations.estimate_layer_activations(wanted, Sizes(context=2), context_rank=index).saved_bytes
+        estimate = activations.estimate_layer_activations(
+            wanted, ParallelSizes(context=2), context_rank=index
+        ).saved_bytes
         found = measured(wanted, Axis(index, 2), arguments=(method, backend) == ("cdape", "chunked"))
         assert estimate == pytest.approx(found, rel=0.1)
 
@@ -91,7 +93,7 @@ def test_ranks_that_share_a_sequence(method: str, backend: str, precision: str, 
 def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> None:
     """Although blocks of rows are recomputed inside them: nothing of these stays either."""
     wanted = config(256, **METHODS[method], checkpoint_activations=True, attention_backend=backend)
-    assert activations.estimate_layer_activations(wanted, Sizes()).input_bytes == pytest.approx(
+    assert activations.estimate_layer_activations(wanted, ParallelSizes()).input_bytes == pytest.approx(
         measured(wanted), rel=0.01
     )
 
@@ -109,7 +111,7 @@ def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> 
 )
 def test_other_layers(keys: dict[str, Any], precision: str) -> None:
     wanted = config(256, pos_emb="none", precision=precision, **keys)
-    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.02
     )
 
@@ -123,7 +125,7 @@ def test_other_layers(keys: dict[str, Any], precision: str) -> None:
 def test_grouped_queries(method: str, backend: str, groups: int, precision: str) -> None:
     keys = {"attention_backend": backend, "precision": precision, "num_kv_heads": groups, "use_bias_in_qkv": True}
     wanted = config(256, **METHODS.get(method, {"pos_emb": "none"}), **keys, use_bias_in_attn_linear=False)
-    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
@@ -131,7 +133,9 @@ def test_grouped_queries(method: str, backend: str, groups: int, precision: str)
 def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> None:
     wanted = config(512, **METHODS["rotary"], num_kv_heads=2, attention_backend="sdpa")
     for index in range(2):
-        estimate = activations.estimate_layer_activations(wanted, Sizes(context=2), context_rank=index).saved_bytes
+        estimate = activations.estimate_layer_activations(
+            wanted, ParallelSizes(context=2), context_rank=index
+        ).saved_bytes
         assert estimate == pytest.approx(measured(wanted, Axis(index, 2)), rel=0.1)
 
 
@@ -139,14 +143,14 @@ def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> 
 @pytest.mark.parametrize("name", list_encodings())
 def test_every_encoding(name: str, precision: str) -> None:
     wanted = config(256, pos_emb=name, attention_backend="eager", precision=precision)
-    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
 
 def test_a_window_leaves_out_columns() -> None:
     wanted = config(512, **METHODS["cdape"], attention_window=100)
-    assert activations.estimate_layer_activations(wanted, Sizes()).saved_bytes == pytest.approx(
+    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
@@ -166,7 +170,7 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
         output = gpt._run_layers(hidden, AttentionContext(build_segments(1024)))
         tracked.most = tracked.now
         output.sum().backward()
-    estimate = activations.estimate_layer_activations(wanted, Sizes())
+    estimate = activations.estimate_layer_activations(wanted, ParallelSizes())
     assert estimate.saved_bytes + estimate.workspace_bytes == pytest.approx(tracked.most, rel=0.1)
 
 
@@ -182,5 +186,5 @@ def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
         tokens = torch.zeros(2, 256, dtype=torch.int64)
         with Peak() as tracked:
             gpt(tokens, labels=tokens).sum().backward()
-        estimate = estimate_memory(wanted, Sizes(), vocabulary)
+        estimate = estimate_memory(wanted, ParallelSizes(), vocabulary)
         assert estimate.activations + max(estimate.logits, estimate.working) == pytest.approx(tracked.most, rel=0.1)

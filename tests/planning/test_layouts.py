@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 
 from megatron.config.load import load
-from megatron.distributed.devices import Machine
-from megatron.distributed.gpus import named
-from megatron.errors import UserError
+from megatron.distributed.hardware import LocalHardware, get_gpu_spec
 from megatron.planning.parallel_layouts import build_configured_layout, find_fastest_layouts, iter_layouts
 from megatron.planning.plan import make_plan
 from megatron.planning.step_time import Cluster
-from megatron.training.preflight import preflight
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import UserError
 
 VOCABULARY = 50257
-A100 = named("a100-40gb")
+A100 = get_gpu_spec("a100-40gb")
 DATA = ["train_data_paths=[nowhere]"]
 
 
@@ -42,7 +41,7 @@ def test_train_accepts_what_is_proposed(case: str) -> None:
     assert found
     for layout in found:
         written = load(files, [*pairs, *DATA, *as_pairs(layout.config_keys)]).config
-        settled = preflight(written, Machine(gpus=8, cores=8), dry=True)
+        settled = resolve_run(written, LocalHardware(num_gpus=8, num_cores=8), dry_run=True)
         assert layout.config.training.model_dump() == settled.config.training.model_dump()
         assert layout.memory.fits(A100.gib)
         assert settled.config.training.train_batch_size == found[0].config.training.train_batch_size
@@ -90,7 +89,7 @@ def test_gpus_are_whole_nodes() -> None:
 
 
 def test_nothing_fits() -> None:
-    made = make_plan(load(["6-7B", "rotary", "a100_2k"]).config, VOCABULARY, Cluster(named("t4"), 2))
+    made = make_plan(load(["6-7B", "rotary", "a100_2k"]).config, VOCABULARY, Cluster(get_gpu_spec("t4"), 2))
     assert (made.fitting_layouts, made.configured_layout is not None) == ([], True)
     assert not made.fits_gpu(made.configured_layout)  # type: ignore[arg-type]
     impossible = make_plan(load(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 7))  # a batch of 256

@@ -10,11 +10,11 @@ from tiny_runs import VOCABULARY, tiny_config
 
 from megatron.config.load import load
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Sizes
-from megatron.errors import UserError
+from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.parameter_count import count_parameters
+from megatron.utils.errors import UserError
 
 SCRIPT = Path(__file__).parents[1] / "support/planning_rank.py"
 
@@ -36,7 +36,10 @@ def test_states_are_those_of_the_engine(precision: str, stage: int, steps: int, 
         Path(), pos_emb="rotary", hidden_size=128, precision=precision, gradient_accumulation_steps=steps,
         train_batch_size=None, zero_optimization={"stage": stage},
     )  # fmt: skip
-    estimate, found = estimate_memory(config, Sizes(data=2), VOCABULARY), engines[f"{precision} {stage} {steps}"]
+    estimate, found = (
+        estimate_memory(config, ParallelSizes(data=2), VOCABULARY),
+        engines[f"{precision} {stage} {steps}"],
+    )
     parameters = count_parameters(config, VOCABULARY)
     states = (estimate.weights + estimate.optimizer) / parameters
     gradients = estimate.gradients / parameters
@@ -47,7 +50,7 @@ def test_states_are_those_of_the_engine(precision: str, stage: int, steps: int, 
     assert states + gradients >= found["between"] * 0.999
 
 
-def of(name: str, method: str, sizes: Sizes, **keys: Any) -> MemoryEstimate:
+def of(name: str, method: str, sizes: ParallelSizes, **keys: Any) -> MemoryEstimate:
     return estimate_memory(settled(name, method, **keys), sizes, 50257)
 
 
@@ -57,7 +60,7 @@ def settled(name: str, method: str, **keys: Any) -> Config:
 
 
 def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:
-    one, eight = (of("2-7B", "rotary", sizes) for sizes in (Sizes(), Sizes(data=4, context=2)))
+    one, eight = (of("2-7B", "rotary", sizes) for sizes in (ParallelSizes(), ParallelSizes(data=4, context=2)))
     assert one.optimizer == 12 * count_parameters(settled("2-7B", "rotary"), 50257)
     assert eight.optimizer == pytest.approx(one.optimizer / 8)
     assert eight.weights == one.weights
@@ -66,7 +69,7 @@ def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:
 def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
     def stage_3(*offloaded: str) -> MemoryEstimate:
         zero = {"stage": 3} | {name: {"device": "cpu"} for name in offloaded}
-        return of("2-7B", "rotary", Sizes(data=4), zero_optimization=zero)
+        return of("2-7B", "rotary", ParallelSizes(data=4), zero_optimization=zero)
 
     plain, optimizer, both = stage_3(), stage_3("offload_optimizer"), stage_3("offload_optimizer", "offload_param")
     assert (optimizer.optimizer, optimizer.step, optimizer.weights) == (0, 0, plain.weights)
@@ -74,7 +77,7 @@ def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
 
 
 def test_the_parts_add_up_to_the_worst_moment() -> None:
-    found = of("125M", "cdape_kerple_log", Sizes())
+    found = of("125M", "cdape_kerple_log", ParallelSizes())
     always = found.weights + found.gradients + found.optimizer + found.buffers
     assert found.total == always + max(found.activations + max(found.logits, found.working), found.step)
     gib = found.total / 2**30
@@ -85,38 +88,40 @@ def test_the_parts_add_up_to_the_worst_moment() -> None:
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
     config = settled("2-7B", "rotary", gradient_accumulation_steps=8, checkpoint_activations=False)
-    first, last = (estimate_memory(config, Sizes(pipeline=4), 50257, pipeline_stage=stage) for stage in (0, 3))
+    first, last = (estimate_memory(config, ParallelSizes(pipeline=4), 50257, pipeline_stage=stage) for stage in (0, 3))
     assert first.activations == pytest.approx(4 * last.activations, rel=0.05)
     assert (first.logits, last.logits > 0) == (0, True)
-    worst = estimate_memory(config, Sizes(pipeline=4), 50257)
+    worst = estimate_memory(config, ParallelSizes(pipeline=4), 50257)
     assert worst.total == max(
-        estimate_memory(config, Sizes(pipeline=4), 50257, pipeline_stage=stage).total for stage in range(4)
+        estimate_memory(config, ParallelSizes(pipeline=4), 50257, pipeline_stage=stage).total for stage in range(4)
     )
 
 
 @pytest.mark.parametrize("method", ["rotary", "cdape_kerple_log"])
 def test_activations_fall_with_the_ranks_of_a_sequence(method: str) -> None:
-    one, four = (of("2-7B", method, Sizes(context=c), seq_length=8192) for c in (1, 4))
+    one, four = (of("2-7B", method, ParallelSizes(context=c), seq_length=8192) for c in (1, 4))
     assert four.activations == pytest.approx(one.activations / 4)
     assert four.logits == pytest.approx(one.logits / 4)
 
 
 def test_memory_is_linear_in_the_length_where_rows_are_recomputed() -> None:
-    short, long = (of("2-7B", "cdape_kerple_log", Sizes(), seq_length=n) for n in (8192, 32768))
+    short, long = (of("2-7B", "cdape_kerple_log", ParallelSizes(), seq_length=n) for n in (8192, 32768))
     assert long.activations == pytest.approx(4 * short.activations, rel=0.01)
     assert short.logits < long.logits <= 12 * MAX_LOGITS  # the loss takes some tokens at a time
     assert long.working < 4.1 * short.working
-    eager = [of("2-7B", "cdape_kerple_log", Sizes(), seq_length=n, attention_backend="eager") for n in (8192, 32768)]
+    eager = [
+        of("2-7B", "cdape_kerple_log", ParallelSizes(), seq_length=n, attention_backend="eager") for n in (8192, 32768)
+    ]
     assert eager[1].working > 14 * eager[0].working
 
 
 def test_a_backend_may_be_named() -> None:
     config = settled("125M", "kerple_log", checkpoint_activations=False)
-    kept = estimate_memory(config, Sizes(), 50257, backend="eager").activations
-    assert kept > estimate_memory(config, Sizes(), 50257, backend="chunked").activations
+    kept = estimate_memory(config, ParallelSizes(), 50257, backend="eager").activations
+    assert kept > estimate_memory(config, ParallelSizes(), 50257, backend="chunked").activations
 
 
 def test_an_encoding_of_ones_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(Path(), pos_emb="mine")
     with pytest.raises(UserError, match=r"the memory of pos_emb mine is not known: no such encoding"):
-        estimate_memory(config, Sizes(), VOCABULARY)
+        estimate_memory(config, ParallelSizes(), VOCABULARY)

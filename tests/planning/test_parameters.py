@@ -10,9 +10,9 @@ from tiny_runs import tiny_config
 from megatron.config import method_names
 from megatron.config.load import SHIPPED, load
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Mesh, Sizes
-from megatron.distributed.parameters import division, whole_size
-from megatron.distributed.processes import Processes
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import full_numel, get_shard_spec
 from megatron.model import build
 from megatron.planning.parameter_count import count_parameters, count_rank_parameters
 from megatron.position import catalog
@@ -23,9 +23,9 @@ MODELS = sorted(path.stem for path in (SHIPPED / "model").glob("*.yml"))
 
 def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
     """What a rank holds, from the parameters of the stage that is built, without memory."""
-    processes = Processes(mesh=Mesh(stage, Sizes(pipeline=stages)))
+    processes = ProcessGroups(mesh=Mesh(stage, ParallelSizes(pipeline=stages)))
     gpt = build.build_model(config.model, config.position, VOCABULARY, device="meta", groups=processes)
-    return sum(p.numel() // (1 if division(p) is None else tensor) for p in gpt.parameters())
+    return sum(p.numel() // (1 if get_shard_spec(p) is None else tensor) for p in gpt.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -34,9 +34,9 @@ def test_shipped_models(name: str) -> None:
     gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
     assert count_parameters(config, VOCABULARY) == gpt.num_parameters()
     for tensor in (2, 4):
-        parts = {p: p.numel() // (1 if division(p) is None else tensor) for p in gpt.parameters()}
-        assert count_rank_parameters(config, Sizes(tensor=tensor), VOCABULARY) == sum(parts.values())
-        assert whole_size(gpt.embedding.word_embeddings.weight, Mesh(0, Sizes(tensor=tensor))) % tensor == 0
+        parts = {p: p.numel() // (1 if get_shard_spec(p) is None else tensor) for p in gpt.parameters()}
+        assert count_rank_parameters(config, ParallelSizes(tensor=tensor), VOCABULARY) == sum(parts.values())
+        assert full_numel(gpt.embedding.word_embeddings.weight, Mesh(0, ParallelSizes(tensor=tensor))) % tensor == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -44,7 +44,7 @@ def test_shipped_models(name: str) -> None:
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 5), (4, 12)])
 def test_every_stage(method: str, tied: bool, tensor: int, stages: int) -> None:
     config = load(["125M", method]).config.replace(no_weight_tying=not tied)
-    sizes = Sizes(tensor=tensor, pipeline=stages, data=2)
+    sizes = ParallelSizes(tensor=tensor, pipeline=stages, data=2)
     for stage in sorted({0, 1, stages - 1}):
         assert count_rank_parameters(config, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), stage
 

@@ -6,28 +6,28 @@ import pytest
 
 from megatron.config.load import load
 from megatron.config.schema import Config
-from megatron.distributed.gpus import Gpu, named
-from megatron.distributed.mesh import Sizes
+from megatron.distributed.hardware import GpuSpec, get_gpu_spec
+from megatron.distributed.mesh import ParallelSizes
 from megatron.planning.flops import estimate_forward_flops
 from megatron.planning.parallel_layouts import build_configured_layout
 from megatron.planning.step_time import LINK_EFFICIENCY, Cluster, StepTime, estimate_step_time
-from megatron.training.pipeline import bubble
+from megatron.training.pipeline import compute_bubble
 
 VOCABULARY = 50257
-A100 = named("a100-40gb")
+A100 = get_gpu_spec("a100-40gb")
 
 
-def timed(sizes: Sizes, method: str = "rotary", **keys: Any) -> StepTime:
+def timed(sizes: ParallelSizes, method: str = "rotary", **keys: Any) -> StepTime:
     flat = {
         "precision": "bf16", "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
         "checkpoint_activations": False, "train_batch_size": 8 * sizes.data,
     }  # fmt: skip
     config = load(["2-7B", method]).config.replace(**(flat | keys))
-    return estimate_step_time(config, sizes, VOCABULARY, Cluster(A100, sizes.world))
+    return estimate_step_time(config, sizes, VOCABULARY, Cluster(A100, sizes.world_size))
 
 
 def test_one_gpu_computes_at_its_mfu() -> None:
-    found = timed(Sizes(), "none")
+    found = timed(ParallelSizes(), "none")
     assert (found.waiting, found.communicating) == (0, 0)
     # Fused attention computes q·k once more: half of a forward pass of the scores.
     one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
@@ -38,7 +38,7 @@ def test_one_gpu_computes_at_its_mfu() -> None:
 def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
     one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
     forward = one.num_layers * (one.linear + one.attention)
-    plain, again = (timed(Sizes(), "none", checkpoint_activations=value) for value in (False, True))
+    plain, again = (timed(ParallelSizes(), "none", checkpoint_activations=value) for value in (False, True))
     tokens = 8 * 2048
     assert again.total - plain.total == pytest.approx(forward * tokens / (0.45 * 312e12))
 
@@ -46,26 +46,30 @@ def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
 def test_an_output_layer_whose_logits_are_too_many_is_computed_once_more() -> None:
     one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
     # 10 sequences of 2,048 tokens have fewer than 2^30 logits, 11 have more.
-    fits, exceeds = (timed(Sizes(), "none", train_micro_batch_size_per_gpu=n, train_batch_size=8 * n) for n in (10, 11))
+    fits, exceeds = (
+        timed(ParallelSizes(), "none", train_micro_batch_size_per_gpu=n, train_batch_size=8 * n) for n in (10, 11)
+    )
     more = exceeds.computing - fits.computing * 11 / 10
     assert more == pytest.approx(one.output * 8 * 11 * 2048 / (0.45 * 312e12))
 
 
 @pytest.mark.parametrize("steps", [4, 32])
 def test_a_pipeline_waits_for_its_bubble(steps: int) -> None:
-    found = timed(Sizes(pipeline=4), gradient_accumulation_steps=steps, train_batch_size=steps)
-    assert found.waiting / found.total == pytest.approx(bubble(4, steps), abs=0.01)  # beside the hand-over of states
+    found = timed(ParallelSizes(pipeline=4), gradient_accumulation_steps=steps, train_batch_size=steps)
+    assert found.waiting / found.total == pytest.approx(
+        compute_bubble(4, steps), abs=0.01
+    )  # beside the hand-over of states
 
 
 def test_context_ranks_divide_the_work() -> None:
-    one, four = timed(Sizes(), "cdape_kerple_log"), timed(Sizes(context=4), "cdape_kerple_log")
+    one, four = timed(ParallelSizes(), "cdape_kerple_log"), timed(ParallelSizes(context=4), "cdape_kerple_log")
     assert four.computing == pytest.approx(one.computing / 4, rel=0.01)  # its blocks lie otherwise
     assert four.communicating > 0
 
 
 def test_tensor_ranks_repeat_half_of_a_processor() -> None:
     def divided(method: str) -> float:
-        return timed(Sizes(tensor=4), method).computing / timed(Sizes(), method).computing
+        return timed(ParallelSizes(tensor=4), method).computing / timed(ParallelSizes(), method).computing
 
     assert divided("rotary") == pytest.approx(0.25)
     assert 0.25 < divided("cdape_kerple_log") < 0.625
@@ -74,7 +78,12 @@ def test_tensor_ranks_repeat_half_of_a_processor() -> None:
 def test_bytes_of_gradients() -> None:
     """Over 16 GPUs on two nodes: 2.78e9 parameters in bf16 at 25 GB/s."""
     zero = [
-        timed(Sizes(data=16), zero_optimization={"stage": stage}, gradient_accumulation_steps=4, train_batch_size=64)
+        timed(
+            ParallelSizes(data=16),
+            zero_optimization={"stage": stage},
+            gradient_accumulation_steps=4,
+            train_batch_size=64,
+        )
         for stage in range(4)
     ]
     once = 2 * 2.78e9 * 15 / 16 / (LINK_EFFICIENCY * 25e9)
@@ -83,7 +92,7 @@ def test_bytes_of_gradients() -> None:
 
 
 def test_groups_that_leave_a_node_share_its_network() -> None:
-    cluster = Cluster(Gpu(1, 1, 1, link=300), num_gpus=64, gpus_per_node=8, network_gb_per_s=40)
+    cluster = Cluster(GpuSpec(1, 1, 1, nvlink_gb_per_s=300), num_gpus=64, gpus_per_node=8, network_gb_per_s=40)
     inside, over, four = cluster.ring_bandwidth(1, 8), cluster.ring_bandwidth(1, 64), cluster.ring_bandwidth(4, 16)
     assert [rate / LINK_EFFICIENCY / 1e9 for rate in (inside, over, four)] == [300, 40, 10]
     assert cluster.ring_bandwidth(32, 2) / LINK_EFFICIENCY / 1e9 == 5  # every GPU of the node has its own partner

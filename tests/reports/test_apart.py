@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.errors import UserError
 from megatron.reports import experiment, records
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.disambiguate import disambiguate_methods, find_contradictions
 from megatron.reports.experiment import Experiment
 from megatron.reports.records import Record
+from megatron.utils.errors import UserError
 
 from .conftest import record
 

@@ -9,11 +9,11 @@ import pytest
 from matplotlib.figure import Figure
 from pages import page_of
 
-from megatron.errors import UserError
 from megatron.reports import plots, records, table_formats
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.metrics import METRICS, Metric, format_number, format_percent, get_metric
 from megatron.reports.records import Record, record_from_row
+from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 COMMON = {"train_length": 40, "protocol": "task", "tokens": 512, "seed": 1}

@@ -7,7 +7,6 @@ import pytest
 from pages import page_of
 from rich.console import Console
 
-from megatron.errors import UserError
 from megatron.reports import (
     extrapolation,
     failures,
@@ -27,6 +26,7 @@ from megatron.reports.records import Record
 from megatron.reports.results_folder import write_results
 from megatron.reports.section import ReportSection
 from megatron.reports.significance import compare_methods
+from megatron.utils.errors import UserError
 
 from .conftest import record
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from matplotlib.figure import Figure
 
-from megatron.errors import UserError
 from megatron.reports import plots
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record
+from megatron.utils.errors import UserError
 
 from .conftest import record
 

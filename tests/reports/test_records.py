@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import RunError, UserError
 from megatron.reports import records
 from megatron.reports.records import Record
+from megatron.utils.errors import RunError, UserError
 
 MINIMAL = {
     "method": "rotary",

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from pages import page_of
 
-from megatron.errors import UserError
 from megatron.reports import plots, report
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record, record_from_row
 from megatron.reports.report import describe_plots
 from megatron.reports.section import ReportSection
+from megatron.utils.errors import UserError
 
 from .conftest import record
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import UserError
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record
 from megatron.reports.significance import MethodComparison, apply_holm_correction, compare_methods
+from megatron.utils.errors import UserError
 
 from .conftest import record
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.errors import UserError
 from megatron.reports import experiment, extrapolation, records, train_length_tables
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
@@ -14,6 +13,7 @@ from megatron.reports.experiment import Experiment
 from megatron.reports.published import PublishedTable
 from megatron.reports.records import Record
 from megatron.reports.text_table import TextTable
+from megatron.utils.errors import UserError
 
 from .conftest import record
 

@@ -13,25 +13,25 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.errors import RunError, UserError
 from megatron.launch import worker
-from megatron.training import loop
+from megatron.training import trainer
+from megatron.utils.errors import RunError, UserError
 
 WAYS = {"user": UserError, "run": RunError, "unexpected": ZeroDivisionError, "interrupt": KeyboardInterrupt}
 
 
 def main(job: Path, way: str, backend: str) -> None:
     """Train to the end, or until a step does what the way says; then do what the interpreter does when it ends."""
-    take_step = loop.Loop.take_step
+    take_step = trainer.Trainer.train_step
 
-    def step(self: loop.Loop, stop: object) -> bool:
+    def step(self: trainer.Trainer, stop: object) -> bool:
         if way in WAYS:
             raise WAYS[way]("said by the test")
         if way == "signal":
             signal.raise_signal(signal.SIGTERM)
         return take_step(self, stop)
 
-    loop.Loop.take_step = step
+    trainer.Trainer.train_step = step
     code = None
     with suppress(KeyboardInterrupt):
         code = worker.main([str(job), str(job / "log.txt"), "0"])

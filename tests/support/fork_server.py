@@ -24,12 +24,12 @@ from typing import Any
 PRELOADED = (
     "deepspeed",
     "megatron.checkpoint.resume",
-    "megatron.checkpoint.save",
+    "megatron.checkpoint.saver",
     "megatron.data.samples",
     "megatron.launch.console",
-    "megatron.launch.prepare",
+    "megatron.launch.corpus_console",
     "megatron.launch.worker",
-    "megatron.training.loop",
+    "megatron.training.trainer",
     "torch._inductor.config",  # torch.use_deterministic_algorithms imports it, and with it all of PyTorch's compiler
     "typer.main",
 )

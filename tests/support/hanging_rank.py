@@ -41,9 +41,9 @@ def main() -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1")
 
     from megatron.config.load import read
-    from megatron.training import loop
+    from megatron.training import trainer
 
-    prepare = loop.prepare
+    prepare = trainer.build_state
 
     def prepared(*given: Any) -> Any:
         run = prepare(*given)
@@ -51,8 +51,8 @@ def main() -> None:
             run.batches = hanging(run.batches, how)
         return run
 
-    loop.prepare = prepared
-    loop.train(read(Path(config)))
+    trainer.build_state = prepared
+    trainer.train(read(Path(config)))
 
 
 if __name__ == "__main__":

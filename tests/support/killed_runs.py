@@ -56,13 +56,13 @@ def count_operations(run: Path, last: int | None, report: Path) -> None:
     sys.addaudithook(hook)
 
 
-def live(job: Path, rank: int, world: int, port: int, last: int | None) -> None:
+def live(job: Path, rank: int, world_size: int, port: int, last: int | None) -> None:
     """One life of one rank, in a process of its own."""
     from megatron.config.load import read
-    from megatron.training.loop import train
+    from megatron.training.trainer import train
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(port)
     log = os.open(job / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -80,7 +80,7 @@ def live(job: Path, rank: int, world: int, port: int, last: int | None) -> None:
 
 def one_life(
     job: Path,
-    world: int,
+    world_size: int,
     *,
     seconds: float | None = None,
     signals: list[int] | None = None,
@@ -91,13 +91,13 @@ def one_life(
     Returns the exit codes, negative for signals.
     """
     port, children = free_port(), []
-    for rank in range(world):
+    for rank in range(world_size):
         child = os.fork()
         if child == 0:
-            live(job, rank, world, port, operation)
+            live(job, rank, world_size, port, operation)
         children.append(child)
     begun, codes = time.monotonic(), {}
-    while len(codes) < world:
+    while len(codes) < world_size:
         for child in children:
             if child not in codes:
                 found, status = os.waitpid(child, os.WNOHANG)
@@ -118,8 +118,6 @@ def one_life(
 
 def main() -> None:
     job, world, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    import megatron.data.samples
-    import megatron.training.loop  # noqa: F401 (for the forks)
     from megatron.config.load import read
 
     drawn, config = random.Random(seed), read(job / "config.yml")

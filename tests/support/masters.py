@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.fragments import fragments
+from megatron.checkpoint.optimizer_shards import list_optimizer_shards
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
     """Copies of all of them, by name. engine: DeepSpeed's."""
     found = {}
-    for each in fragments(engine):
+    for each in list_optimizer_shards(engine):
         shape = getattr(each.parameter, "ds_shape", each.parameter.shape)
         found[each.name] = each.master.clone().view(shape)
     return found

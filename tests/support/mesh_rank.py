@@ -14,36 +14,39 @@ MESHES = [{"data": 4}, {"tensor": 2, "data": 2}, {"context": 2, "data": 2}, {"te
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 
+    from megatron.distributed.launcher_environment import RankInfo
     from megatron.distributed.megatron_core import parallel_state as core
-    from megatron.distributed.mesh import Sizes
-    from megatron.distributed.place import Place
-    from megatron.distributed.processes import alone, join
-    from megatron.errors import RunError
+    from megatron.distributed.mesh import ParallelSizes
+    from megatron.distributed.process_groups import init_distributed, single_process
+    from megatron.utils.errors import RunError
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
     found = []
     for sizes in MESHES:
-        processes = join(Place(rank, 4), Sizes(**sizes), device="cpu", backend="gloo")
+        processes = init_distributed(RankInfo(rank, 4), ParallelSizes(**sizes), device="cpu", backend="gloo")
         mesh = processes.mesh
         names = ("tensor", "context", "data", "pipeline", "context data", "tensor pipeline")
         groups = {name: processes.group(*name.split()) for name in names}
         try:
-            alone()
+            single_process()
             refused = ""
         except RunError as error:
             refused = str(error)
         found.append(
             {
                 "groups": {
-                    name: [list(mesh.members(*name.split())), dist.get_process_group_ranks(group)]
+                    name: [list(mesh.list_members(*name.split())), dist.get_process_group_ranks(group)]
                     for name, group in groups.items()
                 },
-                "whole": processes.sum(2**53 + 1, rank),
-                "parts": processes.sum(0.25, float(rank)),
-                "once": processes.sum(mesh.once(10**mesh.batch.index)),
-                "max": processes.max(-1.5 * rank),
-                "gather": processes.gather([rank, mesh.data.index]),
-                "agree": [processes.agree(None), processes.agree(f"error of {rank}" if rank > 1 else None)],
+                "whole": processes.all_reduce_sum(2**53 + 1, rank),
+                "parts": processes.all_reduce_sum(0.25, float(rank)),
+                "once": processes.all_reduce_sum(mesh.count_once(10**mesh.dp_cp.index)),
+                "max": processes.all_reduce_max(-1.5 * rank),
+                "gather": processes.gather_objects([rank, mesh.data.index]),
+                "agree": [
+                    processes.find_first_error(None),
+                    processes.find_first_error(f"error of {rank}" if rank > 1 else None),
+                ],
                 "alone": refused,
             }
         )

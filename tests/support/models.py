@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.distributed.processes import alone
+from megatron.distributed.process_groups import single_process
 from megatron.model import build
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
@@ -15,7 +15,7 @@ TERMS, SUMS = sums_of_gpt(24, layers=2)
 
 def build_model(*args: Any, **choices: Any) -> GPT:
     """`megatron.model.build.build_model` for one process."""
-    return build.build_model(*args, groups=alone(), **choices)
+    return build.build_model(*args, groups=single_process(), **choices)
 
 
 def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GPT:

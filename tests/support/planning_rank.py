@@ -24,14 +24,14 @@ def main() -> None:
     from kept import reached
     from tiny_runs import VOCABULARY, tiny_config
 
-    from megatron.distributed.mesh import Sizes
-    from megatron.distributed.place import Place
-    from megatron.distributed.processes import join
+    from megatron.distributed.launcher_environment import RankInfo
+    from megatron.distributed.mesh import ParallelSizes
+    from megatron.distributed.process_groups import init_distributed
     from megatron.model.build import build_model
     from megatron.training.engine import Engine
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    processes = join(Place(rank, 2), Sizes(data=2), device="cpu", backend="gloo")
+    processes = init_distributed(RankInfo(rank, 2), ParallelSizes(data=2), device="cpu", backend="gloo")
     batch = {name: torch.zeros(1, 16, dtype=torch.int64) for name in ("tokens", "labels")}
     batch["loss_mask"] = torch.ones(1, 16)
 
@@ -48,12 +48,16 @@ def main() -> None:
         model.train()
 
         def note(when: str) -> None:
-            sums[when] = reached(list(model.parameters()), engine.deepspeed.optimizer, engine.base.state) / parameters
+            sums[when] = (
+                reached(list(model.parameters()), engine.deepspeed.optimizer, engine.inner_optimizer.state) / parameters
+            )
 
-        engine.accumulate([batch] * steps, 32 * steps)
+        engine.forward_backward([batch] * steps, 32 * steps)
         engine.step(1e-3)
         note("between")
-        engine.accumulate([batch] * steps, 32 * steps, progress=lambda done: note("accumulating") if done else None)
+        engine.forward_backward(
+            [batch] * steps, 32 * steps, progress=lambda done: note("accumulating") if done else None
+        )
         note("before the step")
         engine.step(1e-3)
         return sums

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from megatron.distributed.parameters import division
-from megatron.distributed.processes import Processes
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import get_shard_spec
 from megatron.model.build import build_model
 from megatron.options.model import MAX_LOGITS, ModelOptions, PositionOptions
 
@@ -14,7 +14,7 @@ LENGTH = 14
 
 
 def gradients(
-    processes: Processes, model: dict[str, Any], position: dict[str, Any], max_logits: int = MAX_LOGITS
+    groups: ProcessGroups, model: dict[str, Any], position: dict[str, Any], max_logits: int = MAX_LOGITS
 ) -> dict[str, Any]:
     """Losses, logits and gradients of a fresh model on fixed tokens."""
     options = ModelOptions(
@@ -29,7 +29,7 @@ def gradients(
             **model,
         }
     )
-    gpt = build_model(options, PositionOptions(**position), VOCABULARY, groups=processes, seed=11)
+    gpt = build_model(options, PositionOptions(**position), VOCABULARY, groups=groups, seed=11)
     gpt.max_logits = max_logits
     generator = torch.Generator().manual_seed(3)
     x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator)
@@ -47,5 +47,5 @@ def gradients(
 
 
 def _division(parameter: torch.nn.Parameter) -> tuple[int | None, int]:
-    found = division(parameter)
-    return (None, 1) if found is None else (found.dim, found.strips)
+    found = get_shard_spec(parameter)
+    return (None, 1) if found is None else (found.dim, found.num_strips)

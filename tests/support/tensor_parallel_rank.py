@@ -18,13 +18,13 @@ def main() -> None:
 
     from tensor_parallel_cases import gradients
 
-    from megatron.distributed.mesh import Sizes
-    from megatron.distributed.place import Place
-    from megatron.distributed.processes import join
-    from megatron.errors import UserError
+    from megatron.distributed.launcher_environment import RankInfo
+    from megatron.distributed.mesh import ParallelSizes
+    from megatron.distributed.process_groups import init_distributed
+    from megatron.utils.errors import UserError
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    processes = join(Place(rank, 2), Sizes(tensor=2), device="cpu", backend="gloo")
+    processes = init_distributed(RankInfo(rank, 2), ParallelSizes(tensor=2), device="cpu", backend="gloo")
     results = {}
     for name, case in torch.load(folder / "cases.pt", weights_only=True).items():
         try:

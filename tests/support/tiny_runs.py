@@ -14,7 +14,7 @@ import torch
 from forked import Forked
 from safetensors.torch import load_file
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.config.schema import Config
 
 VOCABULARY = 61
@@ -112,7 +112,7 @@ def losses(run: Path) -> list[float]:
 
 def same_weights(one: Path, other: Path) -> bool:
     """Have the newest checkpoints of two runs the same weights, bit for bit?"""
-    first, second = (load_file(folder.resolve(run) / folder.WEIGHTS) for run in (one, other))
+    first, second = (load_file(layout.resolve_checkpoint_path(run) / layout.WEIGHTS) for run in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -124,7 +124,7 @@ def free_port() -> int:
 
 
 def train_with_processes(
-    job: Path, configs: list[Config], *, world: int = 2, timeout: float = 600, terminate: int | None = None
+    job: Path, configs: list[Config], *, world_size: int = 2, timeout: float = 600, terminate: int | None = None
 ) -> list[str | None]:
     """Train configurations one after the other with several processes; the error of each run, or None.
 
@@ -135,8 +135,8 @@ def train_with_processes(
         config.save(job / f"{i:02d}.yml")
     script, environment = Path(__file__).with_name("train_rank.py"), {"MASTER_PORT": str(free_port())}
     children = [
-        Forked(script, str(job), str(rank), str(world), output=job / f"output_{rank}.txt", env=environment)
-        for rank in range(world)
+        Forked(script, str(job), str(rank), str(world_size), output=job / f"output_{rank}.txt", env=environment)
+        for rank in range(world_size)
     ]
     try:
         if terminate is not None:
@@ -156,6 +156,6 @@ def train_with_processes(
     finally:
         for child in children:
             child.kill()
-    assert codes == [0] * world, "\n".join(child.printed() for child in children)
+    assert codes == [0] * world_size, "\n".join(child.printed() for child in children)
     errors = [job / f"{i:02d}.0.error" for i in range(len(configs))]
     return [path.read_text(encoding="utf-8") if path.exists() else None for path in errors]

@@ -19,8 +19,8 @@ def main() -> None:
 
     from megatron.config.load import read
     from megatron.distributed.megatron_core import parallel_state
-    from megatron.errors import FarfieldError
-    from megatron.training.loop import train
+    from megatron.training.trainer import train
+    from megatron.utils.errors import FarfieldError
 
     for file in sorted(job.glob("*.yml")):
         # The next run may be another mesh. What was met is taken down, since every group of processes keeps threads.

@@ -13,20 +13,20 @@ from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
 
-from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read
 from megatron.config.schema import Config
-from megatron.distributed.devices import Machine
-from megatron.errors import RunError
+from megatron.distributed.hardware import LocalHardware
 from megatron.evaluation.lengths import wanted_lengths
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import plots
 from megatron.reports.records import Record
 from megatron.reports.records import write_records as write_records
-from megatron.sweeps import run as sweeps
-from megatron.sweeps import supervision
-from megatron.training.preflight import preflight
-from megatron.training.records import METRICS
+from megatron.sweeps import run_sweep as sweeps
+from megatron.sweeps import training_process
+from megatron.training.records import METRICS_FILE
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import RunError
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def write(text: str, name: str = "sweep.yml") -> str:
 def run(*overrides: str) -> tuple[list[Record], str]:
     """The records of sweep.yml, and what was said."""
     out = io.StringIO()
-    found = sweeps.run(["sweep.yml"], overrides, Console(file=out, width=200))
+    found = sweeps.run_sweep(["sweep.yml"], overrides, Console(file=out, width=200))
     return found, out.getvalue()
 
 
@@ -95,7 +95,7 @@ class Trainer:
         self.steps: tuple[int, ...] = ()  # that the training is seen at
 
     def train(self, configuration: Path, printed: Path, metrics: Path, watch: Watch) -> None:
-        config = preflight(read(configuration), Machine.here()).config
+        config = resolve_run(read(configuration), LocalHardware.detect()).config
         name = config.position.pos_emb
         self.asked.append(f"{name} {config.training.seed} {config.checkpoint.load}")
         for step in (None, *self.steps):
@@ -105,11 +105,11 @@ class Trainer:
         if stop == 3:
             raise RunError("the disk is full")
         run = Path(config.checkpoint.save or "")
-        (run / METRICS).write_text('{"kind": "train", "step": 2, "loss": 5.0}\n')
+        (run / METRICS_FILE).write_text('{"kind": "train", "step": 2, "loss": 5.0}\n')
         if name == self.diverges:
             config.save(run / "config.yml")
             shutil.rmtree(run / "checkpoints")
-            with open(run / METRICS, "a") as file:
+            with open(run / METRICS_FILE, "a") as file:
                 file.write('{"kind": "diverged", "step": 3, "reason": "its loss is nan"}\n')
             raise RunError("step 3: its loss is nan; no checkpoint was saved")
 
@@ -133,7 +133,7 @@ class Initialiser(Trainer):
     def save(self, config: Config, run: Path, step: int) -> Path:
         checkpoint = super().save(config, run, step)
         model = build_model(config.model, config.position, 257, seed=config.training.seed)
-        Progress(step=step, consumed_tokens=step, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
+        TrainerState(step=step, consumed_tokens=step, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
         weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
         (checkpoint / "model.safetensors").unlink()
         save_file(weights, checkpoint / "model.safetensors")
@@ -149,7 +149,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def initialiser(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Initialiser:
     stand_in = Initialiser()
-    monkeypatch.setattr(supervision, "train", stand_in.train)
+    monkeypatch.setattr(training_process, "train_in_subprocess", stand_in.train)
     return stand_in
 
 
@@ -157,7 +157,7 @@ def initialiser(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> I
 def trainer(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """The stand-in, and evaluation replaced by a record of what it was asked for."""
     stand_in = Trainer()
-    monkeypatch.setattr(supervision, "train", stand_in.train)
+    monkeypatch.setattr(training_process, "train_in_subprocess", stand_in.train)
 
     def evaluate(
         runs: list[Path], options: EvaluationOptions, *, names: list[str], output: Path, **_: object

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from megatron.checkpoint.lock import SWEEP_LOCK, RunLock
-from megatron.errors import RunError, UserError
 from megatron.reports.combine import combine_results
-from megatron.stopping.signals import Stopped, unwinding
-from megatron.sweeps import run as sweeps
-from megatron.sweeps import supervision
-from megatron.sweeps.spec import read
+from megatron.sweeps import run_sweep as sweeps
+from megatron.sweeps import training_process
+from megatron.sweeps.spec import read_sweep
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.signals import StoppedBySignal, raising_on_signals
 
 from .conftest import BASE, Initialiser, Trainer, run, write
 
@@ -110,10 +110,10 @@ def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Tr
         run()
     assert trainer.calls() == []
     with pytest.raises(RunError, match="rotary, seed 1234: failed at step 3: its loss is nan; --retry-failed"):
-        sweeps.run(["sweep.yml"], console=quiet(), member=0)
+        sweeps.run_sweep(["sweep.yml"], console=quiet(), member=0)
     assert trainer.calls() == []
     trainer.diverges = None
-    found = sweeps.run(["sweep.yml"], console=quiet(), retry_failed=True)
+    found = sweeps.run_sweep(["sweep.yml"], console=quiet(), retry_failed=True)
     assert trainer.calls() == ["rotary 1234 None", "evaluate out/rotary/seed_1234"]
     assert {record.method for record in found} == {"rotary", "mine"}
     assert "failed" not in Path("out/report.html").read_text()
@@ -147,17 +147,19 @@ def quiet() -> Console:
 
 
 def test_a_training_that_ends_early_without_an_error_is_told(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "train", lambda *_: None)
+    monkeypatch.setattr(training_process, "train_in_subprocess", lambda *_: None)
     with pytest.raises(RunError, match=r"ended early without an error; its output is in out/rotary/seed_1234.txt"):
         run()
 
 
 def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(sweeps, "_lines", lambda console: said.append)
-    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Stopped)):
-        monkeypatch.setattr(supervision, "train", lambda *_, number=number: signal.raise_signal(number))
-        with unwinding(), pytest.raises(ending):
+    monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: said.append)
+    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedBySignal)):
+        monkeypatch.setattr(
+            training_process, "train_in_subprocess", lambda *_, number=number: signal.raise_signal(number)
+        )
+        with raising_on_signals(), pytest.raises(ending):
             run()
         assert said[-2:] == [
             "stopping; a training under way saves after its step first (again to end at once)",
@@ -228,7 +230,7 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
         Trainer.train(trainer, configuration, printed, metrics, slowly)
 
     trainer.steps = (1, 2, 3)
-    monkeypatch.setattr(supervision, "train", watched)
+    monkeypatch.setattr(training_process, "train_in_subprocess", watched)
     write(ONE)
     _, said = run("sweep.seeds=[3, 4, 5]")
     lines = said.splitlines()
@@ -321,5 +323,5 @@ def test_training_lengths_side_by_side(trainer: Trainer) -> None:
     write(several.replace("multiples: [1, 4]", "lengths: [16, 32], targets: 8"))
     found, _ = run()
     assert {record.method for record in found} == {"short", "mine"}
-    lengths = {member.variant: member.config.model.seq_length for member in read(["sweep.yml"]).members}
+    lengths = {member.variant: member.config.model.seq_length for member in read_sweep(["sweep.yml"]).members}
     assert lengths == {"short": 8, "mine": 16}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.sweeps.spec import Sweep, read
+from megatron.sweeps.spec import Sweep, read_sweep
 
 from .conftest import ROOT
 
@@ -15,19 +15,19 @@ SHAPES = {"kerple": "162M", "dape": "125M", "exploring": "125M"}
 
 
 def small(name: str) -> Sweep:
-    return read(["small", name])
+    return read_sweep(["small", name])
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_both_sizes_can_be_read(name: str) -> None:
     ours = small(name)
     corpus = ["data_path=data/books_text_document"]
-    theirs = read([SHAPES[name.split("_")[0]], "paper", name], corpus)
+    theirs = read_sweep([SHAPES[name.split("_")[0]], "paper", name], corpus)
     assert [member.name for member in ours.members] == [member.name for member in theirs.members]
-    assert ours.output == Path("runs/small") / name
-    assert theirs.output == Path("runs/paper") / name
+    assert ours.output_folder == Path("runs/small") / name
+    assert theirs.output_folder == Path("runs/paper") / name
     assert all(member.folder.parent.parent == Path("runs/small/runs") for member in ours.members)
-    assert all(member.results.is_relative_to(ours.output) for member in ours.members)
+    assert all(member.results.is_relative_to(ours.output_folder) for member in ours.members)
 
 
 def test_a_run_that_several_need_is_one_run() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.errors import UserError
-from megatron.sweeps import run as sweeps
-from megatron.sweeps.slurm_array import indices
+from megatron.sweeps import run_sweep as sweeps
+from megatron.sweeps.slurm_array import format_array_indices
+from megatron.utils.errors import UserError
 
 from .conftest import BASE, Trainer, run, write
 
@@ -46,7 +46,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
     with monkeypatch.context() as task:
         task.setenv("SLURM_JOB_ID", "17")  # in a job nothing is submitted again
         for member in (0, 2, 3):
-            sweeps.run(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=member)
+            sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=member)
     assert trainer.calls() == [
         *("rotary 3 None", "evaluate out/rotary/seed_3", "alibi 3 None", "evaluate out/mine/seed_3"),
         *("alibi 4 None", "evaluate out/mine/seed_4"),
@@ -59,7 +59,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
 
     with monkeypatch.context() as task:
         task.setenv("SLURM_JOB_ID", "17")
-        sweeps.run(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=1)
+        sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=1)
     found, said = run(*KEYS)
     assert len(found) == 8
     assert "nothing to do: 4 of 4 runs are done" in said
@@ -68,18 +68,18 @@ def test_each_run_is_a_task_and_the_same_command_reports(
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(place.rglob("*"))
-    sweeps.run(["sweep.yml"], KEYS, dry=True)
+    sweeps.run_sweep(["sweep.yml"], KEYS, dry=True)
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert sorted(place.rglob("*")) == before
     with pytest.raises(UserError, match="--dry-run shows the batch script of a sweep: it needs launcher=slurm"):
-        sweeps.run(["sweep.yml"], dry=True)
+        sweeps.run_sweep(["sweep.yml"], dry=True)
 
 
 def test_what_cannot_be_an_array_is_refused(place: Path) -> None:
     with pytest.raises(UserError, match="nodes is 2, but each run of a sweep has one node"):
         run(*KEYS, "nodes=2")
     with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members; the first is 0"):
-        sweeps.run(["sweep.yml"], KEYS, member=4)
+        sweeps.run_sweep(["sweep.yml"], KEYS, member=4)
     write(BASE.replace("{pos_emb: rotary}", "{pos_emb: rotary, slurm: {partition: big}}"))
     with pytest.raises(UserError, match="all variants of a sweep need the same processes, devices and slurm keys"):
         run(*KEYS)
@@ -87,5 +87,5 @@ def test_what_cannot_be_an_array_is_refused(place: Path) -> None:
 
 
 def test_indices_in_short() -> None:
-    assert indices([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert indices([3]) == "3"
+    assert format_array_indices([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert format_array_indices([3]) == "3"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import UserError
 from megatron.options.model import PositionOptions
 from megatron.position.registry import list_encodings, list_processors
-from megatron.sweeps.spec import read
+from megatron.sweeps.spec import read_sweep
+from megatron.utils.errors import UserError
 
 from .conftest import BASE, ROOT, Trainer, run, write
 
@@ -71,17 +71,17 @@ def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
 
 def test_files_without_a_sweep(place: Path) -> None:
     with pytest.raises(UserError, match="there is no sweep: mapping"):
-        read(["125M"])
+        read_sweep(["125M"])
     write("sweep: [1]")
     with pytest.raises(UserError, match=r"sweep.yml:1: sweep is \[1\]; it must be a mapping of keys"):
-        read(["quickstart", "sweep.yml"])
+        read_sweep(["quickstart", "sweep.yml"])
 
 
 def test_of_several_files_with_a_sweep_the_later_wins_key_by_key(place: Path) -> None:
     write(BASE, "base.yml")
     over = "num_layers: 2\nsweep:\n  output: elsewhere\n  seeds: [1234]\n  variants:\n    t5: {pos_emb: t5}\n"
     write(over)
-    found = read(["base.yml", "sweep.yml"])
+    found = read_sweep(["base.yml", "sweep.yml"])
     assert [(m.variant, str(m.folder), m.config.model.num_layers) for m in found.members] == [
         ("t5", "elsewhere/t5/seed_1234", 2)
     ]
@@ -94,16 +94,16 @@ def test_of_several_files_with_a_sweep_the_later_wins_key_by_key(place: Path) ->
     assert set(found.texts) == {"base.yml", "sweep.yml"}
     write(over.replace("pos_emb: t5", "pos_em: t5"))
     with pytest.raises(UserError, match=r"sweep.yml:6: unknown key 'pos_em'"):
-        read(["base.yml", "sweep.yml"])
+        read_sweep(["base.yml", "sweep.yml"])
     write(BASE.replace("windows: 3", "windows: 0"), "base.yml")
     with pytest.raises(UserError, match=r"base.yml:21: sweep.evaluate.windows is 0"):
-        read(["base.yml", "sweep.yml"])
+        read_sweep(["base.yml", "sweep.yml"])
     with pytest.raises(UserError, match=r"command line: sweep.output.x: sweep.output is elsewhere, not a mapping"):
-        read(["base.yml", "sweep.yml"], ["sweep.output.x=3"])
+        read_sweep(["base.yml", "sweep.yml"], ["sweep.output.x=3"])
 
 
 def test_the_quickstart_is_valid() -> None:
-    found = read([str(ROOT / "configs" / "quickstart.yml")])
+    found = read_sweep([str(ROOT / "configs" / "quickstart.yml")])
     assert [member.variant for member in found.members] == ["rotary", "kerple_log", "cdape"]
     assert {member.config.model.seq_length for member in found.members} == {64}
     assert found.members[2].config.position.score_processor == "cdape"
@@ -113,8 +113,8 @@ def test_the_quickstart_is_valid() -> None:
 
 def test_the_zoo_has_every_encoding_alone_and_every_processor_at_the_quickstarts_budget() -> None:
     configs = ROOT / "configs"
-    zoo = read([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
-    quickstart = read([str(configs / "quickstart.yml")])
+    zoo = read_sweep([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
+    quickstart = read_sweep([str(configs / "quickstart.yml")])
     assert (zoo.options.output, zoo.options.evaluate, zoo.options.corpus, zoo.options.seeds) == (
         "runs/zoo", quickstart.options.evaluate, quickstart.options.corpus, quickstart.options.seeds,
     )  # fmt: skip
@@ -132,5 +132,5 @@ def test_the_zoo_has_every_encoding_alone_and_every_processor_at_the_quickstarts
 
 
 def test_reading_a_sweep_needs_no_torch() -> None:
-    code = "import sys, megatron.sweeps.spec as s; s.read(['quickstart']); sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron.sweeps.spec as s; s.read_sweep(['quickstart']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

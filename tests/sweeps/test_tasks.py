@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.distributed.processes import alone
+from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.reports.records import record_from_row
 from megatron.sweeps import receipts
-from megatron.sweeps.estimate import work
-from megatron.sweeps.run import floors_last
-from megatron.sweeps.spec import read
+from megatron.sweeps.run_sweep import sort_baselines_last
+from megatron.sweeps.spec import read_sweep
+from megatron.sweeps.work_estimate import estimate_work
 from megatron.tasks.chosen import exercise
 
 SWEEP = """\
@@ -36,16 +36,16 @@ sweep:
 def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("sweep.yml").write_text(SWEEP, encoding="utf-8")
-    return read(["sweep.yml"])
+    return read_sweep(["sweep.yml"])
 
 
 def test_work_counts_the_lengths_that_are_drawn(members) -> None:
     config = members.members[0].config
     assert exercise(config.data).lengths == (8, 10, 12)
     # Estimates leave the output layer out, all but a token of it.
-    model = build_model(config.model, config.position, 1, groups=alone(), device="meta")
+    model = build_model(config.model, config.position, 1, groups=single_process(), device="meta")
     said: list[str] = []
-    found = work(members, dict.fromkeys(members.members, 0), said.append)
+    found = estimate_work(members, dict.fromkeys(members.members, 0), said.append)
     of_sequence = [length * model.flops_per_token(length) for length in (8, 10, 12)]
     for each in found.values():
         assert each.training.work == pytest.approx(5 * 4 * sum(of_sequence) / 3)
@@ -56,19 +56,19 @@ def test_work_counts_the_lengths_that_are_drawn(members) -> None:
 
 def test_a_task_has_a_test(members) -> None:
     """So a run that was killed between its last checkpoint and the end of its test is taken up again."""
-    assert all(map(receipts.lacks_test, members.members))
+    assert all(map(receipts.lacks_test_data, members.members))
 
 
 def test_shipped_sweeps_are_read() -> None:
     for name in ("mqar", "chomsky"):
-        found = read([name])
+        found = read_sweep([name])
         assert len(found.members) == 18
         assert {member.config.data.task for member in found.members} == {"mqar" if name == "mqar" else "even_pairs"}
-    paper = read(["chomsky", "chomsky_paper"], ["task=odds_first"]).members
+    paper = read_sweep(["chomsky", "chomsky_paper"], ["task=odds_first"]).members
     assert len(paper) == 33
     assert {(member.config.data.task, member.config.data.task_length) for member in paper} == {("odds_first", 40)}
     for task in ("reverse_string", "missing_duplicate", "bucket_sort"):
-        assert read(["chomsky"], [f"task={task}"]).members[0].config.data.task == task
+        assert read_sweep(["chomsky"], [f"task={task}"]).members[0].config.data.task == task
 
 
 def test_floors_follow_the_runs_once() -> None:
@@ -76,4 +76,4 @@ def test_floors_follow_the_runs_once() -> None:
     floor, other = (record_from_row({**shared, "method": f"floor: {name}"}) for name in ("one", "other"))
     runs = [record_from_row({**shared, "method": "alibi", "run": name}) for name in ("a", "b")]
     again = floor.replace()
-    assert floors_last([runs[0], floor, other, runs[1], again]) == [*runs, floor, other]
+    assert sort_baselines_last([runs[0], floor, other, runs[1], again]) == [*runs, floor, other]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron.errors import UserError
 from megatron.tasks import registry
+from megatron.utils.errors import UserError
 
 
 def drawn(count: int, length: int, seed: int = 0, **options: float):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.stopping.signals import StopRequest
+from megatron.utils.signals import GracefulStop
 from tools import bench_train
 
 
@@ -22,11 +22,11 @@ class Loop:
 
     def __init__(self, signal_at: int | None, number: int) -> None:
         self.signal_at, self.number, self.closed = signal_at, number, False
-        self.run = SimpleNamespace(
+        self.state = SimpleNamespace(
             vocabulary=SimpleNamespace(size=8), engine=SimpleNamespace(model=torch.nn.Linear(1, 1)), close=self.close
         )
 
-    def take_step(self, stop: StopRequest) -> bool:
+    def train_step(self, stop: GracefulStop) -> bool:
         if stop.signal is not None:
             return True
         self.taken += 1

@@ -10,17 +10,17 @@ import torch
 from rich.console import Console
 from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 
-from megatron.checkpoint import folder
-from megatron.checkpoint.progress import Progress
+from megatron.checkpoint import layout
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
-from megatron.training.bad_loss import GoBack, UsualLoss
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
-from megatron.training.loop import Loop, train
-from megatron.training.records import divergence
-from megatron.training.setup import prepare
+from megatron.training.loss_spikes import RollbackRequested, RunningMeanLoss
+from megatron.training.records import find_divergence
+from megatron.training.train_state import build_state
+from megatron.training.trainer import Trainer, train
+from megatron.utils.errors import RunError, UserError
 
 KEYS: dict[str, Any] = {"train_iters": 8, "checkpoint_factor": 2, "num_workers": 0}
 
@@ -32,14 +32,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spike(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float = 100.0) -> None:
     """The losses of some steps, counted over all starts from 1, are this many times what they were."""
-    usual, calls = Engine.accumulate, [0]
+    usual, calls = Engine.forward_backward, [0]
 
     def accumulate(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls[0] += 1
         loss = usual(self, *args, **kwargs)
         return loss * factor if calls[0] in steps else loss
 
-    monkeypatch.setattr(Engine, "accumulate", accumulate)
+    monkeypatch.setattr(Engine, "forward_backward", accumulate)
 
 
 def printed(config: Config) -> str:
@@ -48,8 +48,8 @@ def printed(config: Config) -> str:
     return out.getvalue()
 
 
-def progress(run: Path) -> Progress:
-    return Progress.read(folder.resolve(run))
+def progress(run: Path) -> TrainerState:
+    return TrainerState.read(layout.resolve_checkpoint_path(run))
 
 
 def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
@@ -58,9 +58,9 @@ def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
     by_hand = tmp_path / "by_hand"
     train(tiny_config(corpus, by_hand, **KEYS | {"train_iters": 4, "lr_decay_iters": 8}))
     rest = tiny_config(corpus, by_hand, load=str(by_hand), **KEYS)
-    run = prepare(rest, ConsoleReporter(None, 8), GoBack(str(by_hand), 4, samples=24))  # behind step 6
-    loop = Loop(run, 0.0)
-    loop.until_the_end()
+    run = build_state(rest, ConsoleReporter(None, 8), RollbackRequested(str(by_hand), 4, samples=24))  # behind step 6
+    loop = Trainer(run, 0.0)
+    loop.run()
     loop.close()
     run.close()
 
@@ -95,7 +95,7 @@ def test_what_was_stepped_over_stays_so_when_the_run_is_resumed(
 
 
 def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, calls = Engine.accumulate, [0]
+    usual, calls = Engine.forward_backward, [0]
 
     def accumulate(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         calls[0] += 1
@@ -103,7 +103,7 @@ def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, mon
             micro_batches[0]["loss_mask"].fill_(float("nan"))
         return usual(self, micro_batches, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "accumulate", accumulate)
+    monkeypatch.setattr(Engine, "forward_backward", accumulate)
     text = printed(tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=2, **KEYS))
     assert "step 4 skipped: its loss is nan (1 in a row, stop at 2)" in text
     assert "step 5: its loss is nan, for 2 steps in a row (max_bad_steps); going back to" in text
@@ -121,12 +121,12 @@ def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest
     spike(monkeypatch, 2)
     with pytest.raises(RunError, match=r"^step 2: its loss .* is more than loss_spike × the usual .*; no checkpoint"):
         train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
-    step, why = divergence(tmp_path) or (0, "")
+    step, why = find_divergence(tmp_path) or (0, "")
     assert step == 2
     assert "is more than loss_spike" in why
     monkeypatch.undo()
     train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
-    assert divergence(tmp_path) is None  # it was started again, and ended
+    assert find_divergence(tmp_path) is None  # it was started again, and ended
 
 
 def test_stop_means_the_first(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_spike_that_is_skipped_is_refused() -> None:
 
 
 def test_the_usual_loss() -> None:
-    usual = UsualLoss()
+    usual = RunningMeanLoss()
     assert not usual.is_spike(100.0, 2.0)  # nothing to compare with
     usual.add(4.0)
     usual.add(2.0)

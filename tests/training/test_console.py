@@ -13,16 +13,16 @@ from rich.console import Console
 from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
-from megatron.checkpoint.run_files import RESOLVED
-from megatron.distributed.mesh import Sizes
+from megatron.checkpoint.run_files import CONFIG_NAMES
+from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.console import run_console
-from megatron.quantities import count
-from megatron.training import loop, outline
+from megatron.training import summary, trainer
 from megatron.training.console import ConsoleReporter
-from megatron.training.hardware import matmul_speed
-from megatron.training.loop import train
+from megatron.training.hardware import measure_matmul_tflops
 from megatron.training.metrics import TrainRecord
-from megatron.training.setup import Run
+from megatron.training.train_state import TrainState
+from megatron.training.trainer import train
+from megatron.utils.formatting import format_count
 
 RECORD = TrainRecord(
     step=1, loss=2.0, perplexity=7.4, learning_rate=1e-3, grad_norm=0.5, tokens_per_second=1e4, ms_per_step=41.5,
@@ -65,8 +65,8 @@ def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_what_is_printed(
             reporter.micro_step(0, 2)
             reporter.micro_step(1, 2)
             reporter.step(step)
-            reporter.say(line)
-        reporter.validating("valid", 3, 9)
+            reporter.log(line)
+        reporter.show_validation("valid", 3, 9)
         user.print("last")
         reporter.close()
     bars = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.sent)) if "━" in line]
@@ -101,25 +101,25 @@ def test_a_record_tells_the_time_left_so_nothing_is_corrected_after_it() -> None
 def test_a_long_validation_says_how_far_it_is() -> None:
     stream, clock, reporter = plain(10)
     for done in range(101):
-        reporter.validating("test", done, 100)
+        reporter.show_validation("test", done, 100)
         clock.now += 1.0
     assert stream.getvalue().splitlines() == [f"test: {done} of 100 batches" for done in (30, 60, 90)]
     stream, clock, reporter = plain(10)
     for done in range(101):  # a short one says nothing
-        reporter.validating("valid", done, 100)
+        reporter.show_validation("valid", done, 100)
         clock.now += 0.2
     assert stream.getvalue() == ""
 
 
 def test_validation_reports_every_micro_batch(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(ConsoleReporter, "validating", lambda self, *at: seen.append(at))
+    monkeypatch.setattr(ConsoleReporter, "show_validation", lambda self, *at: seen.append(at))
     train(tiny_config(corpus, train_iters=1, eval_interval=1, eval_iters=3))
     assert seen == [("valid", done, 3) for done in range(4)]
 
 
 def test_words_for_counts() -> None:
-    assert [count(n) for n in (7, 12_345, 124_439_808, 999_999, 2.65e9, 26.2e9)] == [
+    assert [format_count(n) for n in (7, 12_345, 124_439_808, 999_999, 2.65e9, 26.2e9)] == [
         "7", "12.3k", "124M", "1.00M", "2.65B", "26.2B"
     ]  # fmt: skip
 
@@ -135,11 +135,11 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     stream = io.StringIO()
     # At a millionth of what the FLOPs of a step are, the two steps take two million seconds.
     step = model.flops_per_token(16) * 8 * 16
-    monkeypatch.setattr(outline, "matmul_speed", lambda *place, **shape: step / 1e6)
+    monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
     result = train(config, Console(file=stream, width=300))
     first, _, last = stream.getvalue().splitlines()
     assert first == (
-        f"{count(model.num_parameters())} parameters on CPU ({torch.get_num_threads()} threads) in fp32; "
+        f"{format_count(model.num_parameters())} parameters on CPU ({torch.get_num_threads()} threads) in fp32; "
         "2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"
     )
     assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"
@@ -151,10 +151,10 @@ def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch:
     model = build_model(config.model, config.position, 61, device="meta")
     lines = {}
     for device in ("cpu", "cuda"):
-        processes = SimpleNamespace(device=torch.device(device), world=1)
+        processes = SimpleNamespace(device=torch.device(device), world_size=1)
         own = {"engine": SimpleNamespace(model=model), "datasets": SimpleNamespace(lengths=(16,))}
-        run = SimpleNamespace(config=config, processes=processes, parameters=5, **own)
-        lines[device] = outline.first_line(cast(Run, run), 0, 1.0)
+        run = SimpleNamespace(config=config, groups=processes, parameters=5, **own)
+        lines[device] = summary.describe_start(cast(TrainState, run), 0, 1.0)
     assert "attention" not in lines["cpu"]
     assert lines["cuda"].endswith(
         "; attention in row blocks, kept up to 1,024 keys in training: sdpa cannot add a position bias to the scores"
@@ -163,12 +163,12 @@ def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch:
 
 def test_a_layout_is_told_in_a_line_and_what_a_pipeline_costs(corpus: Path) -> None:
     config = tiny_config(corpus, num_layers=5, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4)
-    assert outline.layout_lines(config, Sizes()) == []
-    assert outline.layout_lines(config, Sizes(tensor=2, data=3)) == [
+    assert summary.describe_layout(config, ParallelSizes()) == []
+    assert summary.describe_layout(config, ParallelSizes(tensor=2, data=3)) == [
         "6 ranks: tensor 2 × pipeline 1 × context 1 × data 3, ZeRO 0"
     ]
     piped = config.replace(zero_optimization={"stage": 1})
-    assert outline.layout_lines(piped, Sizes(context=2, pipeline=3)) == [
+    assert summary.describe_layout(piped, ParallelSizes(context=2, pipeline=3)) == [
         "6 ranks: tensor 1 × pipeline 3 × context 2 × data 1, ZeRO 1",
         "pipeline: 3 stages, 4 micro-batches: a stage waits 33% of a step; layers per stage 2, 2, 1",
     ]
@@ -178,15 +178,15 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step_0000004"
     without = config.replace(valid_data_paths=[])
-    assert outline.last_line(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
-    assert outline.last_line(tiny_config(corpus), None, now=False) == "nothing is saved: save names no folder"
-    assert outline.carry_on(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
-    config.save(tmp_path / RESOLVED)  # beside somebody's own, which may lack keys of the command line
-    assert outline.carry_on(config) == f"./deepy.py train {tmp_path}/{RESOLVED} load={tmp_path}"
+    assert summary.describe_end(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
+    assert summary.describe_end(tiny_config(corpus), None, now=False) == "nothing is saved: save names no folder"
+    assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
+    config.save(tmp_path / CONFIG_NAMES)  # beside somebody's own, which may lack keys of the command line
+    assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/{CONFIG_NAMES} load={tmp_path}"
 
 
 def test_a_silent_run_measures_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.outline, "seconds_ahead", None)
+    monkeypatch.setattr(trainer.summary, "estimate_seconds", None)
     train(tiny_config(corpus, train_iters=1))
 
 
@@ -195,7 +195,7 @@ def test_the_speed_of_a_product_is_its_flops_over_its_time(monkeypatch: pytest.M
 
     clock = iter(range(100))
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: float(next(clock)))  # every product takes a second
-    assert matmul_speed(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
+    assert measure_matmul_tflops(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
 
 
 def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(corpus: Path, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
     def notes(**more: object) -> list[str]:
         stream = io.StringIO()
         reporter = ConsoleReporter(Console(file=stream, width=300), 8)
-        loop.prepare(tiny_config(corpus, **again, **more), reporter).close()
+        trainer.build_state(tiny_config(corpus, **again, **more), reporter).close()
         return [line for line in stream.getvalue().splitlines() if "learning rate" in line]
 
     # Cosine from 1e-2 to 1e-4: step 3 of 4 trains with 1e-4 + 99e-4 (1 + cos 3π/4)/2, step 4 of 8 with the middle.
@@ -218,15 +218,15 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
 
 
 def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
-    from megatron.training.schedule import Schedule, rate_jump
+    from megatron.training.schedule import LearningRateSchedule, describe_rate_jump
 
-    old, new = Schedule(1.0, 0.0, 0, 100, "linear"), Schedule(1.0, 0.0, 0, 200, "linear")
-    assert "nothing is learned, so give a min_lr too" in (rate_jump(old, new, 100) or "")
-    assert rate_jump(old, old, 50) is None
-    assert rate_jump(old, new, 0) is None
-    middle = rate_jump(old, new, 50) or ""
+    old, new = LearningRateSchedule(1.0, 0.0, 0, 100, "linear"), LearningRateSchedule(1.0, 0.0, 0, 200, "linear")
+    assert "nothing is learned, so give a min_lr too" in (describe_rate_jump(old, new, 100) or "")
+    assert describe_rate_jump(old, old, 50) is None
+    assert describe_rate_jump(old, new, 0) is None
+    middle = describe_rate_jump(old, new, 50) or ""
     assert middle.endswith("lr_decay_iters=100 keeps the old schedule")
-    asked = rate_jump(old, Schedule(0.1, 0.0, 0, 100, "linear"), 50)
+    asked = describe_rate_jump(old, LearningRateSchedule(0.1, 0.0, 0, 100, "linear"), 50)
     assert asked == "the learning rate was 5.10e-01 and drops to 5.00e-02"
-    warm = Schedule(1.0, 0.0, 10, 100, "linear")  # in warm-up every step is far from the one before
-    assert rate_jump(warm, warm, 2) is None
+    warm = LearningRateSchedule(1.0, 0.0, 10, 100, "linear")  # in warm-up every step is far from the one before
+    assert describe_rate_jump(warm, warm, 2) is None

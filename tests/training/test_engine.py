@@ -14,14 +14,14 @@ from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
 
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Mesh, Sizes
-from megatron.distributed.place import Place
-from megatron.distributed.processes import join
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.process_groups import init_distributed
 from megatron.model.parameter_groups import parameter_groups
 from megatron.position import registry
 from megatron.position.bounded_parameter import BoundedParameter
-from megatron.training.engine import Engine, deepspeed_config
-from megatron.training.optimizer import BoundedAdamW
+from megatron.training.engine import Engine, build_deepspeed_config
+from megatron.training.optimizer import ProjectedAdamW
 from tools.rounding import apart, sums_of_gpt
 
 STAGES = (0, 1, 2, 3)
@@ -59,7 +59,7 @@ def gpt(config: Config) -> nn.Module:
 
 def start(config: Config, build: Callable[[], nn.Module] | None = None) -> Engine:
     """An engine around the configuration's GPT, or what `build` makes."""
-    processes = join(Place(), Sizes(), device="cpu", backend="gloo")
+    processes = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
     engine = Engine(config, gpt(config) if build is None else build(), processes)
     engine.model.train()
     return engine
@@ -75,7 +75,7 @@ def run(engine: Engine, steps: int, lr: float, accumulate: int, sign: int = 1) -
     for step in range(steps):
         chosen = [(step * accumulate + i) % len(TOKENS) for i in range(accumulate)]
         counted = int(MASKS[chosen].sum())
-        losses.append(sign * float(engine.accumulate([batch(i, sign * MASKS[i]) for i in chosen], counted)))
+        losses.append(sign * float(engine.forward_backward([batch(i, sign * MASKS[i]) for i in chosen], counted)))
         engine.step(lr)
     return losses
 
@@ -196,7 +196,7 @@ def test_float32_masters_stay_within_bounds(
     beyond, on = after_hard_pushes(chosen, EveryBound)
     assert beyond == 0
     assert on > 0  # to the bit: the projection, not the parameter's own clamp
-    monkeypatch.setattr(BoundedAdamW, "clamp_masters", lambda self: None)
+    monkeypatch.setattr(ProjectedAdamW, "clamp_masters", lambda self: None)
     assert after_hard_pushes(chosen, EveryBound)[0] > 0
 
 
@@ -235,7 +235,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
     run(engine, 2, 1e-2, steps)
     assert not engine.skipped
     before = masters(engine.deepspeed)
-    engine.accumulate([batch(0, torch.full_like(MASKS[0], math.inf))] * steps, 32)
+    engine.forward_backward([batch(0, torch.full_like(MASKS[0], math.inf))] * steps, 32)
     engine.step(1e-2)
     assert engine.skipped
     assert engine.deepspeed.skipped_steps == 1
@@ -273,7 +273,9 @@ def test_deepspeed_is_told_what_the_configuration_says() -> None:
     }  # fmt: skip
 
     def told(zero: dict[str, Any], parameters: int) -> dict[str, Any]:
-        found = deepspeed_config(tiny_config(Path(), zero_optimization=zero), Mesh(0, Sizes()), parameters, 1.0)
+        found = build_deepspeed_config(
+            tiny_config(Path(), zero_optimization=zero), Mesh(0, ParallelSizes()), parameters, 1.0
+        )
         return dict(found["zero_optimization"])
 
     assert told(own, 1000) == own

@@ -42,7 +42,7 @@ CASES = TWO + FOUR
 
 def trained(cases: list[Case], folder: Path) -> list[Found]:
     """What the first of as many forked ranks as the cases need found of each."""
-    world = cases[0].layout.sizes.world
+    world = cases[0].layout.sizes.world_size
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
     ranks = [Forked(RANK, str(folder), str(rank), str(world), output=folder / f"{rank}.txt") for rank in range(world)]

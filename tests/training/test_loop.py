@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import read
-from megatron.errors import RunError, UserError
 from megatron.training.engine import Engine
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import RunError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_the_same_run_twice_is_the_same_run(corpus: Path, tmp_path: Path) -> Non
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of some steps (counted from 1) NaN."""
-    usual, calls = Engine.accumulate, [0]
+    usual, calls = Engine.forward_backward, [0]
 
     def accumulate(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         calls[0] += 1
@@ -119,7 +119,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
             micro_batches[0]["loss_mask"].fill_(math.nan)
         return usual(self, micro_batches, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "accumulate", accumulate)
+    monkeypatch.setattr(Engine, "forward_backward", accumulate)
 
 
 def test_a_bad_step_is_skipped(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_bad_steps_in_a_row_end_the_run_and_keep_the_good_checkpoint(
 
 
 def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = Engine.accumulate
+    usual = Engine.forward_backward
 
     def accumulate(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = usual(self, *args, **kwargs)
@@ -162,7 +162,7 @@ def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: p
         gradient.fill_(math.inf)
         return loss
 
-    monkeypatch.setattr(Engine, "accumulate", accumulate)
+    monkeypatch.setattr(Engine, "forward_backward", accumulate)
     with pytest.raises(RunError, match=r"^step 1: its gradients are not finite, for 1 steps .*no checkpoint was saved"):
         train(tiny_config(corpus, max_bad_steps=1))
 
@@ -188,7 +188,7 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
     said = text.splitlines()[-2:]  # the thread that acknowledges the signal may speak last on a busy machine
     assert sum(line.startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ") for line in said) == 1
-    assert folder.newest(tmp_path / "run") == result.checkpoint
+    assert layout.find_latest_checkpoint(tmp_path / "run") == result.checkpoint
     train(tiny_config(corpus, tmp_path / "run", load=str(tmp_path / "run")))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
@@ -225,7 +225,7 @@ def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_pat
     train(tiny_config(corpus, tmp_path / "again", load=str(first), **keys))
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
     assert same_weights(tmp_path / "again", tmp_path / "run")
-    assert folder.step_of(folder.resolve(tmp_path / "run")) == 2
+    assert layout.parse_step(layout.resolve_checkpoint_path(tmp_path / "run")) == 2
 
 
 def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
@@ -239,7 +239,7 @@ def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
             "allocate 123456789012 bytes. Error code 12 (Cannot allocate memory)"
         )
 
-    monkeypatch.setattr(Engine, "accumulate", fail)
+    monkeypatch.setattr(Engine, "forward_backward", fail)
     said = r"memory does not suffice \(for 123456789012 bytes more\); this configuration is planned to need [\d.]+ "
     with pytest.raises(RunError, match=said):
         train(tiny_config(corpus, tmp_path))

@@ -10,12 +10,12 @@ from position_methods import ALL
 from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, write_corpora
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import SHIPPED, load
-from megatron.errors import UserError
 from megatron.position import registry
-from megatron.training.loop import train
+from megatron.training.trainer import train
+from megatron.utils.errors import UserError
 
 OVERLAYS = sorted((SHIPPED / "position").glob("*.yml"))
 LENGTH = 16
@@ -35,7 +35,7 @@ def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> No
     first, *_, last = losses(tmp_path)
     assert last < first - 0.05
     before, after = (
-        load_file(folder.resolve(tmp_path / "checkpoints" / f"step_{step:07d}") / "model.safetensors")
+        load_file(layout.resolve_checkpoint_path(tmp_path / "checkpoints" / f"step_{step:07d}") / "model.safetensors")
         for step in (10, 20)
     )
     still = [name for name in before if torch.equal(before[name], after[name])]
@@ -59,7 +59,7 @@ def test_a_checkpoint_goes_on_as_if_it_had_not_stopped(encoding, processor, corp
     # As if it had been killed right after its first checkpoint.
     shutil.copytree(whole / "checkpoints" / "step_0000002", parts / "checkpoints" / "step_0000002")
     train(tiny_config(corpus, parts, **keys, load=str(parts)))
-    one, two = (load_file(folder.resolve(run) / "model.safetensors") for run in (whole, parts))
+    one, two = (load_file(layout.resolve_checkpoint_path(run) / "model.safetensors") for run in (whole, parts))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 

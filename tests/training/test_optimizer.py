@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
-from megatron.training.optimizer import BoundedAdamW, build_optimizer
+from megatron.training.optimizer import ProjectedAdamW, build_optimizer
 from tools.rounding import apart
 
 OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=AdamParams(lr=0.05, betas=[0.8, 0.9])))
@@ -29,7 +29,7 @@ def by_hand(value: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay
     return value
 
 
-def step(optimizer: BoundedAdamW, lr: float) -> None:
+def step(optimizer: ProjectedAdamW, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -68,7 +68,7 @@ def test_no_step_happens_before_the_schedule_sets_a_rate() -> None:
     weight.grad = torch.ones(3)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.ones(3))
-    optimizer.forget_steps()
+    optimizer.reset_steps()
     assert [float(state["step"]) for state in optimizer.state.values()] == [0.0]
 
 
@@ -96,9 +96,9 @@ def test_a_parameter_at_its_bound_can_leave_it(low: float, high: float, outward:
 def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float, bounded: bool) -> None:
     parameter = nn.Parameter(torch.tensor([value]))
     low, high = (0.01, 2.0) if bounded else (-math.inf, math.inf)
-    optimizer = BoundedAdamW([{"params": [parameter], "low": low, "high": high}], lr=0.1, weight_decay=0.0)
+    optimizer = ProjectedAdamW([{"params": [parameter], "low": low, "high": high}], lr=0.1, weight_decay=0.0)
     parameter.grad = torch.tensor([gradient])
-    optimizer.leave_out_pushes()
+    optimizer.mask_outward_gradients()
     outward = bounded and ((value == 0.01 and gradient > 0) or (value == 2.0 and gradient < 0))
     assert parameter.grad.item() == (0.0 if outward else torch.tensor(gradient).item())
 
@@ -106,7 +106,7 @@ def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float,
 def test_the_parts_of_a_gradient_are_not_judged_one_by_one() -> None:
     """Two uses of a parameter at its bound, one pushing out and one pulling back harder: the step goes back."""
     module = BoundedParameter((1,), init_constant(0.01), low=0.01)
-    optimizer = BoundedAdamW([{"params": [module.value], "low": 0.01, "high": math.inf}], lr=0.1, weight_decay=0.0)
+    optimizer = ProjectedAdamW([{"params": [module.value], "low": 0.01, "high": math.inf}], lr=0.1, weight_decay=0.0)
     (0.4 * module() - 0.5 * module()).sum().backward()
     torch.testing.assert_close(module.value.grad, torch.tensor([-0.1]))
     optimizer.step()

@@ -9,17 +9,17 @@ import pytest
 
 from megatron.config.load import load, read
 from megatron.config.schema import Config
-from megatron.distributed.devices import Machine
-from megatron.distributed.place import Place
-from megatron.errors import UserError
-from megatron.training.preflight import preflight
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
     *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
     *("train_data_paths=[nowhere]", "train_batch_size=8", "train_micro_batch_size_per_gpu=2"),
 ]
-LOGIN_NODE = Machine(gpus=0, cores=2)
+LOGIN_NODE = LocalHardware(num_gpus=0, num_cores=2)
 
 
 def config(*overrides: str) -> Config:
@@ -27,7 +27,7 @@ def config(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "overrides", "device", "world", "backend", "steps"),
+    ("gpus", "overrides", "device", "world_size", "backend", "steps"),
     [
         (0, [], "cpu", 1, "gloo", 4),
         (0, ["num_gpus=2"], "cpu", 2, "gloo", 2),
@@ -43,18 +43,18 @@ def config(*overrides: str) -> Config:
 )
 @pytest.mark.parametrize("dry", [False, True])
 def test_the_machine_decides_what_the_configuration_leaves_open(
-    gpus: int, overrides: list[str], device: str, world: int, backend: str, steps: int, dry: bool
+    gpus: int, overrides: list[str], device: str, world_size: int, backend: str, steps: int, dry: bool
 ) -> None:
-    machine = Machine(gpus, cores=2)
-    settled = preflight(config("save=runs/a", *overrides), machine, dry=dry)
+    machine = LocalHardware(gpus, num_cores=2)
+    settled = resolve_run(config("save=runs/a", *overrides), machine, dry_run=dry)
     launch, training = settled.config.launch, settled.config.training
-    assert (launch.device, launch.num_gpus, launch.distributed_backend) == (device, world, backend)
-    assert settled.world == world
+    assert (launch.device, launch.num_gpus, launch.distributed_backend) == (device, world_size, backend)
+    assert settled.world_size == world_size
     assert (training.gradient_accumulation_steps, training.train_batch_size) == (steps, 8)
     assert len(settled.notes) == overrides.count("distributed_backend=nccl")
-    assert preflight(settled.config, machine).config == settled.config
-    assert preflight(settled.config, machine, place=Place(0, world)).config == settled.config
-    assert any("save is not set" in note for note in preflight(config(), machine).notes)
+    assert resolve_run(settled.config, machine).config == settled.config
+    assert resolve_run(settled.config, machine, rank_info=RankInfo(0, world_size)).config == settled.config
+    assert any("save is not set" in note for note in resolve_run(config(), machine).notes)
 
 
 @pytest.mark.parametrize(
@@ -62,66 +62,74 @@ def test_the_machine_decides_what_the_configuration_leaves_open(
     [
         (LOGIN_NODE, ["device=cuda"], "there is no CUDA device here"),
         (LOGIN_NODE, ["precision=fp16"], "precision is fp16, which needs a GPU, and there is none here"),
-        (Machine(4, 2), ["precision=fp16", "device=cpu"], "precision is fp16, which needs a GPU, and device is cpu"),
-        (Machine(2, 2), ["num_gpus=4"], "num_gpus is 4, but 2 GPUs are here"),
-        (Machine(1, 2), ["num_gpus=4"], "1 GPU is here"),
-        (LOGIN_NODE, ["train_data_paths=[]"], "`./deepy.py prepare` makes a corpus"),
-        (Machine(3, 2), [], r"train_batch_size 8 is not .* 3 ranks"),
         (
-            Machine(0, 1),
+            LocalHardware(4, 2),
+            ["precision=fp16", "device=cpu"],
+            "precision is fp16, which needs a GPU, and device is cpu",
+        ),
+        (LocalHardware(2, 2), ["num_gpus=4"], "num_gpus is 4, but 2 GPUs are here"),
+        (LocalHardware(1, 2), ["num_gpus=4"], "1 GPU is here"),
+        (LOGIN_NODE, ["train_data_paths=[]"], "`./deepy.py prepare` makes a corpus"),
+        (LocalHardware(3, 2), [], r"train_batch_size 8 is not .* 3 ranks"),
+        (
+            LocalHardware(0, 1),
             ["train_batch_size=10", "num_gpus=5"],
             r"num_gpus is 5, but 1 CPU core is here .* at most 4, 4",
         ),
         (LOGIN_NODE, ["train_batch_size=18", "num_gpus=9"], r"num_gpus is 9, but 2 CPU cores are here .* at most 8"),
     ],
 )
-def test_refused_before_anything_is_started(machine: Machine, overrides: list[str], message: str) -> None:
+def test_refused_before_anything_is_started(machine: LocalHardware, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        preflight(config(*overrides), machine)
+        resolve_run(config(*overrides), machine)
 
 
 def test_processes_that_were_started_decide() -> None:
-    assert preflight(config(), LOGIN_NODE, place=Place(0, 2)).config.launch.num_gpus == 2
+    assert resolve_run(config(), LOGIN_NODE, rank_info=RankInfo(0, 2)).config.launch.num_gpus == 2
     with pytest.raises(UserError, match=r"num_gpus is 4, but 2 processes were started"):
-        preflight(config("num_gpus=4"), LOGIN_NODE, place=Place(0, 2))
+        resolve_run(config("num_gpus=4"), LOGIN_NODE, rank_info=RankInfo(0, 2))
 
 
 def test_processes_on_several_machines() -> None:
-    there, one_each = Place(5, 8, 1, 4), "train_micro_batch_size_per_gpu=1"
+    there, one_each = RankInfo(5, 8, 1, 4), "train_micro_batch_size_per_gpu=1"
     for overrides in ([], ["num_gpus=4", "nodes=2"], ["nodes=2"]):
-        settled = preflight(config(one_each, *overrides), Machine(4, 8), place=there)
+        settled = resolve_run(config(one_each, *overrides), LocalHardware(4, 8), rank_info=there)
         launch = settled.config.launch
-        assert (settled.world, launch.nodes, launch.num_gpus, launch.device) == (8, 2, 4, "cuda")
+        assert (settled.world_size, launch.nodes, launch.num_gpus, launch.device) == (8, 2, 4, "cuda")
         assert settled.config.training.gradient_accumulation_steps == 1
-        assert preflight(settled.config, Machine(4, 8), place=there).config == settled.config
-    bound = preflight(config(one_each), Machine(1, 8), place=there)  # each process sees its own GPU alone
+        assert resolve_run(settled.config, LocalHardware(4, 8), rank_info=there).config == settled.config
+    bound = resolve_run(config(one_each), LocalHardware(1, 8), rank_info=there)  # each process sees its own GPU alone
     assert (bound.config.launch.num_gpus, bound.config.launch.device) == (4, "cuda")
-    uneven = preflight(config(one_each, "train_batch_size=5"), LOGIN_NODE, place=Place(4, 5, 0, 2))
-    assert (uneven.world, uneven.config.launch.num_gpus, uneven.config.launch.nodes) == (5, None, None)
-    from_afar = preflight(config(one_each, "num_gpus=4", "nodes=2", "device=cuda"), LOGIN_NODE, dry=True)
-    assert (from_afar.world, from_afar.config.training.gradient_accumulation_steps) == (8, 1)
+    uneven = resolve_run(config(one_each, "train_batch_size=5"), LOGIN_NODE, rank_info=RankInfo(4, 5, 0, 2))
+    assert (uneven.world_size, uneven.config.launch.num_gpus, uneven.config.launch.nodes) == (5, None, None)
+    from_afar = resolve_run(config(one_each, "num_gpus=4", "nodes=2", "device=cuda"), LOGIN_NODE, dry_run=True)
+    assert (from_afar.world_size, from_afar.config.training.gradient_accumulation_steps) == (8, 1)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "place", "message"),
+    ("overrides", "rank_info", "message"),
     [
-        (["num_gpus=1", "nodes=4"], Place(5, 8, 1, 4), "num_gpus is 1 and nodes is 4, but 8 processes were started"),
-        (["num_gpus=4"], Place(5, 8, 1, 4), "num_gpus is 4, but 8 processes were started"),
-        (["nodes=4"], Place(5, 8, 1, 4), r"nodes is 4, but 8 processes were started \(WORLD_SIZE\), 4 of them here"),
+        (["num_gpus=1", "nodes=4"], RankInfo(5, 8, 1, 4), "num_gpus is 1 and nodes is 4, but 8 processes were started"),
+        (["num_gpus=4"], RankInfo(5, 8, 1, 4), "num_gpus is 4, but 8 processes were started"),
+        (["nodes=4"], RankInfo(5, 8, 1, 4), r"nodes is 4, but 8 processes were started \(WORLD_SIZE\), 4 of them here"),
         (["nodes=2"], None, "nodes is 2, but this process was not started as one of several; start it with srun"),
-        (["device=cuda", "train_micro_batch_size_per_gpu=1"], Place(5, 8, 1, 8), "num_gpus is 8, but 4 GPUs are here"),
+        (
+            ["device=cuda", "train_micro_batch_size_per_gpu=1"],
+            RankInfo(5, 8, 1, 8),
+            "num_gpus is 8, but 4 GPUs are here",
+        ),
     ],
 )
-def test_processes_that_are_not_those_asked_for(overrides: list[str], place: Place | None, message: str) -> None:
+def test_processes_that_are_not_those_asked_for(overrides: list[str], rank_info: RankInfo | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        preflight(config(*overrides), Machine(4, 8), place=place)
+        resolve_run(config(*overrides), LocalHardware(4, 8), rank_info=rank_info)
 
 
 def test_a_configuration_that_no_file_gave_is_checked_too() -> None:
     good = config()
     wrong = good.replace(num_attention_heads=3)
     with pytest.raises(UserError, match="hidden_size 8 is not divisible by num_attention_heads 3"):
-        preflight(wrong, LOGIN_NODE)
+        resolve_run(wrong, LOGIN_NODE)
 
 
 def reloaded(config: Config, folder: Path) -> Config:
@@ -133,61 +141,63 @@ def reloaded(config: Config, folder: Path) -> Config:
 def test_a_dry_run_on_a_login_node_resolves_and_says_what_it_could_not_check(
     overrides: list[str], tmp_path: Path
 ) -> None:
-    settled = preflight(config("save=a", "distributed_backend=nccl", *overrides), LOGIN_NODE, dry=True)
+    settled = resolve_run(config("save=a", "distributed_backend=nccl", *overrides), LOGIN_NODE, dry_run=True)
     launch, training = settled.config.launch, settled.config.training
     assert (launch.device, launch.num_gpus, launch.distributed_backend) == ("cuda", None, "nccl")
     assert (training.train_batch_size, training.train_micro_batch_size_per_gpu) == (8, 2)
-    assert settled.world is None
+    assert settled.world_size is None
     assert [note for note in settled.notes if "how many there will be (num_gpus), the batch" in note] == list(
         settled.notes
     )
-    there = preflight(reloaded(settled.config, tmp_path), Machine(gpus=4, cores=8)).config
+    there = resolve_run(reloaded(settled.config, tmp_path), LocalHardware(num_gpus=4, num_cores=8)).config
     assert (there.launch.num_gpus, there.training.gradient_accumulation_steps) == (4, 1)
 
-    known = preflight(config("save=a", "num_gpus=2", *overrides), LOGIN_NODE, dry=True)
-    assert (known.world, known.config.training.gradient_accumulation_steps) == (2, 2)
+    known = resolve_run(config("save=a", "num_gpus=2", *overrides), LOGIN_NODE, dry_run=True)
+    assert (known.world_size, known.config.training.gradient_accumulation_steps) == (2, 2)
     assert known.notes == (
         "no GPU is here, and this run needs one; not checked: whether there are so many, and their memory",
     )
     with pytest.raises(UserError, match="train_batch_size 8 is not"):
-        preflight(config("num_gpus=3", *overrides).replace(num_gpus=3), LOGIN_NODE, dry=True)
+        resolve_run(config("num_gpus=3", *overrides).replace(num_gpus=3), LOGIN_NODE, dry_run=True)
     with pytest.raises(UserError, match="needs a GPU, and device is cpu"):
-        preflight(config("precision=fp16", "device=cpu"), LOGIN_NODE, dry=True)
+        resolve_run(config("precision=fp16", "device=cpu"), LOGIN_NODE, dry_run=True)
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from megatron.config.load import load; from megatron.distributed.devices import Machine\n"
-        "from megatron.training.preflight import preflight\n"
-        "preflight(load(['162M', 'local_setup']).config, Machine.here(), dry=True)\n"
+        "import sys; from megatron.config.load import load; from megatron.distributed.hardware import LocalHardware\n"
+        "from megatron.training.resolve_run import resolve_run\n"
+        "resolve_run(load(['162M', 'local_setup']).config, LocalHardware.detect(), dry_run=True)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_what_no_memory_holds_is_refused_before_it_is_built() -> None:
-    machine = Machine(gpus=0, cores=2, memory=8 << 30)
-    preflight(config("num_layers=24", "hidden_size=256", "num_attention_heads=4"), machine)
+    machine = LocalHardware(num_gpus=0, num_cores=2, memory=8 << 30)
+    resolve_run(config("num_layers=24", "hidden_size=256", "num_attention_heads=4"), machine)
     with pytest.raises(UserError) as caught:
-        preflight(config("num_layers=30000", "hidden_size=256", "num_attention_heads=4"), machine)
+        resolve_run(config("num_layers=30000", "hidden_size=256", "num_attention_heads=4"), machine)
     assert re.fullmatch(
         r"num_layers 30000 × hidden_size 256: the model has 23,[\d,]{11} parameters, which need at least 353 GiB of "
         r"this machine's memory, and it has 8 GiB", str(caught.value),
     )  # fmt: skip
     with pytest.raises(UserError, match="num_layers 30000"):  # built on the host, before it goes to GPUs
-        preflight(config("num_layers=30000", "hidden_size=256", "num_attention_heads=4", "num_gpus=1"),
-                  Machine(gpus=1, cores=2, memory=8 << 30))  # fmt: skip
-    preflight(config("num_layers=30000", "hidden_size=256", "num_attention_heads=4"), machine, dry=True)
+        resolve_run(config("num_layers=30000", "hidden_size=256", "num_attention_heads=4", "num_gpus=1"),
+                  LocalHardware(num_gpus=1, num_cores=2, memory=8 << 30))  # fmt: skip
+    resolve_run(config("num_layers=30000", "hidden_size=256", "num_attention_heads=4"), machine, dry_run=True)
 
 
 def test_a_checkpoint_beyond_the_last_step_is_said() -> None:
-    notes = preflight(config("save=runs/a", "extra_save_iters=[1, 2, 9]"), LOGIN_NODE).notes
+    notes = resolve_run(config("save=runs/a", "extra_save_iters=[1, 2, 9]"), LOGIN_NODE).notes
     assert notes == ("extra_save_iters 9: beyond train_iters 2, so nothing is saved",)
 
 
 def test_options_of_zero_without_effect_are_said() -> None:
     def notes(*overrides: str) -> tuple[str, ...]:
-        return preflight(config("save=runs/a", *(f"zero_optimization.{each}" for each in overrides)), LOGIN_NODE).notes
+        return resolve_run(
+            config("save=runs/a", *(f"zero_optimization.{each}" for each in overrides)), LOGIN_NODE
+        ).notes
 
     at_three = ("stage3_prefetch_bucket_size=0", "sub_group_size=1000")
     assert notes("overlap_comm=true", "reduce_bucket_size=500000000") == (
@@ -206,7 +216,7 @@ def test_half_precision_divides_a_model_with_zero_alone_and_says_so() -> None:
     divided = ["num_attention_heads=2", "save=runs/a", "precision=bf16"]
     for key in ("model_parallel_size=2", "pipe_parallel_size=2", "context_parallel_size=2"):
         layers = ["num_layers=2"] if key.startswith("pipe") else []
-        settled = preflight(config(*divided, *layers, key), LOGIN_NODE)
+        settled = resolve_run(config(*divided, *layers, key), LOGIN_NODE)
         stage, notes = settled.config.training.zero_optimization.stage, settled.notes
         if key.startswith("context"):
             assert (stage, notes) == (0, ())
@@ -215,4 +225,4 @@ def test_half_precision_divides_a_model_with_zero_alone_and_says_so() -> None:
                 1,
                 ("zero_optimization.stage 1 instead of 0: without ZeRO, bf16 cannot divide a model",),
             )
-        assert preflight(settled.config, LOGIN_NODE).notes == ()
+        assert resolve_run(settled.config, LOGIN_NODE).notes == ()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
 
-from megatron.checkpoint import folder
+from megatron.checkpoint import layout
 from megatron.checkpoint.lock import RunLock
-from megatron.training.loop import train
+from megatron.training.trainer import train
 from tools.rounding import apart, sums_of_gpt
 
 # Adam takes rounding for a gradient only in parameters that the loss does not depend on.
@@ -75,7 +75,7 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
 
     # A signal to any process ends all after the same step, with a checkpoint of it.
     assert [(tmp_path / "job" / f"16.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
-    stopped = folder.step_of(folder.resolve(tmp_path / "endless"))
+    stopped = layout.parse_step(layout.resolve_checkpoint_path(tmp_path / "endless"))
     assert stopped is not None
     assert 0 <= stopped - max(records(tmp_path / "endless")) < 3
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from tiny_runs import tiny_config
 
 from megatron.config.schema import Config
-from megatron.errors import RunError, UserError
-from megatron.training.console import ConsoleReporter, train_line
-from megatron.training.metrics import EvaluationRecord, TrainRecord, perplexity
-from megatron.training.records import ASIDE
+from megatron.training.console import ConsoleReporter, format_train_record
+from megatron.training.metrics import TrainRecord, ValidationRecord, perplexity
+from megatron.training.records import DAMAGED_SUFFIX
 from megatron.training.reporters import JsonLines, TensorBoard, build_reporters, set_damage_aside
+from megatron.utils.errors import RunError, UserError
 
 
 def record(step: int, **keys: object) -> TrainRecord:
@@ -28,7 +28,7 @@ def record(step: int, **keys: object) -> TrainRecord:
     return TrainRecord(**{**values, **keys})
 
 
-VALID = EvaluationRecord(step=2, split="valid", loss=2.5, perplexity=math.exp(2.5), tokens=128, seconds=0.1)
+VALID = ValidationRecord(step=2, split="valid", loss=2.5, perplexity=math.exp(2.5), tokens=128, seconds=0.1)
 
 
 def config(run: Path | None, **keys: object) -> Config:
@@ -44,7 +44,7 @@ def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -
     first = JsonLines(path, 0)
     for step in (1, 2, 3):
         first.train(record(step))
-        first.evaluation(EvaluationRecord(**{**VALID.__dict__, "step": step}))
+        first.evaluation(ValidationRecord(**{**VALID.__dict__, "step": step}))
     first.close()
     with open(path, "a") as file:
         file.write('{"kind": "train", "st')  # a crash in the middle of a line
@@ -73,8 +73,8 @@ def test_damaged_lines_are_kept_and_told(tmp_path: Path) -> None:
     lines = whole.splitlines(keepends=True)
     path.write_text(lines[0][9:] + lines[1] + '{"kind": gar\u2028bage}\n' + lines[2])
     (told,) = set_damage_aside(tmp_path)
-    assert told == f"{path}: lines 1, 3 cannot be read; moved to {tmp_path / ASIDE}"
-    assert (tmp_path / ASIDE).read_text() == lines[0][9:] + '{"kind": gar\u2028bage}\n'
+    assert told == f"{path}: lines 1, 3 cannot be read; moved to {tmp_path / DAMAGED_SUFFIX}"
+    assert (tmp_path / DAMAGED_SUFFIX).read_text() == lines[0][9:] + '{"kind": gar\u2028bage}\n'
     JsonLines(path, 3).close()
     assert path.read_text() == lines[1] + lines[2]
 
@@ -165,12 +165,14 @@ def test_packages_are_needed_only_when_asked_for(tmp_path: Path, monkeypatch: py
 
 
 def test_a_line_says_what_is_worth_saying() -> None:
-    line = train_line(record(50), 1000)
+    line = format_train_record(record(50), 1000)
     assert line == (
         "step   50/1000  loss 2.0000  ppl 7.39  lr 1.00e-03  grad 0.50  12,346 tok/s  41.5 ms  123 GFLOP/s  "
         "1.50 GiB  2 min 05 s left"
     )
-    line = train_line(record(1000, loss=None, perplexity=None, mfu=0.423, loss_scale=4096.0, skipped_steps=3), 1000)
+    line = format_train_record(
+        record(1000, loss=None, perplexity=None, mfu=0.423, loss_scale=4096.0, skipped_steps=3), 1000
+    )
     assert "loss –" in line
     assert "MFU 42.3%" in line
     assert "scale 4096" in line
@@ -183,7 +185,7 @@ def test_a_pipe_gets_plain_lines_and_markup_is_not_read() -> None:
     reporter = ConsoleReporter(Console(file=stream, width=40), 10)
     reporter.begin(0)
     reporter.step(1)
-    reporter.say("[red]a path with [brackets] and more than forty characters in one line")
+    reporter.log("[red]a path with [brackets] and more than forty characters in one line")
     reporter.close()
     assert stream.getvalue() == "[red]a path with [brackets] and more than forty characters in one line\n"
 

@@ -10,9 +10,9 @@ from megatron.config.schema import Config
 from megatron.data.batches import batches
 from megatron.data.datasets import build_datasets
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.processes import alone
-from megatron.errors import UserError
-from megatron.training.loop import train
+from megatron.distributed.process_groups import single_process
+from megatron.training.trainer import train
+from megatron.utils.errors import UserError
 
 
 def task_config(run: Path | None, **keys: object) -> Config:
@@ -54,7 +54,7 @@ def test_speed_counts_what_was_read(tmp_path: Path) -> None:
     config = task_config(tmp_path / "run", train_iters=8)
     train(config)
     counts = {"train_samples": 32, "valid_samples": 0, "test_samples": 0}
-    data = build_datasets(config.data, seq_length=16, **counts, seed=1234, cache=None, processes=alone(), batch=4)
+    data = build_datasets(config.data, seq_length=16, **counts, seed=1234, cache=None, groups=single_process(), batch=4)
     lengths = [batch["tokens"].shape[1] for batch in batches(data.train, micro_batch=4, mesh=Mesh())]
     assert len(set(lengths)) > 2
     found = records(tmp_path / "run")

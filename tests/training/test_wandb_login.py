@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import UserError
 from megatron.options.training import LoggingOptions
-from megatron.training.wandb_login import check_login
+from megatron.training.wandb_login import check_wandb_login
+from megatron.utils.errors import UserError
 
 ONLINE = LoggingOptions(use_wandb=True, wandb_mode="online")
 
@@ -21,23 +21,23 @@ def _nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_only_online_runs_need_a_login() -> None:
-    check_login(LoggingOptions())
-    check_login(LoggingOptions(use_wandb=True))
+    check_wandb_login(LoggingOptions())
+    check_wandb_login(LoggingOptions(use_wandb=True))
     with pytest.raises(UserError, match=r"^wandb_mode online: no login for api\.wandb\.ai: run `wandb login`"):
-        check_login(ONLINE)
+        check_wandb_login(ONLINE)
 
 
 def test_a_key_or_a_netrc_is_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password 0\n")
-    check_login(ONLINE)
+    check_wandb_login(ONLINE)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     with pytest.raises(UserError, match=r"no login for wandb\.example\.org"):
-        check_login(ONLINE)
+        check_wandb_login(ONLINE)
     monkeypatch.setenv("WANDB_API_KEY", "0")
-    check_login(ONLINE)
+    check_wandb_login(ONLINE)
 
 
 def test_the_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="use_wandb: wandb is not installed"):
-        check_login(ONLINE)
+        check_wandb_login(ONLINE)

@@ -9,10 +9,10 @@ import pytest
 from forked import Forked
 from tiny_runs import free_port, tiny_config, write_corpora
 
-from megatron.distributed.processes import Processes
-from megatron.training.loop import train
-from megatron.training.records import HEARTBEAT
-from megatron.training.watch import STACKS, Beat, Watch, verdict
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.training.records import HEARTBEAT_FILE
+from megatron.training.trainer import train
+from megatron.training.watchdog import STACKS, Heartbeat, Watchdog, diagnose_hang
 
 SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"
 TIMEOUT = 5.0
@@ -58,7 +58,7 @@ def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
     assert "while the others are in reduce" in error_of(printed[0])
     assert "error:" not in printed[1]
     assert "in sleeping" in stacks[1]
-    assert "in take_step" in stacks[0]
+    assert "in train_step" in stacks[0]
 
 
 def test_a_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
@@ -92,23 +92,23 @@ def test_a_rank_that_is_stopped(late: int, corpus: Path, tmp_path: Path) -> None
     assert codes[1 - late] == 75
     assert f"rank {late} hangs" in error_of(printed[1 - late])
     assert "no sign of life" in error_of(printed[1 - late])
-    assert "in take_step" in stacks[1 - late]
+    assert "in train_step" in stacks[1 - late]
 
 
 def test_a_run_that_ends_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
     train(tiny_config(corpus, tmp_path / "run", train_iters=1))
     assert not (tmp_path / "run" / STACKS).exists()
-    assert not (tmp_path / "run" / HEARTBEAT).exists()
+    assert not (tmp_path / "run" / HEARTBEAT_FILE).exists()
 
 
 def test_the_heartbeat_says_where_the_run_is(tmp_path: Path) -> None:
-    watch = Watch(Processes(), timeout=None, folder=tmp_path)
-    watch.at("save", 7)
-    watch._write()
-    told: dict[str, Any] = json.loads((tmp_path / HEARTBEAT).read_text())
+    watch = Watchdog(ProcessGroups(), timeout=None, folder=tmp_path)
+    watch.enter_phase("save", 7)
+    watch._write_heartbeat()
+    told: dict[str, Any] = json.loads((tmp_path / HEARTBEAT_FILE).read_text())
     assert (told["step"], told["phase"], told["ranks"]) == (7, "save", 1)
     watch.close()
-    assert not (tmp_path / HEARTBEAT).exists()
+    assert not (tmp_path / HEARTBEAT_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_the_heartbeat_says_where_the_run_is(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_rank_that_is_behind_is_named(beats: dict[int, tuple[int, int, str]], silent: set[int], says: str) -> None:
-    assert verdict({rank: Beat(*beat) for rank, beat in beats.items()}, silent, 60.0) == says
+    assert diagnose_hang({rank: Heartbeat(*beat) for rank, beat in beats.items()}, silent, 60.0) == says
 
 
 def test_a_rank_without_a_sign_of_life_is_named_before_one_that_waits() -> None:
-    beats = {0: Beat(9, 3, "reduce"), 1: Beat(9, 3, "reduce"), 2: Beat(8, 3, "data")}
-    assert verdict(beats, {1}, 60.0).startswith("rank 1 hangs in reduce")
-    assert "no sign of life" in verdict(beats, {1}, 60.0)
-    assert Beat.read(str(Beat(3, 4, "forward and backward"))) == Beat(3, 4, "forward and backward")
+    beats = {0: Heartbeat(9, 3, "reduce"), 1: Heartbeat(9, 3, "reduce"), 2: Heartbeat(8, 3, "data")}
+    assert diagnose_hang(beats, {1}, 60.0).startswith("rank 1 hangs in reduce")
+    assert "no sign of life" in diagnose_hang(beats, {1}, 60.0)
+    assert Heartbeat.parse(str(Heartbeat(3, 4, "forward and backward"))) == Heartbeat(3, 4, "forward and backward")

@@ -7,9 +7,9 @@ from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend
 from megatron.attention.backends.sdpa import SdpaBackend
 from megatron.attention.backends.triton import TritonBackend
-from megatron.errors import UserError
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
+from megatron.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import vocabulary_of
-from megatron.errors import UserError
 from megatron.evaluation.probes.probe import SEED, Probe
 from megatron.options.evaluation import EvaluationOptions
+from megatron.utils.errors import UserError
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the key: the share of the filler that stands before it."""

@@ -17,7 +17,6 @@ import numpy as np
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary
-from megatron.errors import RunError, UserError
 from megatron.evaluation.measures import summary_of
 from megatron.evaluation.provenance import about_model, stopwatch
 from megatron.evaluation.subject import Scoring
@@ -25,6 +24,7 @@ from megatron.evaluation.work import forward_flops, known_lengths
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel

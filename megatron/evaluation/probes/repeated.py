@@ -13,9 +13,9 @@ import numpy as np
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.data.vocabulary import Vocabulary, vocabulary_of
-from megatron.errors import UserError
 from megatron.evaluation.probes.probe import SEED, Probe
 from megatron.options.evaluation import EvaluationOptions
+from megatron.utils.errors import UserError
 
 COPIED = 16
 """Tokens that are copied, unless said otherwise."""

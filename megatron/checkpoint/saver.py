@@ -1,0 +1,157 @@
+"""Writing a checkpoint while training goes on: whole and on the disk under a temporary name, then renamed.
+
+    step_0000500/
+        model.safetensors     float32 weights, all of them (weights.py)
+        config.yml            the resolved configuration; with it and the weights a model is rebuilt
+        progress.json         how far the run was
+        states/               one file per rank: its fragments of Adam's moments, its random states (states.py)
+        manifest.json         sizes and checksums of all of these, written last (manifest.py)
+
+Evaluation reads the first three only, resuming all. A save goes through two phases, and training waits for neither:
+
+    writing       every rank copies its states (that is what a save costs) and a thread of its own writes them
+    publishing    once all ranks' files are whole, a thread of the first joins the weights, seals and renames
+
+Threads exchange nothing. That a rank has done its part rides on the sum that the loop takes before each step (`done`);
+when all have, all call `advance`.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import layout, manifest, sharded_state
+from megatron.checkpoint.manifest import FileChecksum
+from megatron.checkpoint.sharded_state import PinnedStagingBuffers, Snapshot
+from megatron.checkpoint.trainer_state import TrainerState
+from megatron.config.schema import Config
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.utils.errors import FarfieldError, RunError, describe_cause
+
+
+@dataclass
+class _PendingSave:
+    """A save that is not finished."""
+
+    final: Path
+    progress: TrainerState
+    job: "Future[dict[str, FileChecksum]] | None"
+    """What this rank's thread does; None if it has nothing to do."""
+    publishing: bool = False
+
+    @property
+    def temporary(self) -> Path:
+        return self.final.with_name(f".{self.final.name}.tmp")
+
+    def get_outcome(self) -> tuple[str | None, dict[str, FileChecksum]]:
+        """The error that this rank's thread met, and what it wrote. Waits for it."""
+        try:
+            return None, self.job.result() if self.job is not None else {}
+        except (OSError, RuntimeError, FarfieldError) as error:
+            return str(error) if isinstance(error, FarfieldError) else describe_cause(error), {}
+
+
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run, one at a time. Every rank has one, and all call its methods together."""
+
+    run: Path
+    config: Config
+    """The resolved configuration; it says how many checkpoints are kept."""
+    groups: ProcessGroups
+    last_checkpoint: Path | None = None
+    """The last checkpoint that got its name."""
+    _save: _PendingSave | None = None
+    _copies: PinnedStagingBuffers = field(default_factory=PinnedStagingBuffers)
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+
+    @property
+    def is_pending(self) -> int | None:
+        """The step of a save that is not finished, if there is one: the same on all ranks."""
+        return None if self._save is None else self._save.progress.step
+
+    @property
+    def is_done(self) -> bool:
+        """Has this rank done its part of the pending save's phase?"""
+        return self._save is not None and (self._save.job is None or self._save.job.done())
+
+    def begin(self, engine: Any, progress: TrainerState, say: Callable[[str], None] = lambda line: None) -> None:
+        """Copy the states of a run and begin to write them; a save that is not finished is waited for.
+
+        Args:
+            engine: DeepSpeed's.
+            progress: how far the run is; it has no checkpoint of this step.
+            say: gets a line if there was something to wait for.
+
+        Raises:
+            RunError: the save before could not be finished.
+        """
+        if self._save is not None and not self.is_done:
+            say(f"step {progress.step}: waits until the checkpoint of step {self.is_pending} is written")
+        self.finish()
+        self._save = save = _PendingSave(
+            self.run / layout.CHECKPOINTS / layout.format_checkpoint_name(progress.step), progress, None
+        )
+        try:
+            snapshot = Snapshot(engine, self.groups.mesh, self._copies)
+        except (RuntimeError, MemoryError) as error:  # as one rank may run out of memory, and all must hear of it
+            save.job = Future()
+            save.job.set_exception(RunError(f"its states cannot be copied ({describe_cause(error)})"))
+        else:
+            save.job = self._threads.submit(snapshot.write, save.temporary)
+
+    def advance(self) -> None:
+        """Go on with the pending save, whose phase all ranks have done (or are waited for).
+
+        Raises:
+            RunError: the disk refuses, or a weight is not finite. Nothing is left behind, and earlier checkpoints stay.
+        """
+        save = self._save
+        assert save is not None
+        told = self.groups.gather_objects(save.get_outcome())
+        error = next((error for error, _ in told if error is not None), None)
+        if error is not None:
+            self._save = None
+            if self.groups.is_main:
+                shutil.rmtree(save.temporary, ignore_errors=True)
+            if save.final.is_dir():
+                raise RunError(f"{save.final}: saved, but older ones cannot be deleted: {error}")
+            raise RunError(f"{save.final}: not saved: {error}; {_find_intact_checkpoint(self.run)}")
+        if save.publishing:
+            self.last_checkpoint, self._save = save.final, None
+            return
+        save.publishing, save.job = True, None
+        if self.groups.is_main:
+            entries = {name: entry for _, part in told for name, entry in part.items()}
+            save.job = self._threads.submit(self._publish, save, entries)
+
+    def finish(self) -> None:
+        """Wait until the pending save has its name. Raises RunError if it cannot be finished."""
+        while self._save is not None:
+            self.advance()
+
+    def close(self) -> None:
+        """End the thread, after what it is doing."""
+        self._threads.shutdown()
+
+    def _publish(self, save: _PendingSave, entries: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
+        where, options = save.temporary, self.config.checkpoint
+        weights = sharded_state.merge_weight_shards(where, self.groups.world_size, {"step": str(save.progress.step)})
+        self.config.save(where / layout.CONFIG)
+        save.progress.write(where)
+        small = manifest.compute_checksums(where, [where / layout.CONFIG, where / layout.PROGRESS])
+        manifest.write_manifest(where, entries | {layout.WEIGHTS: weights} | small)
+        os.replace(where, save.final)
+        manifest.sync_folder(save.final.parent)
+        layout.prune_checkpoints(self.run, options.keep_last_n_checkpoints, options.extra_save_iters)
+        return {}
+
+
+def _find_intact_checkpoint(run: Path) -> str:
+    """What is still there, in words."""
+    last = layout.find_latest_checkpoint(run)
+    return f"the last good checkpoint is {last}" if last is not None else "the run has no checkpoint yet"

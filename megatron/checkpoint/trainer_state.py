@@ -1,0 +1,81 @@
+"""`progress.json`: how far a run was at a checkpoint, and what resuming must agree with."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.layout import PROGRESS
+from megatron.distributed.mesh import ParallelSizes
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError, describe_cause
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """How far a run is."""
+
+    step: int = 0
+    """Optimizer steps taken, skipped ones included."""
+    train_samples: int = 0
+    """The number of samples that the order of the training data was built for; it stays when a run is extended."""
+    consumed_samples: int = 0
+    """Training sequences read so far: the data go on at this one."""
+    consumed_tokens: int = 0
+    interval_loss: float = 0.0
+    """Sum of the losses of the steps that were not reported yet, so that the next report is that of an unbroken run."""
+    interval_steps: int = 0
+    vocabulary: dict[str, Any] | None = None
+    """`size` and `name` of the tokenizer."""
+    world: int = 1
+    """Processes that wrote the checkpoint."""
+    tensor: int = 1
+    """Of them, those that shared each layer."""
+    context: int = 1
+    """Of them, those that shared each sequence."""
+    pipeline: int = 1
+    """Of them, those that held different layers."""
+    zero_stage: int = 0
+    precision: str = "fp32"
+    directory: str | None = None
+    """Where it was trained: what relative paths of its configuration are relative to."""
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint because of its loss."""
+    skipped_samples: int = 0
+    """Of the consumed samples, those that such a rollback stepped over: no weight has seen them."""
+    usual_loss: float | None = None
+    """The running mean that a spike is compared with (bad_loss.py); None before there is one."""
+    counts: dict[str, Any] | None = None
+    """What the engine counts (counters.py); None in formats whose engine states say so themselves."""
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The layout that wrote the checkpoint."""
+        return ParallelSizes.from_world_size(
+            self.world, tensor=self.tensor, context=self.context, pipeline=self.pipeline
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write `progress.json` into a checkpoint."""
+        (folder / PROGRESS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def read(folder: Path) -> "TrainerState":
+        """Read a checkpoint's `progress.json`. Raises RunError if it is missing or damaged."""
+        path = Path(folder) / PROGRESS
+        try:
+            values = parse_json(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError("it is no object")
+            known = {field.name for field in fields(TrainerState)}
+            progress = TrainerState(**{key: value for key, value in values.items() if key in known})
+            if not all(isinstance(n, int) for n in (progress.step, progress.train_samples, progress.consumed_samples)):
+                raise ValueError("its counts are not whole numbers")
+            if not isinstance(progress.directory, str | None):
+                raise ValueError("its directory is not text")
+            _ = progress.sizes  # a layout that cannot be
+        except OSError as error:
+            raise RunError(f"{path}: cannot be read ({describe_cause(error)})") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RunError(f"{path}: not the progress of a checkpoint ({error})") from None
+        return progress

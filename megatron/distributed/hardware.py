@@ -1,0 +1,178 @@
+"""What this machine has to compute on, and GPUs that are known by name; found without importing torch.
+
+Of known GPUs it says how fast they compute, how much they hold, and how fast they talk to their neighbours. Peaks are
+dense, without sparsity, from the vendors' data sheets. Memory is what PyTorch finds: about 1.5% less than the sheet
+says, and 7.5% less on cards whose GDDR memory corrects errors. The link is one direction of what joins the GPUs of a
+node: NVLink where there is one, else PCIe.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
+
+
+def count_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+DEV = Path("/dev")
+PROCESSES_PER_CORE = 4
+"""Several processes may share a core, to try out what runs on several GPUs elsewhere. More would only wait for each
+other, at about a gigabyte of memory each."""
+
+
+@dataclass(frozen=True)
+class LocalHardware:
+    """What there is to compute on."""
+
+    num_gpus: int
+    num_cores: int
+    memory: int | None = None
+    """Bytes that its processes may use together; None if that is not known."""
+
+    @staticmethod
+    def detect() -> "LocalHardware":
+        """This machine, as far as this process may use it."""
+        return LocalHardware(count_gpus(), count_cores(), detect_memory())
+
+
+def detect_memory() -> int | None:
+    """Bytes of memory and swap of this machine, or what this process's control group may use of them."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        total = sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            total = min(total, int(limit.read_text(encoding="ascii")))
+        except (OSError, ValueError):  # none there, or "max"
+            continue
+    return total
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that this process may use; 0 where torch was built without CUDA."""
+    if not _torch_has_cuda():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = _list_installed_gpus()
+    if visible is None or there == 0:
+        return there
+    # As CUDA does: entries count up to the first that is not valid, so -1 hides all that follow.
+    count = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        if not entry or entry == "-1" or (entry.isdigit() and int(entry) >= there):
+            break
+        count += 1
+    return count
+
+
+def _torch_has_cuda() -> bool:
+    """`torch.version.cuda`, read from the file instead of imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True  # an unusual build: let torch itself say no
+    match = re.search(r"^cuda\b[^=]*=\s*(.+)$", text, re.MULTILINE)
+    return match is None or match.group(1).strip() != "None"
+
+
+def _list_installed_gpus() -> int:
+    devices = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    if devices:
+        return len(devices)
+    tool = shutil.which("nvidia-smi")  # where GPUs are not files: Windows' Linux
+    if tool is None:
+        return 0
+    try:
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """What one GPU can do."""
+
+    half_tflops: float
+    """Peak TFLOP/s in bfloat16 and float16."""
+    single_tflops: float
+    """Peak TFLOP/s in float32, without TF32."""
+    gib: float
+    """Memory; of several sizes the smallest."""
+    nvlink_gb_per_s: float
+    """GB/s to another GPU of the node, in one direction."""
+
+    def get_peak_tflops(self, precision: str) -> float:
+        """Peak TFLOP/s in a precision (fp32, bf16, fp16)."""
+        return self.single_tflops if precision == "fp32" else self.half_tflops
+
+
+GPUS = {
+    "B200": GpuSpec(2250.0, 75.0, 177.0, 900),
+    "H200": GpuSpec(989.0, 67.0, 139.0, 450),
+    "H100 PCIe": GpuSpec(756.0, 51.0, 79.1, 64),
+    "H100 NVL": GpuSpec(835.0, 60.0, 92.5, 300),
+    "GH200": GpuSpec(989.0, 67.0, 94.5, 450),
+    "H100": GpuSpec(989.0, 67.0, 79.1, 450),
+    "A100": GpuSpec(312.0, 19.5, 39.4, 300),
+    "A800": GpuSpec(312.0, 19.5, 79.1, 200),
+    "H800": GpuSpec(989.0, 67.0, 79.1, 200),
+    "A40": GpuSpec(149.7, 37.4, 44.4, 32),
+    "A6000": GpuSpec(154.8, 38.7, 47.3, 32),
+    "A10G": GpuSpec(70.0, 35.0, 22.2, 32),
+    "A10": GpuSpec(125.0, 31.2, 22.2, 32),
+    "L40S": GpuSpec(362.0, 91.6, 44.4, 32),
+    "L40": GpuSpec(181.0, 90.5, 44.4, 32),
+    "L4": GpuSpec(121.0, 30.3, 22.2, 32),
+    "V100": GpuSpec(125.0, 15.7, 15.8, 150),
+    "T4": GpuSpec(65.0, 8.1, 14.8, 16),
+    "RTX 4090": GpuSpec(165.2, 82.6, 23.6, 32),
+    "RTX 3090": GpuSpec(71.0, 35.6, 23.6, 32),
+}
+"""By a part of the name that the driver gives them; the first one that occurs in it counts, so the more special one
+stands first."""
+
+MEMORY_SIZES = {"A100 40GB": 39.4, "A100 80GB": 79.1, "V100 16GB": 15.8, "V100 32GB": 31.5}
+"""GiB of the GPUs above that are sold with more than one memory."""
+
+
+def find_gpu_spec(name: str) -> GpuSpec | None:
+    """The GPU that a driver calls so ("NVIDIA A100-SXM4-80GB"), if it is known. Its memory is better asked of it."""
+    return next((gpu for part, gpu in GPUS.items() if part in name), None)
+
+
+def list_gpu_names() -> list[str]:
+    """What `named` takes."""
+    return [name.lower().replace(" ", "-") for name in sorted([*GPUS, *MEMORY_SIZES])]
+
+
+def get_gpu_spec(text: str) -> GpuSpec:
+    """The GPU that somebody means: a100-40gb, A100_40GB, h100, "RTX 4090".
+
+    Raises:
+        UserError: none is called so; names those that are.
+    """
+
+    for name in (*MEMORY_SIZES, *GPUS):
+        if _normalize_name(name) == _normalize_name(text):
+            gpu = GPUS[name if name in GPUS else name.split()[0]]
+            return replace(gpu, gib=MEMORY_SIZES.get(name, gpu.gib))
+    raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), list_gpu_names())}")
+
+
+def _normalize_name(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

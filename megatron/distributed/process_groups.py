@@ -1,0 +1,217 @@
+"""The processes of a run: how they meet, their groups, and what they agree on between steps."""
+
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.megatron_core import parallel_state
+from megatron.distributed.mesh import Dimension, Mesh, Number, ParallelSizes
+from megatron.utils.errors import RunError
+
+INIT_TIMEOUT = timedelta(minutes=30)
+"""Longest wait of a collective; megatron-core's groups and gloo's have the same."""
+
+EmbeddingGroup = Literal["ends"]
+"""Of the pipeline dimension the first and the last stage."""
+
+_GROUPS: dict[frozenset[Dimension | EmbeddingGroup], Callable[[], dist.ProcessGroup]] = {
+    frozenset({"tensor"}): parallel_state.get_tensor_model_parallel_group,
+    frozenset({"context"}): parallel_state.get_context_parallel_group,
+    frozenset({"data"}): parallel_state.get_data_parallel_group,
+    frozenset({"pipeline"}): parallel_state.get_pipeline_model_parallel_group,
+    frozenset({"context", "data"}): partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+    frozenset({"ends"}): parallel_state.get_embedding_group,
+    frozenset({"tensor", "pipeline"}): parallel_state.get_model_parallel_group,
+}
+"""megatron-core's groups, by the dimensions in which their members differ."""
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """This process among all of a run."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host: dist.ProcessGroup | None = None
+    """All processes, over gloo: small numbers on the host, so that agreeing never waits for a GPU. None if alone."""
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """All processes of the run, whatever they divide among them."""
+        return self.mesh.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Is this the process that writes and reports?"""
+        return self.rank == 0
+
+    def group(self, *along: Dimension | EmbeddingGroup) -> dist.ProcessGroup:
+        """The processes that differ from this one in these dimensions alone; of `ends`, the first and the last pipeline
+        stage, for a process of one of them."""
+        return _GROUPS[frozenset(along)]()
+
+    def all_reduce_sum(self, *values: Number) -> list[Number]:
+        """The sum of each value over all processes: of whole numbers exactly, else in float64. All must call it.
+
+        For what the processes of a mesh count several times, see `Mesh.count_once`.
+        """
+        if self.host is None:
+            return list(values)
+        totals = all(isinstance(value, int) for value in values)
+        tensor = torch.tensor(values, dtype=torch.int64 if totals else torch.float64)
+        dist.all_reduce(tensor, group=self.host)
+        return tensor.tolist()
+
+    def all_reduce_max(self, value: float) -> float:
+        """The largest value of any process. All must call it."""
+        if self.host is None:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.host)
+        return float(tensor)
+
+    def find_first_error(self, error: str | None) -> str | None:
+        """The first error that any process reports, so that all stop together instead of waiting for one that left."""
+        return next((each for each in self.gather_objects(error) if each is not None), None)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value of every process, in the order of ranks. All must call it."""
+        if self.host is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.host)
+        return values
+
+
+def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, backend: str) -> ProcessGroups:
+    """Meet the other processes (once; later calls find the groups that are there) and take this one's device.
+
+    Args:
+        rank_info: which process this is.
+        sizes: of the mesh of all processes.
+        device: cpu, or cuda for the GPU that is this process's own.
+        backend: of what GPUs exchange, nccl or gloo.
+
+    Raises:
+        RunError: the GPU cannot be used, the other processes cannot be reached, or they met before as another mesh.
+    """
+    own_groups = _select_device(device, rank_info.local_rank)
+    # DeepSpeed reads these when it is imported and when the engine is made.
+    os.environ["DS_ACCELERATOR"] = own_groups.type
+    os.environ["LOCAL_RANK"] = str(own_groups.index or 0)
+    _init_process_group(rank_info, backend, own_groups)
+    if dist.get_world_size() != rank_info.world_size:
+        raise RunError(
+            f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already one of "
+            f"{dist.get_world_size()}"
+        )
+    _make_groups(sizes)
+    host = None if rank_info.world_size == 1 else dist.new_group(backend="gloo")
+    return ProcessGroups(Mesh(rank_info.rank, sizes), own_groups, host)
+
+
+def single_process() -> ProcessGroups:
+    """This process by itself, for a model that it holds whole: an evaluation, an export, a test.
+
+    megatron-core's layers want process groups even so: unless some are there, groups of one process are made in memory,
+    without port or file.
+
+    Raises:
+        RunError: this process shares layers with others.
+    """
+    _init_process_group(RankInfo(), "gloo", torch.device("cpu"))
+    _make_groups(ParallelSizes.from_world_size(dist.get_world_size()))
+    return ProcessGroups()
+
+
+def _select_device(kind: str, local_rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    # A scheduler may show each process its own GPU alone.
+    device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+    try:
+        torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise RunError(f"device cuda:{device.index} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    options: dict[str, Any] = {"rank": rank_info.rank, "world_size": rank_info.world_size}
+    if rank_info.world_size == 1:
+        options["store"] = dist.HashStore()  # in memory: no port is taken
+    if backend == "nccl":
+        options["device_id"] = device
+        options["timeout"] = (
+            INIT_TIMEOUT  # NCCL's own is shorter than what names the rank that hangs (training/watchdog.py)
+        )
+    atexit.register(_leave_group, os.getpid())
+    try:
+        dist.init_process_group(backend, **options)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(
+            f"process {rank_info.rank} of {rank_info.world_size} cannot reach the others: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def abandon_groups() -> None:
+    """The groups of this process end without waiting for the others, since it failed: they may be inside a collective
+    that never ends, or gone."""
+    global _waits
+    _waits = False
+
+
+_waits = True
+"""Do the groups finish what is under way before they end?"""
+
+
+def _leave_group(process: int) -> None:
+    """End all groups when the interpreter ends, whatever ended the run: NCCL complains of those that are left.
+
+    Not after each run: what a process keeps of one, such as a model, still asks its groups.
+
+    Args:
+        process: which met the others; a fork of it has no part in its groups.
+    """
+    if os.getpid() != process or not dist.is_initialized():
+        return
+    # The process's exit code says what happened; nothing that goes wrong here may change or hide it.
+    with suppress(Exception):
+        # Destroying NCCL's groups waits for their last kernels. Gloo's have none.
+        if _waits or dist.get_backend() != "nccl":
+            dist.destroy_process_group()
+        else:
+            dist.distributed_c10d._abort_process_group()
+
+
+def _make_groups(sizes: ParallelSizes) -> None:
+    """megatron-core's groups, which are global: made once, and never for another mesh."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            context_parallel_size=sizes.context,
+        )
+    there = ParallelSizes(
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if there != sizes:
+        raise RunError(f"this process is part of another mesh already: {there}; not {sizes}")

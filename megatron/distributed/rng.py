@@ -1,0 +1,50 @@
+"""Who draws the same random numbers. Seeds follow from the configuration's, the purpose and the data index: never from
+the rank, since ranks that share a layer or a sequence must draw alike, and since the draws should survive another
+number of them.
+
+| purpose | the same on |
+|---|---|
+| initialization | all ranks: megatron-core draws whole weights and keeps a rank's part |
+| dropout | ranks of one data index, which hold the same sequences |
+| positions | all ranks, in each step another: it follows from the first sample that the step reads |
+"""
+
+import hashlib
+from typing import Any, Literal
+
+import torch
+
+from megatron.distributed.megatron_core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.distributed.mesh import Mesh
+
+SeedPurpose = Literal["initialization", "dropout"]
+
+
+def derive_seed(seed: int, purpose: SeedPurpose, mesh: Mesh) -> int:
+    """The seed of a purpose on this rank, from the configuration's."""
+    return seed + mesh.data.index if purpose == "dropout" else seed
+
+
+def derive_position_seed(seed: int, sample: int) -> int:
+    """The seed of the positions of one optimizer step, from the configuration's and the step's first global sample.
+
+    So the positions are those of an uninterrupted run of any layout with the same batch.
+    """
+    return int.from_bytes(hashlib.blake2b(f"positions {seed} {sample}".encode(), digest_size=4).digest(), "big")
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch and, where there is a GPU, the states that megatron-core keeps for it. Its groups must be there."""
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def get_cuda_rng_states() -> dict[str, Any]:
+    """The states that megatron-core keeps for this process's GPU, by name."""
+    return dict(get_cuda_rng_tracker().get_states())
+
+
+def set_cuda_rng_states(states: dict[str, Any]) -> None:
+    """Put `get_cuda_rng_states` back."""
+    get_cuda_rng_tracker().set_states(states)

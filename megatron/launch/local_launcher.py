@@ -1,0 +1,155 @@
+"""Train on this machine.
+
+A process that srun, mpirun or torchrun started is one rank of a run. Otherwise one rank runs in this process, and
+several are started as processes (`num_gpus`, on a CPU too). They meet over NCCL on GPUs and gloo on CPUs. What can be
+known to fail was refused before (`megatron.training.resolve_run`), and torch is imported only by a process that trains.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.run_files import refuse_foreign_run_files
+from megatron.config.schema import Config
+from megatron.data.paths import SPLITS, split_prefixes
+from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
+from megatron.launch import worker
+from megatron.launch.console import temporary_log
+from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
+from megatron.training.records import HEARTBEAT_FILE, METRICS_FILE
+from megatron.training.resolve_run import ResolvedRun
+from megatron.training.wandb_login import check_wandb_login
+from megatron.utils.atomic_io import make_folder, remove_empty_folders
+from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
+
+LOG_FILE = "log.txt"
+
+
+def train_on_this_machine(resolved: ResolvedRun, launch_context: LaunchContext | None = None) -> int:
+    """Train as a configuration says that was settled for this machine, with one process or several.
+
+    Args:
+        resolved: what to train.
+        launch_context: this process's place, if it was started as one of several.
+
+    Returns:
+        0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
+
+    Raises:
+        UserError: the data do not fit the configuration; nothing is left behind.
+        RunError: something failed while running.
+    """
+    end_with_parent()
+    config, world_size = resolved.config, resolved.world_size
+    assert world_size is not None, "a dry run is not for training"
+    check_data_files(config)
+    check_run_folder(config)
+    check_wandb_login(config.logging)
+    rank_info = RankInfo() if launch_context is None else launch_context.rank_info
+    with open_run_log(config, rank_info.rank == 0) as log:
+        if launch_context is not None:
+            threads = os.environ.get("OMP_NUM_THREADS") or str(
+                launch_context.cores or count_threads_per_process(rank_info.ranks_on_node)
+            )
+            with _set_environment({"OMP_NUM_THREADS": threads, **launch_context.to_environment()}):
+                return worker.run_rank(config, log, rank_info.rank)
+        port = config.launch.master_port or find_free_port()
+        if world_size > 1:
+            rank_infos = [RankInfo(rank, world_size, rank) for rank in range(world_size)]
+            return run_ranks(config, log, rank_infos, ADDRESS, port)
+        with _set_environment(rank_info.to_environment(ADDRESS, port)):
+            return worker.run_rank(config, log, 0)
+
+
+def check_data_files(config: Config) -> None:
+    """Missing files are told before torch is imported, or a job is submitted. Raises UserError."""
+    for split in SPLITS:
+        split_prefixes(config.data, split)
+
+
+def check_run_folder(config: Config) -> None:
+    """Files of others in the run's folder are told before anything is written there. Raises UserError."""
+    refuse_foreign_run_files(config.checkpoint.save, (METRICS_FILE, HEARTBEAT_FILE))
+
+
+@contextmanager
+def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
+    """Errors of ranks that somebody else started, who shows what all of them write.
+
+    What the user wrote is wrong for all of them: the first of each machine tells it. What went wrong while running is
+    told with the rank.
+    """
+    try:
+        yield
+    except FarfieldError as error:
+        if launch_context is None or launch_context.rank_info.rank == 0:
+            raise
+        if not isinstance(error, UserError):
+            raise type(error)(f"rank {launch_context.rank_info.rank}: {error}") from error
+        if launch_context.rank_info.local_rank == 0:
+            raise
+        raise SystemExit(error.exit_code) from error
+
+
+@contextmanager
+def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
+    """The run's log file. Without a run folder it is temporary and stays only if something unexpected happened.
+
+    is_main: does this process write the first line of it?
+    """
+    if config.checkpoint.save is None:
+        with temporary_log() as log:
+            _begin_log(log, is_main)
+            yield log
+        return
+    folder = Path(config.checkpoint.save)
+    created = make_folder("save", folder)
+    log = folder / LOG_FILE
+    is_new = not log.exists()
+
+    def leave_nothing() -> None:
+        """Leave no folder behind that holds no more than this."""
+        if is_new and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
+            for name in (LOG_FILE, LOCK):
+                (folder / name).unlink(missing_ok=True)
+            remove_empty_folders(created)
+
+    try:
+        with cleanup_on_signal(leave_nothing):
+            _begin_log(log, is_main)
+            yield log
+    except (UserError, KeyboardInterrupt, StoppedBySignal):  # what the user wrote cannot be done, or nothing was
+        leave_nothing()
+        raise
+
+
+def _begin_log(log: Path, is_main: bool) -> None:
+    job = f" ({text})" if (text := describe_job()) else ""
+    try:
+        with open(log, "a", encoding="utf-8") as file:
+            if is_main:
+                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}{job}\n")
+    except OSError as error:
+        raise RunError(f"{log}: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _set_environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

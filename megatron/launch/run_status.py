@@ -1,0 +1,234 @@
+"""`./deepy.py status RUN…`: how far runs are, from the files in their folders alone. Without torch."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.run_files import get_config_path
+from megatron.config.load import read
+from megatron.launch.console import PlainConsole
+from megatron.training.records import (
+    DIVERGED_KIND,
+    HEARTBEAT_FILE,
+    METRICS_FILE,
+    describe_damage,
+    find_unreadable_lines,
+    read_records,
+)
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import FarfieldError, UserError, describe_cause
+from megatron.utils.formatting import format_duration
+
+MAX_HEARTBEAT_AGE = 60.0
+"""Seconds: a run on another machine whose heartbeat is older is not alive."""
+REFRESH_SECONDS = 5.0
+"""Seconds between two looks."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as its folder shows it; None for what is not known."""
+
+    run: str
+    state: str
+    """training (with its phase), finished, diverged, stopped."""
+    step: int
+    train_iters: int | None
+    loss: float | None
+    valid_loss: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds_left: float | None
+    checkpoint: int | None
+    """The step of the last one."""
+    problems: tuple[str, ...] = ()
+    """What of its folder cannot be read, and why: a line each."""
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The runs that are meant: folders of runs, or folders that hold such.
+
+    Raises:
+        UserError: there is none.
+    """
+    runs: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            near = layout.suggest_folder(path)
+            raise UserError(f"{path}: no such folder; {near}".rstrip("; "))
+        runs_in_path = (file.parent for name in (layout.CONFIG, LOCK, METRICS_FILE) for file in path.rglob(name))
+        candidates = [path] if _is_run(path) else sorted(set(runs_in_path))
+        found = [run for run in candidates if _is_run(run) and layout.CHECKPOINTS not in run.parts[len(path.parts) :]]
+        if not found:
+            raise UserError(f"{path}: no run in it")
+        runs += [run for run in found if run not in runs]
+    return runs
+
+
+def _is_run(path: Path) -> bool:
+    """It takes the lock before all else. A folder that may not be searched is one: its line says what is wrong."""
+    try:
+        return any((path / name).exists() for name in (LOCK, METRICS_FILE, HEARTBEAT_FILE, layout.CHECKPOINTS))
+    except PermissionError:
+        return True
+
+
+class _Problems:
+    """What cannot be read of a run: it keeps neither the rest of it nor other runs from being shown."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def report(self, path: Path) -> Iterator[None]:
+        """Inside it, what is wrong with a file or folder becomes a line."""
+        try:
+            yield
+        except FarfieldError as error:
+            self.lines.append(str(error).splitlines()[0])
+        except (OSError, ValueError) as error:
+            self.lines.append(f"{path}: cannot be read ({describe_cause(error)})")
+
+
+def read_status(run: Path) -> RunStatus:
+    """How far a run is, as far as its files can be read."""
+    problems = _Problems()
+    records: list[dict[str, Any]] = []
+    saved: list[int] = []
+    beat: dict[str, Any] = {}
+    train_iters = None
+    with problems.report(run / METRICS_FILE):
+        records = [record for _, record in read_records(run / METRICS_FILE)]
+        if damaged := find_unreadable_lines(run / METRICS_FILE):
+            problems.lines.append(describe_damage(run / METRICS_FILE, damaged))
+    with problems.report(run / layout.CHECKPOINTS):
+        saved = [number for value in layout.list_checkpoints(run) if (number := layout.parse_step(value)) is not None]
+    with problems.report(run / HEARTBEAT_FILE):
+        beat = _read_heartbeat(run)
+    with problems.report(run / layout.CONFIG):
+        if (configured := get_config_path(run)).exists():
+            train_iters = read(configured).training.train_iters
+    train = [record for record in records if record.get("kind") == "train"]
+    valid = [record for record in records if record.get("kind") == "valid"]
+    last: dict[str, Any] = train[-1] if train else {}
+    alive = _is_alive(run, beat)
+    reached = _finite(beat.get("step")) if alive else None
+    step = max(last.get("step", 0), *saved, int(reached or 0))
+    state = "stopped"
+    if alive:
+        state = str(beat.get("phase", "starting"))
+    elif train_iters is not None and step >= train_iters:
+        state = "finished"
+    elif records and records[-1].get("kind") == DIVERGED_KIND:
+        state, step = DIVERGED_KIND, max(step, int(records[-1]["step"]))
+    return RunStatus(
+        str(run), state, step, train_iters, _finite(last.get("loss")),
+        _finite(valid[-1].get("loss")) if valid else None, _finite(last.get("tokens_per_second")),
+        _finite(last.get("mfu")), _finite(last.get("seconds_left")) if alive else None, saved[-1] if saved else None,
+        tuple(problems.lines),
+    )  # fmt: skip
+
+
+def _finite(value: object) -> float | None:
+    """A number that can be shown, as it is; None for anything else that a file may hold in its place."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
+        return None
+    return value
+
+
+def _read_heartbeat(run: Path) -> dict[str, Any]:
+    """What the run told last; nothing if it has told nothing, or it is over. Raises OSError or ValueError."""
+    try:
+        text = parse_json((run / HEARTBEAT_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(text, dict):
+        raise ValueError("it is no object")
+    return text
+
+
+def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
+    """Its lock is held, or its heartbeat is fresh, wherever the run is; on this machine a lock that nobody holds tells
+    more than the heartbeat of a run that was killed."""
+    held, at = _is_lock_held(run), _finite(beat.get("time"))
+    if held or at is None or time.time() - at >= MAX_HEARTBEAT_AGE:
+        return bool(held)
+    return held is None or beat.get("host") != socket.gethostname()
+
+
+def _is_lock_held(run: Path) -> bool | None:
+    """Does a process hold the run's lock? None where that cannot be known."""
+    try:
+        descriptor = os.open(run / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None  # a file system without locks
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def build_status_table(statuses: Sequence[RunStatus]) -> Table:
+    """A row for each run."""
+    names = ("run", "state", "step", "loss", "validation", "tokens/s", "MFU", "time left", "checkpoint")
+    cells = Table(*names, box=None, pad_edge=False, header_style="dim")
+    for status in statuses:
+        of = "" if status.train_iters is None else f" / {status.train_iters:,}"
+        cells.add_row(
+            Text(status.run),
+            Text(status.state),
+            f"{status.step:,}{of}",
+            _format_number(status.loss, ".4f"),
+            _format_number(status.valid_loss, ".4f"),
+            _format_number(status.tokens_per_second, ",.0f"),
+            _format_number(status.mfu, ".0%"),
+            "–" if status.seconds_left is None else format_duration(status.seconds_left),
+            _format_number(status.checkpoint, ","),
+        )
+    return cells
+
+
+def _format_number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def print_status(paths: Sequence[Path], *, as_json: bool, watch: bool, console: Console | None = None) -> None:
+    """Print the table, once or again and again until Ctrl-C.
+
+    Raises:
+        UserError: there is no run.
+    """
+    runs = find_runs(paths)
+    if as_json:
+        print(json.dumps([asdict(read_status(run)) for run in runs], indent=2))
+        return
+    console = console or PlainConsole(highlight=False)
+    if not watch:
+        statuses = [read_status(run) for run in runs]
+        console.print(build_status_table(statuses))
+        for line in (line for status in statuses for line in status.problems):
+            console.print(f"note: {line}", markup=False, soft_wrap=True)
+        return
+    with Live(build_status_table([read_status(run) for run in runs]), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(REFRESH_SECONDS)
+            live.update(build_status_table([read_status(run) for run in find_runs(paths)]), refresh=True)

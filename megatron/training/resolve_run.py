@@ -1,0 +1,239 @@
+"""Before a run: what can be refused, and settled, from its configuration and the facts of the machine.
+
+Pure: nothing is made or opened, no process is met, and torch is not imported. What needs torch (can this encoding be
+built?), the data's content, or a checkpoint is looked at when the run is assembled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.checks import check
+from megatron.config.ranks import mesh_sizes, one_model, with_batch, with_zero
+from megatron.config.schema import Config
+from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.planning.parameter_count import count_parameters
+from megatron.utils.errors import UserError
+from megatron.utils.formatting import format_bytes
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A configuration with all that a run decides before it starts: device, backend, processes, batch."""
+
+    config: Config
+    world_size: int | None
+    """Processes of the run, on all machines; None where a dry run cannot know them."""
+    notes: tuple[str, ...]
+    """Lines worth telling."""
+
+
+def resolve_run(
+    config: Config, hardware: LocalHardware, *, rank_info: RankInfo | None = None, dry_run: bool = False
+) -> ResolvedRun:
+    """Settle a configuration for a machine. Settling it again changes nothing.
+
+    Args:
+        config: the run's.
+        hardware: where it shall run.
+        rank_info: this process's among all of the run, if they were started already.
+        dry_run: the run itself may take place on another machine. If it needs GPUs and none is here, what cannot be
+            known stays open, and a note says so.
+
+    Raises:
+        UserError: keys that contradict each other, a device that is not there, a precision that it cannot do, a batch
+            that does not divide, no data.
+    """
+    _check_complete(config)
+    _check_launched(config, rank_info, dry_run)
+    found = _resolve_topology(config, hardware, rank_info, dry_run)
+    backend, notes = _resolve_backend(config, found.device)
+    notes = [*found.notes, *notes, *_describe_saves(config)]
+    config = config.replace(
+        device=found.device, num_gpus=None if found.nodes is None else found.ranks_on_node, nodes=found.nodes,
+        distributed_backend=backend,
+    )  # fmt: skip
+    config, more = with_zero(config)
+    notes += [*more, *_describe_unused_keys(config)]
+    if found.ranks is not None and found.ranks_on_node is not None and not dry_run:
+        _check_memory(config, hardware, found.device, found.ranks_on_node, found.ranks)
+    if found.ranks is not None:
+        config = with_batch(config, mesh_sizes(config, found.ranks).data)
+    return ResolvedRun(config, found.ranks, tuple(notes))
+
+
+def resolve_remote_run(config: Config, rank_info: RankInfo | None = None) -> ResolvedRun:
+    """Settle a configuration for machines as it wants them, with a GPU for each process.
+
+    Args:
+        config: the run's.
+        rank_info: the first process's; of `num_gpus` on each of `nodes` if absent.
+
+    Raises:
+        UserError: as `preflight`, except for what those machines really have.
+    """
+    if rank_info is None:
+        here, nodes = config.launch.num_gpus or 1, config.launch.nodes or 1
+        rank_info = RankInfo(0, here * nodes, 0, here)
+    machine = LocalHardware(
+        num_gpus=0 if config.launch.device == "cpu" else rank_info.ranks_on_node, num_cores=rank_info.ranks_on_node
+    )
+    return resolve_run(config, machine, rank_info=rank_info)
+
+
+def _check_complete(config: Config) -> None:
+    """Is there all that a run needs, and nothing that contradicts it?"""
+    for _, problem in check(config):  # a configuration that was read from files has passed these
+        raise UserError(problem)
+    data = config.data
+    if data.data_path is None and not data.train_data_paths and data.task is None:
+        raise UserError(
+            "no data to train on: give train_data_paths or data_path, or a task; `./deepy.py prepare` makes a corpus"
+        )
+    if not config.training.train_iters:
+        raise UserError(
+            "train_iters is missing (optimizer steps); give it in a file or as train_iters=…", "train_iters"
+        )
+
+
+def _check_launched(config: Config, rank_info: RankInfo | None, dry_run: bool) -> None:
+    """Was this process started as the keys want it, and with as many others?"""
+    if rank_info is not None:
+        _check_rank(config, rank_info)
+    elif config.launch.nodes not in (None, 1) and not dry_run:
+        raise UserError(
+            f"nodes is {config.launch.nodes}, but this process was not started as one of several; start it with srun, "
+            "mpirun or torchrun on every machine"
+        )
+
+
+@dataclass(frozen=True)
+class _Topology:
+    """The processes of a run, and what they compute on."""
+
+    device: str
+    ranks_on_node: int | None
+    """On this machine; None where a dry run cannot know."""
+    ranks: int | None
+    """In all."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> int | None:
+        """Machines; None where that is open, and where they have different numbers of processes."""
+        return (
+            None
+            if self.ranks is None or self.ranks_on_node is None or self.ranks % self.ranks_on_node
+            else self.ranks // self.ranks_on_node
+        )
+
+
+def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankInfo | None, dry_run: bool) -> _Topology:
+    """How many processes there are, and on what, as far as that can be known. Refuses what is not there."""
+    launch, precision = config.launch, config.training.compute_type
+    here = launch.num_gpus if rank_info is None else rank_info.ranks_on_node
+    ranks = rank_info.world_size if rank_info is not None else here and here * (launch.nodes or 1)
+    gpus = hardware.num_gpus if launch.device != "cpu" else 0
+    wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
+    if wants_gpu and not gpus and dry_run:
+        open_ = "whether there are so many" if ranks else "how many there will be (num_gpus), the batch that follows"
+        note = f"no GPU is here, and this run needs one; not checked: {open_}, and their memory"
+        return _Topology("cuda", here, ranks, (note,))
+    device = "cuda" if gpus else "cpu"
+    here = here or gpus or one_model(config)
+    # A scheduler may show each process that it starts its own GPU alone.
+    _check_device(launch.device, device, precision, 1 if rank_info is not None and gpus == 1 else here, hardware)
+    return _Topology(device, here, ranks or here * (launch.nodes or 1))
+
+
+def _resolve_backend(config: Config, device: str) -> tuple[str, list[str]]:
+    """What the processes speak through, and a line if that is not what was asked for."""
+    asked = config.launch.distributed_backend
+    backend = "gloo" if device == "cpu" or asked == "gloo" else "nccl"
+    if asked in ("auto", backend):
+        return backend, []
+    # GPT-NeoX's files say nccl everywhere.
+    return backend, [f"distributed_backend {asked} needs GPUs; {backend} is used on this machine"]
+
+
+def _describe_saves(config: Config) -> Iterator[str]:
+    """What will not be saved."""
+    if late := [step for step in config.checkpoint.extra_save_iters if step > config.training.train_iters]:
+        steps = ", ".join(map(str, late))
+        yield f"extra_save_iters {steps}: beyond train_iters {config.training.train_iters}, so nothing is saved"
+    if config.checkpoint.save is None:
+        yield "save is not set: this run will leave no checkpoints, metrics or log behind"
+
+
+def _describe_unused_keys(config: Config) -> Iterator[str]:
+    """What other projects' files say everywhere and ZeRO does not read here."""
+    zero = config.training.zero_optimization
+    if unread := zero.unread():
+        have = "has" if len(unread) == 1 else "have"
+        yield f"zero_optimization: {', '.join(unread)} {have} no effect at stage {zero.stage}"
+    if not zero.contiguous_gradients and zero.stage in (1, 2) and zero.offload_optimizer.device != "none":
+        yield "zero_optimization.contiguous_gradients has no effect with offload_optimizer: they always are"
+
+
+TRAINED_BYTES = 16
+"""Of each parameter while it is trained: weight, gradient and Adam's two moments, in float32."""
+BUILT_BYTES = 4
+"""Of each parameter where a model is built, in float32, before it goes to GPUs."""
+
+
+def _check_memory(config: Config, hardware: LocalHardware, device: str, here: int, ranks: int) -> None:
+    """Refuse what cannot fit whatever else is done, before minutes are spent on building it."""
+    if hardware.memory is None:
+        return
+    try:
+        parameters = count_parameters(config, vocab_size=1)
+    except UserError:  # an encoding whose parameters nobody has counted
+        return
+    # At least once over all ranks, of which these are here.
+    bytes_ = (TRAINED_BYTES if device == "cpu" else BUILT_BYTES) * parameters * here // ranks
+    if bytes_ > hardware.memory:
+        raise UserError(
+            f"num_layers {config.model.num_layers} × hidden_size {config.model.hidden_size}: the model has "
+            f"{parameters:,} parameters, which need at least {format_bytes(bytes_)} of this machine's memory, and it "
+            f"has "
+            f"{format_bytes(hardware.memory)}",
+            "num_layers",
+        )
+
+
+def _check_rank(config: Config, rank_info: RankInfo) -> None:
+    """Are the processes that were started those that the keys ask for?"""
+    launch = config.launch
+    of = "" if launch.nodes is None else f" and nodes is {launch.nodes}"
+    if launch.num_gpus is not None and launch.num_gpus * (launch.nodes or 1) != rank_info.world_size:
+        started = "1 process was" if rank_info.world_size == 1 else f"{rank_info.world_size} processes were"
+        raise UserError(f"num_gpus is {launch.num_gpus}{of}, but {started} started (WORLD_SIZE)")
+    if (
+        launch.num_gpus is None
+        and launch.nodes is not None
+        and launch.nodes * rank_info.ranks_on_node != rank_info.world_size
+    ):
+        raise UserError(
+            f"nodes is {launch.nodes}, but {rank_info.world_size} processes were started (WORLD_SIZE), "
+            f"{rank_info.ranks_on_node} of them here"
+        )
+
+
+def _check_device(requested: str, device: str, precision: str, ranks: int, hardware: LocalHardware) -> None:
+    if requested == "cuda" and device == "cpu":
+        raise UserError("device is cuda, but there is no CUDA device here (or torch was built without CUDA)")
+    if precision == "fp16" and device == "cpu":
+        reason = "device is cpu" if requested == "cpu" else "there is none here"
+        raise UserError(f"precision is fp16, which needs a GPU, and {reason}; use precision=bf16 or fp32")
+    if device == "cuda" and ranks > hardware.num_gpus:
+        have = "1 GPU is" if hardware.num_gpus == 1 else f"{hardware.num_gpus} GPUs are"
+        raise UserError(f"num_gpus is {ranks}, but {have} here; use at most that many, or device: cpu")
+    limit = PROCESSES_PER_CORE * hardware.num_cores
+    if device == "cpu" and ranks > limit:
+        have = "1 CPU core is" if hardware.num_cores == 1 else f"{hardware.num_cores} CPU cores are"
+        raise UserError(
+            f"num_gpus is {ranks}, but {have} here and there is no GPU to use; use at most {limit}, "
+            f"{PROCESSES_PER_CORE} per core"
+        )

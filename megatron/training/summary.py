@@ -1,0 +1,109 @@
+"""The first and the last line of a run: what it is and how long it may take, where it was saved and what comes next."""
+
+import shlex
+import signal
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.run_files import get_config_path
+from megatron.config.schema import Config
+from megatron.distributed.launcher_environment import describe_job
+from megatron.distributed.mesh import Axis, ParallelSizes
+from megatron.distributed.partition import pipeline_layer_range
+from megatron.options.model import ffn_hidden_size
+from megatron.training.hardware import measure_matmul_tflops
+from megatron.training.pipeline import compute_bubble
+from megatron.training.train_state import TrainState
+from megatron.utils.formatting import format_approximate_duration, format_count
+
+
+def estimate_seconds(state: TrainState, step: int) -> float:
+    """What the steps after `step` may take, before any of them was timed.
+
+    Their FLOPs at the speed of one matrix product of the model's own size. The rest of a step is slower than that, so
+    the true time is rather longer: twice is usual, and a small model may take many times as long.
+    """
+    training, model = state.config.training, state.config.model
+    speed = measure_matmul_tflops(
+        state.groups.device,
+        training.compute_type,
+        rows=training.train_micro_batch_size_per_gpu * model.seq_length,
+        inner=model.hidden_size,
+        columns=ffn_hidden_size(model),
+    )
+    lengths = state.datasets.lengths
+    of_sequence = sum(length * state.flops_per_token[length] for length in lengths) / len(lengths)
+    sequences = (training.train_iters - step) * (training.train_batch_size or 0)
+    return sequences * of_sequence / state.groups.world_size / speed
+
+
+def describe_start(state: TrainState, step: int, seconds: float) -> str:
+    """What a run is: size, device, precision, steps, layout, time."""
+    config, device = state.config, state.groups.device
+    training, lengths = config.training, state.datasets.lengths
+    length = f"{min(lengths):,} to {max(lengths):,}" if len(set(lengths)) > 1 else f"{lengths[0]:,}"
+    place = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    batch, world_size = training.train_batch_size or 0, state.groups.world_size
+    parts = []
+    if training.gradient_accumulation_steps > 1 or world_size > 1:
+        parts.append(f"micro-batches of {training.train_micro_batch_size_per_gpu}")
+    if training.gradient_accumulation_steps > 1:
+        parts.append(f"{training.gradient_accumulation_steps} accumulated")
+    if training.zero_optimization.stage and world_size == 1:
+        parts.append(f"ZeRO {training.zero_optimization.stage}")
+    layout = f" ({', '.join(parts)})" if parts else ""
+    tokens = format_count(round(training.train_iters * batch * sum(lengths) / len(lengths)))
+    progress = f"from step {step:,}, " if step else ""
+    reason = state.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
+    return (
+        f"{format_count(state.parameters)} parameters on {place} in {training.compute_type}; "
+        f"{training.train_iters:,} steps of "
+        f"{batch:,} × {length} tokens{layout} are {tokens} tokens; {progress}{format_approximate_duration(seconds)}"
+        f"{f'; attention in {reason}' if reason else ''}"
+    )
+
+
+def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:
+    """How several processes divide the work, and what a pipeline costs. Nothing for one process."""
+    if sizes.world_size == 1:
+        return []
+    stages, steps = sizes.pipeline, config.training.gradient_accumulation_steps
+    lines = [f"{sizes.world_size} ranks: {sizes}, ZeRO {config.training.zero_optimization.stage}"]
+    if stages > 1:
+        layers = [len(pipeline_layer_range(config.model.num_layers, Axis(stage, stages))) for stage in range(stages)]
+        uneven = f"; layers per stage {', '.join(map(str, layers))}" if len(set(layers)) > 1 else ""
+        lines.append(
+            f"pipeline: {stages} stages, {steps} micro-batches: a stage waits {compute_bubble(stages, steps):.0%} of "
+            f"a step"
+            f"{uneven}"
+        )
+    return lines
+
+
+def describe_end(config: Config, checkpoint: Path | None, *, now: bool) -> str:
+    """Where a finished run was saved, now or before, and the command that comes next."""
+    if checkpoint is None or config.checkpoint.save is None:
+        return "nothing is saved: save names no folder"
+    own = config.data
+    held_out = own.data_path or own.test_data_paths or own.valid_data_paths or own.task
+    data = "" if held_out else " --data TEXT"
+    where = f"{'saved' if now else 'the last checkpoint is'} {checkpoint}"
+    return f"{where}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{data}"
+
+
+def describe_next_action(config: Config, signum: int) -> str:
+    """How a run goes on that signal `signum` stopped: by itself in a job that SLURM requeues, or by a command."""
+    requeued = config.launch.launcher == "slurm" and config.launch.slurm.requeue and signum == signal.SIGTERM
+    if requeued and describe_job() is not None:
+        return f"SLURM puts the job back into the queue, or, if it was cancelled: {build_resume_command(config)}"
+    return f"go on with: {build_resume_command(config)}"
+
+
+def build_resume_command(config: Config) -> str:
+    """The command that takes a stopped run up again."""
+    folder = str(config.checkpoint.save)
+    file = (
+        f"{shlex.quote(folder)}/{get_config_path(folder).name}"  # a person's own may lack what the command line added
+    )
+    return f"./deepy.py train {file} load={shlex.quote(folder)}"

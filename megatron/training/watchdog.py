@@ -1,0 +1,302 @@
+"""Does a run still move? Every process tells where it is, and one watches all.
+
+A rank that hangs stops all others in their next collective, and the library's own timeout names nobody. So each rank
+tells its step and its phase as it goes (`Watchdog.enter_phase`, microseconds), and a thread of the first rank looks at
+what all have told. If one has told nothing new for `hang_timeout` seconds, the rank that is behind the others is named,
+every rank writes the stacks of its threads to the run's `stacks` folder, and all end with one line and exit code 75,
+which stands for "try again" and lets a scheduler requeue.
+
+Three things may keep a rank from answering, and each has its own way to be found:
+
+    it waits in a collective, sleeps, reads   its thread answers, writes the stacks and ends the process
+    it computes in C with Python's lock held  `faulthandler` writes the stacks a little later, without Python's help, to
+                                              a process beside this one, which keeps and tells them
+    it was stopped, or its machine is gone    no sign of life comes, and the line says so; whoever started it ends it
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.distributed.heartbeat_store import HeartbeatStore
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.training.records import HEARTBEAT_FILE
+from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.errors import HangError
+
+HANG_REPORTER = """
+import sys
+beat, stacks = b"", []
+for line in sys.stdin.buffer:
+    if line.startswith(b"at ") and not stacks:
+        beat = line[3:].strip()
+    elif stacks or line.startswith(b"Timeout"):
+        stacks.append(line)
+if stacks:
+    rank, seconds, path = sys.argv[1:]
+    kept = ""
+    if path:
+        with open(path, "ab") as file:
+            file.writelines(stacks)
+        kept = f"; its stacks are in {path}"
+    _, step, phase = beat.decode().split(" ", 2)
+    print(f"error: rank {rank} hangs in {phase} of step {step} for {seconds} s (hang_timeout), in native code that "
+          f"holds Python's lock{kept}", file=sys.stderr, flush=True)
+"""
+"""A program that reads where a rank is, line by line, and in the end what `faulthandler` writes of one that hangs: it
+says so then, which the rank itself cannot."""
+STACKS = "stacks"
+"""In the run's folder: the stacks of the ranks of a run that hung."""
+WRITE_INTERVAL = 10.0
+"""Seconds between two heartbeat files."""
+
+EndFunction = Callable[[HangError, bool], None]
+"""Ends this process at once, for its main thread may never come back. True: this rank is the one that tells it."""
+
+
+def exit_on_hang(error: HangError, report: bool) -> None:
+    """End the process, with a line on standard error."""
+    if report:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+def _open_file(path: Path) -> Any:
+    """A file to write, and its folder, which another rank may be removing because it was empty."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return open(path, "w", encoding="utf-8")
+        except FileNotFoundError:
+            continue
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Where a rank is."""
+
+    count: int
+    """Of its beats: ranks go through the same phases, so the one with fewer is behind."""
+    step: int
+    phase: str
+
+    @staticmethod
+    def parse(text: str) -> "Heartbeat":
+        """What `str` wrote."""
+        count, step, phase = text.split(" ", 2)
+        return Heartbeat(int(count), int(step), phase)
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.step} {self.phase}"
+
+
+def diagnose_hang(heartbeats: dict[int, Heartbeat], silent: set[int], seconds: float) -> str:
+    """Which rank hangs, in one sentence.
+
+    Args:
+        heartbeats: the last one of every rank.
+        silent: ranks whose threads give no sign of life.
+        seconds: for which nothing has moved.
+    """
+    behind = min(beat.count for beat in heartbeats.values())
+    late = sorted(silent) or sorted(rank for rank, beat in heartbeats.items() if beat.count == behind)
+    where = heartbeats[late[0]]
+    what = f"in {where.phase} of step {where.step} for {seconds:.0f} s (hang_timeout)"
+    if len(late) == len(heartbeats) > 1:
+        return f"all {len(heartbeats)} ranks hang {what}"
+    ranks = f"rank {late[0]} hangs" if len(late) == 1 else f"ranks {', '.join(map(str, late))} hang"
+    others = sorted({beat.phase for rank, beat in heartbeats.items() if rank not in late})
+    waiting = f", while the others are in {' and '.join(others)}" if others else ""
+    dead = "; no sign of life: stopped, computing without end, or gone with its machine" if silent else ""
+    return f"{ranks} {what}{waiting}{dead}"
+
+
+class Watchdog:
+    """Watches a run from its first step to its end; every rank has one.
+
+    Args:
+        groups: of the run.
+        timeout: seconds without a new beat that mean that a rank hangs; None: nothing is watched but the heartbeat
+            file is written.
+        folder: the run's, for heartbeat and stacks; None: neither is written to files.
+        end: ends the process with the error.
+        errors: the descriptor that the user reads errors from.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        *,
+        timeout: float | None,
+        folder: Path | None,
+        end: EndFunction | None = None,
+        errors: int = 2,
+    ) -> None:
+        self.groups, self.timeout, self.folder, self.end = groups, timeout, folder, end or exit_on_hang
+        self._store = HeartbeatStore(groups)
+        self._pause = min(5.0, (timeout or 20.0) / 4)
+        self._grace = min(30.0, timeout or 0.0)
+        self._heartbeat, self._moved = Heartbeat(0, 0, "start"), time.monotonic()
+        self._answered = time.monotonic()
+        self._closed, self._ending = threading.Event(), threading.Event()
+        self._stacks: Any = None
+        self._errors = errors
+        self._reporter: subprocess.Popen[bytes] | None = None
+        self._threads = [threading.Thread(target=self._poll_heartbeats, name="watch", daemon=True)]
+        if groups.rank > 0 and timeout is not None:
+            self._threads.append(threading.Thread(target=self._expect_answers, name="watch-store", daemon=True))
+
+    def begin(self, step: int) -> None:
+        """Start to watch. Every rank must come here."""
+        if self.timeout is not None:
+            seconds = f"{self.timeout + self._grace:.0f}"
+            path = "" if self.folder is None else str(self._path().absolute())
+            if path:
+                self._file()  # makes the folder
+            self._reporter = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.groups.rank), seconds, path],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, bufsize=0,
+                start_new_session=True,
+            )  # fmt: skip
+        self.enter_phase("start", step)
+        self._store.set("alive", "0")
+        for thread in self._threads:
+            thread.start()
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """This rank begins a phase of a step."""
+        self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
+        self._store.set("beat", str(self._heartbeat))
+        if self.timeout is not None:
+            # Should Python itself not come to its turn any more.
+            file = self._file()
+            if self._reporter is not None and self._reporter.stdin is not None:
+                with suppress(OSError):  # somebody ended it
+                    self._reporter.stdin.write(f"at {self._heartbeat}\n".encode())
+                    file = self._reporter.stdin
+            faulthandler.dump_traceback_later(self.timeout + self._grace, exit=True, file=file)
+
+    def close(self) -> None:
+        """The run has ended, well or not."""
+        if self._ending.is_set():
+            # The end that is under way is the reason for what this thread met: a rank that is gone already.
+            time.sleep(2 * self._grace + 4 * self._pause)
+        self._closed.set()
+        if self.timeout is not None:
+            faulthandler.cancel_dump_traceback_later()
+        if self._reporter is not None and self._reporter.stdin is not None:
+            with suppress(OSError):
+                self._reporter.stdin.close()
+            self._reporter.wait()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(self._pause + 1)
+        if self._stacks is not None:
+            self._stacks.close()
+            if self.folder is not None:
+                with suppress(OSError):  # other ranks leave at the same time, and a folder goes when it is empty
+                    if not (path := self._path()).stat().st_size:
+                        path.unlink()
+                        path.parent.rmdir()
+        if self.folder is not None and self.groups.is_main:
+            (self.folder / HEARTBEAT_FILE).unlink(missing_ok=True)
+
+    def _path(self) -> Path:
+        assert self.folder is not None
+        return self.folder / STACKS / f"rank_{self.groups.rank}.txt"
+
+    def _file(self) -> Any:
+        """Where stacks go: opened before they are needed."""
+        if self.folder is None:
+            return sys.stderr
+        if self._stacks is None:
+            self._stacks = _open_file(self._path())
+        return self._stacks
+
+    def _poll_heartbeats(self) -> None:
+        """Tell that this process lives, and look at the others or for what the first has found."""
+        store = self._store.copy()
+        beats: dict[int, str] = {}
+        seen: dict[int, float] = {}
+        lives: dict[int, tuple[str, float]] = {}
+        number, written = 0, 0.0
+        while not self._closed.wait(self._pause):
+            number += 1
+            try:
+                store.set("alive", str(number))
+                self._answered = now = time.monotonic()
+                if not self.groups.is_main:
+                    if self.timeout is not None and (found := store.get("verdict")) is not None:
+                        self._end_run(found, store)
+                    continue
+                if now - written >= WRITE_INTERVAL:
+                    self._write_heartbeat()
+                    written = now
+                if self.timeout is None:
+                    continue
+                for rank in range(self.groups.world_size):
+                    text, life = store.get("beat", rank), store.get("alive", rank)
+                    if text is not None and text != beats.get(rank):
+                        beats[rank], seen[rank] = text, now
+                    if life is not None and life != lives.get(rank, ("", 0.0))[0]:
+                        lives[rank] = life, now
+                still = max((now - at for at in seen.values()), default=0.0)
+            except Exception:  # the store is gone because the run is
+                continue
+            if still > self.timeout and not self._closed.is_set():
+                silent = {rank for rank, (_, at) in lives.items() if now - at > 2 * self._pause + 1}
+                found = diagnose_hang({rank: Heartbeat.parse(text) for rank, text in beats.items()}, silent, still)
+                where = f"; stacks of the ranks are in {self.folder / STACKS}" if self.folder is not None else ""
+                store.set("verdict", found + where)
+                self._end_run(found + where, store)
+
+    def _write_heartbeat(self) -> None:
+        if self.folder is None:
+            return
+        told = {
+            "time": time.time(), "step": self._heartbeat.step, "phase": self._heartbeat.phase,
+            "ranks": self.groups.world_size, "host": socket.gethostname(), "process": os.getpid(),
+        }  # fmt: skip
+        try:
+            write_text_atomically(self.folder / HEARTBEAT_FILE, json.dumps(told) + "\n")
+        except OSError:
+            return  # a full disk is told by whoever must write
+
+    def _expect_answers(self) -> None:
+        """The store is served by the first rank: if nothing comes back, that one is gone."""
+        assert self.timeout is not None
+        while not self._closed.wait(self._pause):
+            now = time.monotonic()
+            if now - self._answered > self.timeout and now - self._moved > self.timeout:
+                beat = self._heartbeat
+                self._end_run(
+                    f"rank 0 hangs: no sign of life for {now - self._answered:.0f} s (hang_timeout), while rank "
+                    f"{self.groups.rank} is in {beat.phase} of step {beat.step}", None
+                )  # fmt: skip
+
+    def _end_run(self, found: str, store: HeartbeatStore | None) -> None:
+        """Write the stacks, wait until the others have written theirs, and end."""
+        self._ending.set()
+        faulthandler.cancel_dump_traceback_later()
+        file = self._file()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        if store is not None:
+            store.set("dumped", "yes")
+            if self.groups.is_main:  # it serves the store, and others end when it does
+                deadline = time.monotonic() + self._grace + 2 * self._pause
+                while time.monotonic() < deadline:
+                    ranks = range(self.groups.world_size)
+                    if all(store.get("dumped", rank) is not None for rank in ranks):
+                        break
+                    time.sleep(self._pause / 4)
+        self.end(HangError(found), self.groups.rank == (0 if store is not None else 1))

@@ -1,0 +1,92 @@
+"""The two ways Farfield ends early. Each becomes one line on the console and an exit code, never a traceback."""
+
+import errno
+import os
+import re
+
+
+class FarfieldError(Exception):
+    """Something a person should read as one clear line. `exit_code` is the process's."""
+
+    exit_code = 1
+
+
+class UserError(FarfieldError):
+    """What the user wrote cannot be done: name the file, key and value, and the valid choices.
+
+    `key`, dotted, is the configuration's to blame, for whoever still knows which file set it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class RunError(FarfieldError):
+    """Something failed while running (a full disk, a NaN loss, a truncated file): say what is kept and where."""
+
+    exit_code = 1
+
+
+class HangError(RunError):
+    """A rank hangs: nothing is wrong with what the user wrote, and the same run may go on when it is started again."""
+
+    exit_code = os.EX_TEMPFAIL
+
+
+UNUSABLE_PATH_ERRNOS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
+)  # fmt: skip
+"""Of the system's errors those that a path itself is to blame for, whoever opens it and when."""
+
+
+def to_path_error(error: BaseException) -> UserError | None:
+    """The error of a path that cannot be used, wherever it came up; None if it is another error.
+
+    Such a path was written by somebody: no permission, a name that is too long, a file where a folder should be.
+    """
+    if not isinstance(error, OSError) or error.errno not in UNUSABLE_PATH_ERRNOS or error.filename is None:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+    return UserError(f"{shorten_text(path)}: cannot be used ({error.strerror})")
+
+
+def shorten_text(text: str, max_length: int = 200) -> str:
+    """A text that may be of any length and hold anything, as a part of one line."""
+    line = text if text.isprintable() else repr(text)[1:-1]
+    return line if len(line) <= max_length else f"{line[: max_length // 2]}…{line[-max_length // 2 :]}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Is this what Python, numpy or torch raise where memory does not suffice? On a CPU torch's is a RuntimeError."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
+def describe_cause(error: BaseException) -> str:
+    """What failed, in one line.
+
+    torch, safetensors and numpy report a full disk as errors of their own; the system's stands behind torch's,
+    safetensors tells its number ("os error 28"), and numpy's (`array.tofile`) has only counts: "2500 requested and 480
+    written".
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    words = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if number := re.search(r"\(os error (\d+)\)", words):
+        return os.strerror(int(number[1]))
+    return f"the disk is full or failed: {words}" if re.fullmatch(r"\d+ requested and \d+ written", words) else words
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception as one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}" if text else type(error).__name__

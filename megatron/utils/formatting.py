@@ -1,0 +1,50 @@
+"""Numbers with a unit as people read them on a console: times, operations, speeds."""
+
+
+def format_duration(seconds: float) -> str:
+    """A time that was measured: 45 s, 3 min 05 s, 2 h 04 min, 3 days."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole / 86400:,.0f} days"
+
+
+def format_approximate_duration(seconds: float) -> str:
+    """A time that was guessed, in one unit: about 40 s, about 7 min, about 20 h, about 180 days."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:,.0f} {unit}"
+    return f"about {max(1, round(seconds))} s"
+
+
+def format_flops(count: float) -> str:
+    """Floating-point operations: 950 FLOP, 12.3 GFLOP, 4.56 TFLOP."""
+    units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+    power = min(max(len(f"{count:.0f}") - 1, 0) // 3, len(units) - 1)
+    return f"{count / 1000**power:.3g} {units[power]}FLOP"
+
+
+def format_flops_per_second(tflops: float) -> str:
+    """12.3 GFLOP/s, 1.23 TFLOP/s: in the unit in which the number is not tiny."""
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
+
+
+def format_bytes(bytes_: float) -> str:
+    """Memory and files: 950 bytes, 12.3 KiB, 4.56 GiB."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if bytes_ >= 2**power:
+            return f"{bytes_ / 2**power:.3g} {unit}"
+    return f"{bytes_:.0f} bytes"
+
+
+def format_count(number: float) -> str:
+    """Three digits and a unit: 950, 837k, 124M, 26.2B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            scaled = number / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,259 @@
+"""One progress display over a list of jobs, with an estimate of the time left for all of them.
+
+The estimate works job by job: what starting up still takes, and what is left of the work divided by its speed. Both are
+the job's own once work has been seen twice, so that starting up can be told from working; before that they are those of
+other jobs of its kind, else of any. Those of its kind still count for a little while after it. Work can be in any unit
+that is alike within a kind (FLOPs here), so an estimate is bad only where speeds differ within a kind, and corrects
+itself when that job runs.
+
+On a terminal this is one moving bar. In a pipe or a log file it is a plain line at the beginning of each job and one
+now and then, since a bar's control characters would fill the file.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from megatron.utils.formatting import format_duration
+
+EXPECTED_SPEED = 0.05
+"""The share of a job's work after which its own speed counts as much as that of others."""
+
+
+@dataclass
+class WorkItem:
+    """A piece of work and how far it is."""
+
+    name: str
+    kind: str
+    work: float
+    done: float = 0.0
+    seconds: float = 0.0  # spent so far
+    first: tuple[float, float] | None = None  # done and seconds when the first work was seen
+
+    def advance(self, done: float, seconds: float) -> None:
+        """So much is done after so many seconds."""
+        self.done, self.seconds = done, seconds
+        if self.first is None and done > 0:
+            self.first = (done, seconds)
+
+    @property
+    def measured_seconds(self) -> bool:
+        """Has work been seen twice, so that starting up can be told from working?"""
+        return self.first is not None and self.done > self.first[0] and self.seconds > self.first[1]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.done >= self.work
+
+    @property
+    def pace(self) -> "Throughput | None":
+        """What this job alone tells, None before it tells anything.
+
+        A job that finished before work was seen twice is too short to tell starting up from working: it counts as work
+        alone.
+        """
+        if self.measured_seconds:
+            assert self.first is not None
+            done, seconds = self.first
+            speed = (self.done - done) / (self.seconds - seconds)
+            return Throughput(max(0.0, seconds - done / speed), speed)
+        if self.is_finished and self.done > 0 and self.seconds > 0:
+            return Throughput(0.0, self.done / self.seconds)
+        return None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How long jobs take."""
+
+    start: float  # seconds before the first work
+    speed: float  # work per second after that
+
+    @staticmethod
+    def from_jobs(jobs: Sequence[WorkItem]) -> "Throughput | None":
+        """Of several jobs: the mean of what they need to start, and all their work over all its time."""
+        known = [(job, pace) for job in jobs if (pace := job.pace) is not None]
+        if not known:
+            return None
+        worked = sum(job.done / pace.speed for job, pace in known)
+        return Throughput(sum(pace.start for _, pace in known) / len(known), sum(job.done for job, _ in known) / worked)
+
+
+def estimate_seconds_left(jobs: Sequence[WorkItem]) -> float | None:
+    """Estimate for all that is left, or None before any speed is known."""
+    left = 0.0
+    for job in jobs:
+        if job.is_finished:
+            continue
+        alike = Throughput.from_jobs([other for other in jobs if other.kind == job.kind and other is not job])
+        pace = _blend_estimates(job, alike) or alike or Throughput.from_jobs(jobs)
+        if pace is None:
+            return None
+        start = 0.0 if job.done > 0 else max(0.0, pace.start - job.seconds)
+        left += start + (job.work - job.done) / pace.speed
+    return left
+
+
+def _blend_estimates(job: WorkItem, alike: Throughput | None) -> Throughput | None:
+    """A job's own pace, as if `EXPECTED_SPEED` of its work had been seen to go at the pace of its kind.
+
+    A speed between two looks that are a moment apart is mostly chance.
+    """
+    own = job.pace
+    if own is None or alike is None or job.first is None:
+        return own
+    done, seconds = job.done - job.first[0], job.seconds - job.first[1]
+    imagined = EXPECTED_SPEED * job.work
+    return Throughput(own.start, (done + imagined) / (seconds + imagined / alike.speed))
+
+
+def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
+    """A bar over the width of the terminal, gone when it stops: description, bar, `columns`, and the time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        *columns,
+        TextColumn("[cyan]{task.fields[left]}"),
+        console=console,
+        expand=True,
+        transient=True,
+    )
+
+
+class Meter:
+    """Shows the progress of jobs that run one after the other.
+
+    Args:
+        console: where to show it; None shows nothing.
+        jobs: all jobs, in order.
+        clock: seconds; for tests.
+        interval: seconds between plain lines.
+        forecast: called once, with the seconds that are left, when the speed of a job has first been measured.
+    """
+
+    def __init__(
+        self,
+        console: Console | None,
+        jobs: Sequence[WorkItem],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        interval: float = 15.0,
+        forecast: Callable[[float], None] | None = None,
+    ) -> None:
+        self.console, self.jobs = console, list(jobs)
+        self._forecast = forecast
+        self._clock, self._interval = clock, interval
+        self._current: WorkItem | None = None
+        self._since = self._spoke = clock()
+        self._bar: Progress | None = None
+        if console is not None and console.is_terminal:
+            self._bar = build_progress_bar(console, TaskProgressColumn(), TimeElapsedColumn())
+            self._task = self._bar.add_task("", total=1.0, left="")
+
+    def __enter__(self) -> "Meter":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, job: WorkItem, detail: str = "") -> None:
+        """Turn to a job. Time from here on counts for its speed."""
+        self._current, self._since = job, self._clock() - job.seconds
+        self._show(detail, speak=True)
+
+    def update(self, done: float, detail: str = "") -> None:
+        """So much of the current job's work is done."""
+        assert self._current is not None
+        self._current.advance(done, self._clock() - self._since)
+        if self._forecast is not None and self._current.measured_seconds:
+            told, self._forecast = self._forecast, None
+            left = estimate_seconds_left(self.jobs)
+            assert left is not None  # this job has a speed
+            told(left)
+        self._show(detail, speak=False)
+
+    def finish(self) -> None:
+        """The current job is done."""
+        assert self._current is not None
+        self.update(self._current.work)
+
+    def skip(self, job: WorkItem) -> None:
+        """A job turned out to be done already: it takes no time and says nothing about speed."""
+        job.work = job.done = 0.0
+
+    def log(self, line: str) -> None:
+        """Print a line without disturbing the bar."""
+        if self.console is not None:
+            self.console.print(escape(line), highlight=False, soft_wrap=True)
+
+    def _show(self, detail: str, *, speak: bool) -> None:
+        job = self._current
+        if job is None or self.console is None:
+            return
+        left = estimate_seconds_left(self.jobs)
+        about = "estimating the time left" if left is None else f"about {format_duration(left)} left"
+        text = f"{job.name}: {detail}" if detail else job.name
+        if self._bar is not None:
+            spent = sum(each.seconds for each in self.jobs)
+            fraction = 0.0 if left is None or spent + left == 0 else spent / (spent + left)
+            self._bar.update(self._task, description=escape(text), completed=fraction, left=about)
+        elif speak or self._clock() - self._spoke >= self._interval:
+            self._spoke = self._clock()
+            self.console.print(escape(f"{text} ({about})"), highlight=False, soft_wrap=True)
+
+
+class AnnounceWait:
+    """Says what is waited for once that takes a while, and again now and then: nobody looks at a silent terminal for
+    longer than ten seconds.
+
+    Args:
+        say: takes a line; it is called from a thread.
+        what: is under way, as `reading 100,000 tokens`.
+        first: seconds until the first line.
+        every: seconds between the others.
+    """
+
+    def __init__(self, say: Callable[[str], object], what: str, *, first: float = 3.0, every: float = 10.0) -> None:
+        self._say, self._what, self._first, self._every = say, what, first, every
+        self._over = threading.Event()
+
+    def begin(self) -> None:
+        """Start to wait."""
+        threading.Thread(target=self._run, name="announce", daemon=True).start()
+
+    def end(self) -> None:
+        """It came; calling this again changes nothing."""
+        self._over.set()
+
+    def __enter__(self) -> "AnnounceWait":
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _run(self) -> None:
+        begun = time.monotonic()
+        if not self._over.wait(self._first):
+            self._say(self._what)
+        while not self._over.wait(self._every):
+            self._say(f"{self._what} ({format_duration(time.monotonic() - begun)})")

@@ -1,0 +1,184 @@
+"""However a command ends, there is one line and an exit code."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from megatron.utils import run_command
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.signals import exit_on_signal, raising_on_signals
+
+ROOT = Path(__file__).parents[2]
+DEEPY = ROOT / "deepy.py"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "ended"),
+    [
+        (signal.SIGINT, 130, "interrupted\n"),
+        (signal.SIGTERM, 143, "stopped by signal 15\n"),
+        (signal.SIGHUP, 129, "stopped by signal 1\n"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("module", "logged", "said"),
+    [
+        ("typer", False, ""),
+        ("megatron.config.reference", False, "stopping\n"),
+        ("megatron.config.reference", True, "stopping\n"),
+    ],
+)
+def test_signals_during_an_import(
+    number: signal.Signals, code: int, ended: str, module: str, logged: bool, said: str, tmp_path: Path
+) -> None:
+    """Before `main`, and in a command, where the import is ended first: torch's must not be broken off.
+
+    logged: descriptor 2 points elsewhere, as it does to a log while a model is computed with.
+    """
+    script = (
+        "import os, runpy, sys, time\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        f"            if {logged}: os.dup2(os.open('log', os.O_WRONLY | os.O_CREAT), 2)\n"
+        "            try:\n"
+        f"                os.kill(os.getpid(), {int(number)})\n"
+        "                time.sleep(0.1)\n"
+        "            except BaseException:\n"
+        "                print('broken off')\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        f"sys.argv, sys.path[0] = ['./deepy.py', 'keys'], {str(ROOT)!r}\n"
+        f"runpy.run_path({str(DEEPY)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    told = said if logged else said + ended
+    assert (done.returncode, done.stderr) == (code, told)
+    assert "broken off" not in done.stdout
+
+
+def fails(error: BaseException) -> Callable[[], None]:
+    def body() -> None:
+        with run_command.pass_errors_through():
+            raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (UserError("a is b"), 2, "error: a is b\n"),
+        (RunError("a\nb"), 1, "error: a\nerror: b\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_are_lines(error: BaseException, code: int, told: str, capfd: pytest.CaptureFixture[str], app) -> None:
+    assert app(fails(error)) == code
+    assert capfd.readouterr() == ("", told)
+
+
+@pytest.mark.parametrize("error", [EOFError("ends too early"), OSError(5, "Input/output error", "a.bin")])
+def test_what_nobody_foresaw_is_no_interrupt(error: BaseException, capfd: pytest.CaptureFixture[str], app) -> None:
+    assert app(fails(error)) == 1
+    line = capfd.readouterr().err
+    assert line.startswith(f"error: {type(error).__name__}: ")
+    log = Path(line.rpartition(" ")[2].strip())
+    assert type(error).__name__ in log.read_text().splitlines()[-1]
+    log.unlink()
+
+
+@pytest.mark.parametrize(("place", "code"), [("/dev/full", 1), ("a pipe", 141)])
+def test_standard_output_that_cannot_be_written_while_a_command_runs(place: str, code: int, tmp_path: Path) -> None:
+    """In the body, not at its end: typer makes a silent 1 of a pipe that nobody reads."""
+    script = (
+        "import sys, typer\n"
+        "from megatron.utils import run_command as command\n"
+        "app = typer.Typer()\n"
+        "@app.command()\n"
+        "def write() -> None:\n"
+        "    with command.pass_errors_through():\n"
+        "        print('a' * 100_000, flush=True)\n"
+        "sys.exit(command.run_command(app, 'test'))\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(place if place.startswith("/") else writer, "w") as output:
+        if place.startswith("/"):
+            os.close(writer)
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    said = "error: standard output: No space left on device\n" if code == 1 else ""
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "1>&-", "2<run.sh"])
+def test_streams_that_are_closed_go_nowhere_in_children_too(closed: str, tmp_path: Path) -> None:
+    """And what a shell left there to be read, as bash does with the script of a closed standard error."""
+    script = (
+        "import os, subprocess, sys, typer\n"
+        "from megatron.utils import run_command as command\n"
+        "app = typer.Typer()\n"
+        "@app.command()\n"
+        "def write() -> None:\n"
+        "    print('out', flush=True)\n"
+        "    print('err', file=sys.stderr, flush=True)\n"
+        "    code = 'import os; [os.write(number, b\"child\") for number in (1, 2)]'\n"
+        f"    open({str(tmp_path / 'opened')!r}, 'w').write('opened')\n"
+        "    sys.exit(subprocess.run([sys.executable, '-c', code]).returncode)\n"
+        "sys.exit(command.run_command(app, 'test'))\n"
+    )
+    (tmp_path / "run.sh").write_text("nothing")
+    run_command = f"cd {tmp_path}; PYTHONPATH={ROOT} {sys.executable} -c {shlex.quote(script)} {closed}"
+    done = subprocess.run(["bash", "-c", run_command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert done.stdout == ("out\nchild" if "1>" not in closed and " >" not in f" {closed}" else "")
+    assert done.stderr == ("err\nchild" if closed == "1>&-" else "")
+    assert (tmp_path / "opened").read_text() == "opened"
+    assert (tmp_path / "run.sh").read_text() == "nothing"
+
+
+def test_help_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        done = subprocess.run([sys.executable, DEEPY, "--help"], stdout=output, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_handlers_of_others_stay() -> None:
+    """Those of a program that trains by calling us."""
+    own = signal.signal(signal.SIGTERM, lambda *_: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    interrupt = signal.signal(signal.SIGINT, exit_on_signal)
+    try:
+        with raising_on_signals(instead=(exit_on_signal,)):
+            assert signal.getsignal(signal.SIGTERM) is mine
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is exit_on_signal
+    finally:
+        signal.signal(signal.SIGTERM, own)
+        signal.signal(signal.SIGINT, interrupt)
+
+
+@pytest.fixture
+def app() -> Callable[[Callable[[], None]], int]:
+    def run(body: Callable[[], None]) -> int:
+        made = typer.Typer(pretty_exceptions_enable=False)
+        made.command()(body)
+        before, sys.argv = sys.argv, ["test"]
+        hook = sys.unraisablehook
+        try:
+            return run_command.run_command(made, "test")
+        finally:
+            sys.argv, sys.unraisablehook = before, hook
+
+    return run

@@ -1,0 +1,134 @@
+"""Time estimates against a clock that the test turns."""
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from megatron.utils.progress import AnnounceWait, Meter, WorkItem, estimate_seconds_left
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_is_claimed_before_anything_is_measured() -> None:
+    assert estimate_seconds_left([WorkItem("a", "train", 10)]) is None
+    assert estimate_seconds_left([]) == 0
+
+
+def seen(name: str, kind: str, work: float, *points: tuple[float, float]) -> WorkItem:
+    """A job whose work was seen at these points: done, seconds."""
+    job = WorkItem(name, kind, work)
+    for done, seconds in points:
+        job.advance(done, seconds)
+    return job
+
+
+def test_a_job_is_estimated_by_its_own_pace_then_its_kind_then_any() -> None:
+    done = seen("a", "train", 100, (20, 30), (100, 70))  # 2 per second, after 20 s of starting
+    running = seen("b", "train", 100, (10, 40), (20, 60))  # 0.5 per second, after 20 s of starting
+    waiting = WorkItem("c", "train", 60)  # as a and b together: 120 in 90 s, after 20 s
+    other = WorkItem("d", "evaluate", 30)  # as all: the same
+    # b has been seen to do 10 in 20 s, and 5% of its work counts as if done at a's speed.
+    both = 80 / ((10 + 5) / (20 + 5 / 2)) + 20 + 60 * 90 / 120
+    assert estimate_seconds_left([done, running, waiting, other]) == pytest.approx(both + 20 + 30 * 90 / 120)
+    measured = seen("e", "evaluate", 10, (0, 3), (10, 4))  # too short to be seen at work: 10 in 4 s
+    assert estimate_seconds_left([done, running, waiting, other, measured]) == pytest.approx(both + 30 / 2.5)
+
+
+def test_starting_up_is_no_jump() -> None:
+    """While a job starts, what is left shrinks by the time that passes and no faster; its first step changes little."""
+    done = seen("a", "train", 100, (10, 21), (100, 30))  # 10 per second, after 20 s
+    job = WorkItem("b", "train", 100)
+    left = []
+    for at in range(0, 20, 5):
+        job.advance(0, at)
+        left.append(estimate_seconds_left([done, job]))
+    assert left == pytest.approx([30, 25, 20, 15])
+    job.advance(10, 21)  # seen once: starting up is over, and its own speed not known yet
+    assert estimate_seconds_left([done, job]) == pytest.approx(9)
+    job.advance(20, 23)  # at half the speed of the other, which counts for another 5 of work
+    assert estimate_seconds_left([done, job]) == pytest.approx(80 / ((10 + 5) / (2 + 5 / 10)))
+
+
+def test_many_short_jobs_are_estimated_by_their_whole_time() -> None:
+    """They are over before work is seen twice, and most of their time is starting up."""
+    jobs = [seen(str(i), "train", 10, (0, 3), (10, 8)) for i in range(3)] + [
+        WorkItem(str(i), "train", 10) for i in range(4)
+    ]
+    assert estimate_seconds_left(jobs) == pytest.approx(4 * 8)
+
+
+def test_the_meter_measures_and_speaks_now_and_then() -> None:
+    clock, out = Clock(), io.StringIO()
+    jobs = [WorkItem("first", "train", 100), WorkItem("second", "train", 300)]
+    with Meter(Console(file=out, width=200), jobs, clock=clock, interval=15) as meter:
+        meter.begin(jobs[0], "starting")
+        for _ in range(10):
+            clock.now += 2
+            meter.update(jobs[0].done + 10, f"step {jobs[0].done:.0f}")
+        meter.finish()
+        meter.begin(jobs[1])
+        clock.now += 30
+        meter.update(150)
+        meter.log("a [line] of text")
+    assert (jobs[0].seconds, jobs[1].seconds) == (20, 30)
+    assert out.getvalue().splitlines() == [
+        "first: starting (estimating the time left)",
+        "first: step 70 (about 1 min 04 s left)",
+        "second (about 1 min 00 s left)",
+        "second (about 30 s left)",
+        "a [line] of text",
+    ]
+
+
+def test_starting_up_does_not_count_for_the_speed() -> None:
+    job = WorkItem("a", "train", 100)
+    for done, seconds in ((0, 5), (10, 20), (30, 24)):  # 15 s or more of starting, then 5 per second
+        job.advance(done, seconds)
+    assert estimate_seconds_left([job]) == pytest.approx(70 / 5)
+
+
+def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
+    clock, told = Clock(), []
+    jobs = [WorkItem("first", "train", 100), WorkItem("second", "train", 300)]
+    with Meter(None, jobs, clock=clock, forecast=told.append) as meter:
+        meter.begin(jobs[0])
+        for passed, done in ((7, 0), (8, 20), (2, 40), (2, 60)):  # 10 per second once it runs; 15 s to get there
+            clock.now += passed
+            meter.update(done)
+            assert told == ([60 / 10 + 13 + 300 / 10] if done >= 40 else [])
+
+
+def test_a_skipped_job_says_nothing_about_speed() -> None:
+    jobs = [WorkItem("first", "train", 100), seen("second", "train", 100, (0, 1), (25, 5), (50, 10))]
+    Meter(None, jobs).skip(jobs[0])
+    assert estimate_seconds_left(jobs) == pytest.approx(10)
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    out, jobs = io.StringIO(), [WorkItem("first", "train", 100)]
+    with Meter(Console(file=out, width=100, force_terminal=True), jobs) as meter:
+        meter.begin(jobs[0])
+        meter.update(40, "step [4]")
+        meter._bar.refresh()
+    assert "first: step [4]" in out.getvalue()
+    assert "left" in out.getvalue()
+
+
+def test_a_wait_is_announced_and_again_while_it_lasts() -> None:
+    said: list[str] = []
+    with AnnounceWait(said.append, "reading 9 tokens", first=0.01, every=0.01):
+        deadline = time.monotonic() + 20
+        while len(said) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert said[:3] == ["reading 9 tokens", "reading 9 tokens (0 s)", "reading 9 tokens (0 s)"]
+    with AnnounceWait(said.append, "what is there at once"):
+        pass
+    assert "what is there at once" not in said

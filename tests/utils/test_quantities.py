@@ -1,0 +1,56 @@
+"""Numbers as people read them, against texts written by hand."""
+
+import pytest
+
+from megatron.utils.formatting import (
+    format_approximate_duration,
+    format_duration,
+    format_flops,
+    format_flops_per_second,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0 s"),
+        (59.6, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (7444, "2 h 04 min"),
+        (10921, "3 h 02 min"),
+        (15552000, "180 days"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.01, "1 s"), (45, "45 s"), (125, "2 min"), (3600 * 5, "5 h"), (180.2 * 86400, "180 days")],
+)
+def test_about(seconds: float, text: str) -> None:
+    assert format_approximate_duration(seconds) == f"about {text}"
+
+
+@pytest.mark.parametrize(
+    ("tflops", "text"),
+    [(0.0123, "12.3 GFLOP/s"), (0.9, "900 GFLOP/s"), (1.0, "1 TFLOP/s"), (412.3, "412 TFLOP/s")],
+)
+def test_speed(tflops: float, text: str) -> None:
+    assert format_flops_per_second(tflops) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 FLOP"),
+        (950, "950 FLOP"),
+        (12_345, "12.3 kFLOP"),
+        (4.56e12, "4.56 TFLOP"),
+        (1e12, "1 TFLOP"),
+        (3e27, "3e+03 YFLOP"),
+    ],
+)
+def test_flop(count: float, text: str) -> None:
+    assert format_flops(count) == text

@@ -1,0 +1,102 @@
+"""Signals are heard at once, and stop a run in good order."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron.utils.signals import HANDLED_SIGNALS, GracefulStop, acknowledge_signals
+
+
+@pytest.mark.parametrize("number", HANDLED_SIGNALS)
+def test_the_first_is_acknowledged_while_the_main_thread_is_busy_in_c(number: signal.Signals) -> None:
+    """The main thread waits in C for a lock that only the acknowledgement opens: no handler could run there."""
+    libc, lock, said = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
+
+    def say(line: str) -> None:
+        said.append(line)
+        libc.pthread_mutex_unlock(lock)
+
+    rescue = threading.Timer(20, lambda: libc.pthread_mutex_unlock(lock))
+    rescue.start()
+    threading.Timer(0.05, lambda: os.kill(os.getpid(), number)).start()
+    with GracefulStop(say) as stop:
+        for _ in range(2):
+            libc.pthread_mutex_lock(lock)
+        told = list(said)
+        rescue.cancel()
+    assert told == ["stopping after this step; again to end at once"]
+    assert stop.signal == number
+
+
+def test_a_second_ends_at_once() -> None:
+    with GracefulStop() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.signal == signal.SIGHUP
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_what_hangs_up_may_say_so_twice() -> None:
+    with GracefulStop() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.signal == signal.SIGHUP
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_everything_is_put_back() -> None:
+    before = [signal.getsignal(number) for number in HANDLED_SIGNALS]
+    threads = threading.active_count()
+    with GracefulStop(print), acknowledge_signals(print, "stopping"):
+        pass
+    assert [signal.getsignal(number) for number in HANDLED_SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() <= threads  # a timer of an earlier test may have ended since
+
+
+PATIENT = """
+import ctypes, os, signal, sys, threading, time
+sys.path.insert(0, {root!r})
+from megatron.utils.signals import cleanup_on_signal, raising_on_signals
+left = sys.argv[1]
+open(left, "w").close()
+with raising_on_signals(), cleanup_on_signal(lambda: os.unlink(left)):
+    libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    threading.Timer(0.3, print, ("busy",), dict(flush=True)).start()  # when the main thread is there
+    for _ in range(2):
+        libc.pthread_mutex_lock(lock)  # in C, for good
+"""
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by signal 15")])
+def test_what_is_busy_in_c_with_nothing_to_save_ends_all_the_same(number: int, said: str, tmp_path: Path) -> None:
+    """As a tokenizer that is trained, or the import of torch: an exception would come whole seconds later."""
+    left = tmp_path / "left"
+    code = PATIENT.format(root=str(Path(__file__).parents[2]))
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(left)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "busy\n"
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 128 + number
+    assert errors == f"{said}\n"
+    assert not left.exists()
