@@ -2,8 +2,8 @@
 
     python -m kernels.compile [OP …] [--arch 80 90] [--sample N] [--json FILE]
 
-compiles the configurations that `kernels/OP/compiled.py` yields (`configurations() -> Iterator[Configuration]`) and
-prints a table, to a file with --json; without OP those of every folder that has a compiled.py. Speed cannot be told
+compiles the configurations that `kernels/OP/compiled.py` yields (`list_configurations() -> Iterator[Configuration]`)
+and prints a table, to a file with --json; without OP those of every folder that has a compiled.py. Speed cannot be told
 without a GPU, but a kernel can that no longer compiles, asks for more shared memory than the chip has (Triton notices
 only at launch) or spills more registers than its budget. These are limits, not a record: registers and spills change
 with every version of Triton and of ptxas, within them.
@@ -208,7 +208,7 @@ def table(
 
 def _wanted(op: str, arches: Iterable[int]) -> list[tuple[str, Configuration, int]]:
     """Each configuration of an op with each of the architectures that it is for."""
-    configurations = importlib.import_module(f"kernels.{op}.compiled").configurations()
+    configurations = importlib.import_module(f"kernels.{op}.compiled").list_configurations()
     return [(op, one, arch) for one in configurations for arch in arches if arch in one.arches]
 
 

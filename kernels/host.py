@@ -16,17 +16,17 @@ from functools import cache
 from pathlib import Path
 
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
-PROCESSOR = ("-march=native",)
+COMPILER_FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
+PROCESSOR_FLAGS = ("-march=native",)
 """Flags that fit the code to this processor; tests give others."""
 
 
-class CannotCompile(RuntimeError):
+class CompileError(RuntimeError):
     """There is no compiler here, or it does not take the sources; says which."""
 
 
 @cache
-def library(folder: Path, processor: tuple[str, ...] = PROCESSOR) -> ctypes.CDLL:
+def build_library(folder: Path, processor: tuple[str, ...] = PROCESSOR_FLAGS) -> ctypes.CDLL:
     """All of the folder's C files as one library.
 
     Args:
@@ -38,16 +38,16 @@ def library(folder: Path, processor: tuple[str, ...] = PROCESSOR) -> ctypes.CDLL
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise CannotCompile(f"no C compiler was found ({', '.join(COMPILERS)})")
+        raise CompileError(f"no C compiler was found ({', '.join(COMPILERS)})")
     sources = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
-    command = [compiler, *FLAGS, *processor]
-    name = f"{folder.parent.name}-{_identity(sources, command)}.so"
+    command = [compiler, *COMPILER_FLAGS, *processor]
+    name = f"{folder.parent.name}-{_hash_sources(sources, command)}.so"
     for place in (_cache_folder, _temporary_folder):
         try:
             return _load(place(), name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
         except OSError as error:
             failed = error
-    raise CannotCompile(f"what was compiled cannot be kept or loaded: {failed}")
+    raise CompileError(f"what was compiled cannot be kept or loaded: {failed}")
 
 
 def _load(place: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
@@ -66,7 +66,7 @@ def _load(place: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
         if done.returncode != 0:
             said = done.stderr.strip().splitlines() or ["it says nothing"]
             error = next((line for line in said if "error" in line), said[0])
-            raise CannotCompile(f"{Path(command[0]).name} failed: {error}")
+            raise CompileError(f"{Path(command[0]).name} failed: {error}")
         made.replace(place / name)
     return ctypes.CDLL(str(place / name))
 
@@ -82,13 +82,13 @@ def _temporary_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"
 
 
-def _identity(sources: Sequence[Path], command: Sequence[str]) -> str:
+def _hash_sources(sources: Sequence[Path], command: Sequence[str]) -> str:
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [*(path.read_text(encoding="utf-8") for path in sources), *command, version, _processor()]
+    parts = [*(path.read_text(encoding="utf-8") for path in sources), *command, version, _describe_processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def _describe_processor() -> str:
     """What the processor can do, as Linux tells it; elsewhere its name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     record: dict[str, Any] = {"triton": triton.__version__, "unit": "clocks of a processor for a score, at least"}
     for arch in options.arch:
         record[f"sm_{arch}"] = {}
-        for name, launches in importlib.import_module(f"kernels.{options.op}.compiled").passes(arch).items():
+        for name, launches in importlib.import_module(f"kernels.{options.op}.compiled").list_passes(arch).items():
             rows = list(table(launches, arch))
             for kernel, times, least in rows:
                 print(f"sm_{arch} {kernel}: {least:.2f}{'' if times == 1 else f', {times} times'}", flush=True)

@@ -17,7 +17,7 @@ from forked import Forked
 from permissions import unprivileged, unreadable
 
 from megatron.config.method_names import list_processor_values
-from megatron.config.reference import lookup
+from megatron.config.reference import lookup_keys
 from megatron.position.catalog import list_encodings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,11 +208,11 @@ OWN = ("results.md", "metrics.jsonl", "analysis.html", "data/kernels.csv", "runs
 @pytest.fixture(scope="module")
 def mistakes(corpus) -> dict[tuple[str, ...], list]:
     from megatron.checkpoint.trainer_state import TrainerState
-    from megatron.config.load import load
+    from megatron.config.load import load_config
 
     data = f"test_data_paths=[{corpus}/data/fox/test_text_document]"
     checkpoint = corpus / "run" / "checkpoints" / "step_0000004"
-    load([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
+    load_config([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
     TrainerState(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
     (checkpoint / "model.safetensors").touch()  # nobody comes to read it
     (corpus / "own" / "data").mkdir(parents=True)
@@ -392,7 +392,7 @@ def test_keys(tmp_path, inside):
 def test_keys_are_readable_in_80_columns(tmp_path, inside):
     """Each key stands alone in its line, and what is said of it has nearly the whole width."""
     lines = inside("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
-    found = lookup("zero")
+    found = lookup_keys("zero")
     assert [line for line in lines if line and not line.startswith(" ")] == [row[0] for row in found]
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
@@ -443,7 +443,7 @@ def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, m
     def broken(pattern: str) -> None:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr("megatron.config.reference.lookup", broken)
+    monkeypatch.setattr("megatron.config.reference.lookup_keys", broken)
     done = inside("keys", cwd=tmp_path)
     assert done.returncode == 1
     found = re.fullmatch(r"error: ZeroDivisionError: by zero; the traceback is in (\S+)\n", done.stderr)

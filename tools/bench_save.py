@@ -24,8 +24,8 @@ if __name__ == "__main__":
     tell_interrupts_in_a_line()
 
 from megatron.checkpoint import layout  # noqa: E402
-from megatron.config.load import load  # noqa: E402
-from megatron.data.corpus import prepare  # noqa: E402
+from megatron.config.load import load_config  # noqa: E402
+from megatron.data.corpus import prepare_corpus  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.train_state import build_state as prepare_run  # noqa: E402
@@ -46,7 +46,7 @@ def ready(shape: str, corpus: Path, save: Path) -> Trainer:
         "train_iters": 1_000_000, "eval_interval": 0, "log_interval": 1_000_000, "keep_last_n_checkpoints": 1,
         "train_data_paths": f"[{corpus / 'train_text_document'}]", "device": "cpu", "save": str(save),
     }  # fmt: skip
-    config = load([], [f"{key}={value}" for key, value in values.items()]).config
+    config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
     run = prepare_run(config, ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
     return Trainer(run, time.perf_counter())
@@ -54,7 +54,7 @@ def ready(shape: str, corpus: Path, save: Path) -> Trainer:
 
 def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     """Seconds of each kind, one per round or step; the first round warms up."""
-    prepare(CorpusOptions(sources=["python"]), place / "corpus")
+    prepare_corpus(CorpusOptions(sources=["python"]), place / "corpus")
     loop = ready(shape, place / "corpus", place / "run")
     saver = loop.saver
     assert saver is not None

@@ -33,9 +33,9 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from megatron.config.load import load  # noqa: E402
-from megatron.data.corpus import prepare  # noqa: E402
-from megatron.data.datasets import token_stream  # noqa: E402
+from megatron.config.load import load_config  # noqa: E402
+from megatron.data.corpus import prepare_corpus  # noqa: E402
+from megatron.data.datasets import load_token_stream  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.train_state import build_state as prepare_run  # noqa: E402
@@ -69,7 +69,7 @@ def farfield(shape: dict, method: str, corpus: Path) -> Trainer:
     }  # fmt: skip
     if "score_processor" in values:
         values["score_processor_options.width"] = shape["cdape_width"]
-    config = load([], [f"{key}={value}" for key, value in values.items()]).config
+    config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
     run = prepare_run(config, ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
     return Trainer(run, time.perf_counter())
@@ -80,8 +80,8 @@ class Plain:
 
     def __init__(self, shape: dict, method: str, corpus: Path, vocabulary: int) -> None:
         self.shape = shape
-        config = load([], [*MINIMAL, f"train_data_paths=[{corpus / 'train_text_document'}]"]).config
-        self.data = torch.from_numpy(token_stream(config.data, "train").astype("int64"))
+        config = load_config([], [*MINIMAL, f"train_data_paths=[{corpus / 'train_text_document'}]"]).config
+        self.data = torch.from_numpy(load_token_stream(config.data, "train").astype("int64"))
         self.model = PlainGPT(
             shape["layers"], shape["width"], shape["heads"], shape["length"], vocabulary, method, shape["cdape_width"]
         )
@@ -166,7 +166,7 @@ def compare(shapes: list[str], methods: list[str], blocks: int, file: Path | Non
     result = {**stamp(__file__, "cpu"), "records": []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "python"
-        prepare(CorpusOptions(sources=["python"]), corpus)
+        prepare_corpus(CorpusOptions(sources=["python"]), corpus)
         print(f"{'shape':<11} {'method':<11} {'farfield tok/s':>15} {'plain tok/s':>12} {'ratio':>6}   quartiles")
         for shape in shapes:
             for method in methods:

@@ -16,7 +16,7 @@ from megatron.checkpoint.layout import CHECKPOINTS, CONFIG, WEIGHTS, format_chec
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers
 from megatron.config.schema import Config
-from megatron.data.run_tokenizer import keep_tokenizer
+from megatron.data.run_tokenizer import save_tokenizer
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer
 from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
@@ -39,7 +39,7 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Config:
-        return Config.of(
+        return Config.from_flat(
             {
                 "num_layers": LAYERS,
                 "hidden_size": WIDTH,
@@ -111,7 +111,7 @@ def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | Non
     manifest.write_manifest(
         checkpoint, manifest.compute_checksums(checkpoint, [checkpoint / file for file in manifest.MODEL_FILES])
     )
-    keep_tokenizer(tokenizer, folder)
+    save_tokenizer(tokenizer, folder)
     return folder
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config.load import merge
-from megatron.config.yaml_files import Document, read_yaml
+from megatron.config.load import merge_documents
+from megatron.config.yaml_files import YamlDocument, read_yaml
 from megatron.utils.errors import UserError
 from tools.arguments import Parser
 
@@ -48,7 +48,7 @@ def load_file(path: Path) -> list[str]:
             others["data_path"] = "data"
         if document.values.get("finetune") and not document.values.get("load"):
             others["load"] = "run"  # a finetuning is told on the command line what to begin with
-        merge([Document("others", others, {}), document])
+        merge_documents([YamlDocument("others", others, {}), document])
     except UserError as error:
         return [line.removeprefix(f"{path}:") for line in str(error).splitlines()]
     return []

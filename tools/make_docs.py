@@ -22,7 +22,7 @@ import matplotlib.image  # noqa: E402
 from megatron.config import reference  # noqa: E402
 
 PAGES: dict[Path, Callable[[], str]] = {
-    reference.PAGE: reference.markdown,
+    reference.REFERENCE_PAGE: reference.build_reference,
     make_positions.PAGE: make_positions.markdown,
     make_parallel.PAGE: make_parallel.markdown,
 }

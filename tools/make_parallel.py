@@ -6,8 +6,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.load import load
-from megatron.config.ranks import mesh_sizes
+from megatron.config.load import load_config
+from megatron.config.ranks import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.training.resolve_run import resolve_run
@@ -27,13 +27,13 @@ GPT2_VOCABULARY = 50257
 
 def estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
     """The numbers of GPUs that the layout divides, with what each of them needs."""
-    config = load([model, METHOD, overlay, "local_setup"]).config
+    config = load_config([model, METHOD, overlay, "local_setup"]).config
     for gpus in COUNTS:
         try:
             settled = resolve_run(config, LocalHardware(num_gpus=gpus, num_cores=gpus)).config
         except UserError:
             continue
-        yield gpus, estimate_memory(settled, mesh_sizes(settled, gpus), GPT2_VOCABULARY)
+        yield gpus, estimate_memory(settled, resolve_mesh_shape(settled, gpus), GPT2_VOCABULARY)
 
 
 def table() -> str:

@@ -28,9 +28,9 @@ from position_panels import (
 from torch import nn
 
 from megatron.config import neox
-from megatron.config.reference import default_of, table, type_of
-from megatron.config.schema import keys
-from megatron.config.settings import show
+from megatron.config.reference import describe_default, describe_type, format_table
+from megatron.config.schema import list_config_keys
+from megatron.config.settings import format_value
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.token_range import ALL_HEADS, TokenRange
@@ -211,7 +211,7 @@ def _introduction(encodings: list[dict[str, Any]], processors: list[dict[str, An
 encoding works with every processor. `./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the
 distance; H is the number of heads, d their dimension, D the hidden size and T the length of the sequence.
 
-{table(headings, rows)}
+{format_table(headings, rows)}
 - **hooks:** where the method acts; [the attention contract](#the-attention-contract) names the five places.
 - **parameters:** learned numbers of one set, for all layers or for each
   (see [below](#one-set-of-parameters-or-one-per-layer)).
@@ -220,12 +220,15 @@ distance; H is the number of heads, d their dimension, D the hidden size and T t
 
 A score processor takes the scores S and biases B of all heads and computes new ones from them.
 
-{table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}"""
+{format_table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}"""
 
 
 def _options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
     found = method.options()
-    return [[f"`{name}`", show(default), type_of(found[name].annotation)] for name, default in defaults.items()]
+    return [
+        [f"`{name}`", format_value(default), describe_type(found[name].annotation)]
+        for name, default in defaults.items()
+    ]
 
 
 def _processors_options(processors: list[dict[str, Any]]) -> str:
@@ -237,13 +240,16 @@ def _processors_options(processors: list[dict[str, Any]]) -> str:
             if f"`{record['name']}`" not in rows[name][1]:
                 rows[name][1] += f", `{record['name']}`"
     headings = ["option", "of", "default", "values", "meaning"]
-    return f"## Options of the processors\n\nIn `score_processor_options`.\n\n{table(headings, list(rows.values()))}"
+    return (
+        f"## Options of the processors\n\nIn "
+        f"`score_processor_options`.\n\n{format_table(headings, list(rows.values()))}"
+    )
 
 
 def _windows(encodings: list[dict[str, Any]]) -> str:
-    known = keys()
+    known = list_config_keys()
     rows = [
-        [f"`{key.name}`", default_of(key), type_of(key.field.annotation), key.doc]
+        [f"`{key.name}`", describe_default(key), describe_type(key.field.annotation), key.doc]
         for key in (known[("attention_window",)], known[("randomized_positions",)])
     ]
     deaf = " and ".join(
@@ -257,7 +263,7 @@ def _windows(encodings: list[dict[str, Any]]) -> str:
 A window combines with every method. Randomized positions combine with all but {deaf}: these are told no
 positions, so there is nothing to draw, and asking for it is an error.
 
-{table(["key", "default", "values", "meaning"], rows)}
+{format_table(["key", "default", "values", "meaning"], rows)}
 **A window** of w keys is a bias of 0 for n < w and of −∞ beyond. It has no weights, so finetuning may choose
 another, and `./deepy.py evaluate RUN --window w` reads a run within one that it was not trained with. A window is what
 a method has to beat past the training length: attention within a window extrapolates (Exploring Transformer
@@ -278,14 +284,14 @@ than a table of absolute positions has rows.
 
 def _names() -> str:
     rows = []
-    for name, alias in neox.POSITIONS.items():
+    for name, alias in neox.POSITION_ALIASES.items():
         options = ", ".join(f"`{key}: {value}`" for key, value in alias.options.items())
         rows.append(
             [
                 f"`{name}`",
                 _link(alias.encoding) + (f" with {options}" if options else ""),
                 _link(alias.processor) if alias.processor else "",
-                "" if alias.per_layer is None else show(alias.per_layer),
+                "" if alias.per_layer is None else format_value(alias.per_layer),
             ]
         )
     options = [
@@ -296,7 +302,7 @@ def _names() -> str:
                 for use in rule.uses
             ),
         ]
-        for rule in neox.OPTIONS
+        for rule in neox.METHOD_OPTION_ALIASES
     ]
     headings = ["their `pos_emb`", "`pos_emb`", "`score_processor`", "`pos_emb_per_layer`"]
     return f"""\
@@ -305,8 +311,8 @@ def _names() -> str:
 The configuration files of these projects load as they are. A name that is not listed is the same here. An empty
 cell says that the name leaves the key to the file and its default.
 
-{table(headings, rows)}
-{table(["their key", "option"], options)}"""
+{format_table(headings, rows)}
+{format_table(["their key", "option"], options)}"""
 
 
 def _summary(method: type[Any]) -> str:

@@ -85,7 +85,7 @@ class Case:
     def config(self) -> Config:
         """Its configuration; what data there are is up to whoever runs it."""
         layout = self.layout
-        return Config.of(
+        return Config.from_flat(
             {
                 "num_layers": LAYERS,
                 "hidden_size": WIDTH,

@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 
-from megatron.data.batches import Batch, batches  # noqa: E402
+from megatron.data.batches import Batch, build_dataloader  # noqa: E402
 from megatron.distributed import rng  # noqa: E402
 from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.distributed.process_groups import ProcessGroups, init_distributed  # noqa: E402
@@ -49,7 +49,7 @@ def trained(case: Case, groups: ProcessGroups) -> dict[str, Any]:
     engine = Engine(config, model, groups)
     engine.model.train()
     data = Sequences(case.steps)
-    order = batches(data, micro_batch=1, mesh=groups.mesh)
+    order = build_dataloader(data, micro_batch_size=1, mesh=groups.mesh)
     steps = config.training.gradient_accumulation_steps
 
     def over_all(share: torch.Tensor) -> float:
@@ -66,7 +66,7 @@ def trained(case: Case, groups: ProcessGroups) -> dict[str, Any]:
         engine.step(1e-2)
         norms.append(float(engine.grad_norm))
     engine.model.eval()
-    order = batches(data, micro_batch=1, mesh=groups.mesh)
+    order = build_dataloader(data, micro_batch_size=1, mesh=groups.mesh)
     valid = over_all(engine.evaluate_loss([next(order) for _ in range(steps)])) / float(data.masks[:BATCH].sum())
     engine.close()
     return {"losses": losses, "norms": norms, "valid": valid, "parameters": parameters, "flops": flops}

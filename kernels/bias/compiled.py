@@ -17,23 +17,25 @@ TYPED = ("out_ptr", "dout_ptr")
 """Pointers to the compute type; the others are to float32."""
 
 
-def configurations() -> Iterator[Configuration]:
+def list_configurations() -> Iterator[Configuration]:
     """Every kernel in both types; FIRE's for each padded number of heads and of hidden units."""
     fwd, bwd = configs.TOEPLITZ_FWD, configs.TOEPLITZ_BWD
     for kind in TYPES:
-        yield _one(f"toeplitz_fwd {kind}", _toeplitz_fwd_kernel, kind, fwd, {"SATURATE": False, **fwd.blocks})
-        yield _one(f"toeplitz_bwd {kind}", _toeplitz_bwd_kernel, kind, bwd, {"factor_ptr": None, **bwd.blocks})
+        yield _configuration(f"toeplitz_fwd {kind}", _toeplitz_fwd_kernel, kind, fwd, {"SATURATE": False, **fwd.blocks})
+        yield _configuration(
+            f"toeplitz_bwd {kind}", _toeplitz_bwd_kernel, kind, bwd, {"factor_ptr": None, **bwd.blocks}
+        )
         for heads in HEADS:
             constants = configs.fire_fwd_constants(configs.FIRE_FWD, heads)
-            yield _one(f"fire_fwd H={heads} {kind}", _fire_fwd_kernel, kind, configs.FIRE_FWD, constants)
+            yield _configuration(f"fire_fwd H={heads} {kind}", _fire_fwd_kernel, kind, configs.FIRE_FWD, constants)
             for width in WIDTHS:
                 constants = configs.fire_bwd_constants(configs.FIRE_BWD, heads, width)
                 name = f"fire_bwd H={heads} W={width} {kind}"
-                yield _one(name, _fire_bwd_kernel, kind, configs.FIRE_BWD, constants)
-    yield _one("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
+                yield _configuration(name, _fire_bwd_kernel, kind, configs.FIRE_BWD, constants)
+    yield _configuration("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
 
 
-def _one(name: str, kernel: Any, kind: str, tile: Tile, constants: dict[str, Any]) -> Configuration:
+def _configuration(name: str, kernel: Any, kind: str, tile: Tile, constants: dict[str, Any]) -> Configuration:
     float32 = [argument for argument in kernel.arg_names if argument not in TYPED]
     return Configuration(
         name=name,

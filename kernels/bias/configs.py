@@ -16,13 +16,13 @@ FIRE_PRODUCTS = 64 * 32 * 32
 """Columns · heads · hidden units of a step, at most: many heads or units take fewer columns, to stay in registers."""
 INTERPRETED_BLOCK = 16
 """The largest of them in the interpreter, so that short sequences in tests have several tiles."""
-PARTS = 512
+MAX_PARTS = 512
 """Programs wanted for sums: rows are split until there are as many."""
 MAX_HEADS = 64
 MAX_WIDTH = 64
 
 
-def on(arch: int | None, tile: Tile) -> Tile:
+def launch_options(arch: int | None, tile: Tile) -> Tile:
     """A tile for compute capability `arch`, or for the interpreter (None)."""
     if arch is not None:
         return tile
@@ -40,8 +40,8 @@ def fire_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
     return {"BLOCK_N": min(tile.block_n, FIRE_PRODUCTS // (block_h * block_w)), "BLOCK_H": block_h, "BLOCK_W": block_w}
 
 
-def parts(programs: int, rows: int) -> tuple[int, int]:
+def split_rows(programs: int, rows: int) -> tuple[int, int]:
     """(S, rows per part): how rows are split among programs of which there are `programs` per part."""
-    count = min(max(-(-PARTS // programs), 1), -(-rows // 64))
+    count = min(max(-(-MAX_PARTS // programs), 1), -(-rows // 64))
     each = -(-rows // count)
     return -(-rows // each), each

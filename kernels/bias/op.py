@@ -107,12 +107,12 @@ def _check_sizes(rows: int, columns: int, offset: int, dtype: torch.dtype) -> No
         raise ValueError(f"dtype {dtype}; choose from float16, bfloat16, float32")
 
 
-def _diagonal_sums(grad: Tensor, factor: Tensor | None, size: int, offset: int) -> Tensor:
+def _sum_diagonals(grad: Tensor, factor: Tensor | None, size: int, offset: int) -> Tensor:
     """float32 [H, size]: sums over the diagonals of grad [H, R, C], each row times its factor."""
     heads, rows, columns = grad.shape
-    tile = configs.on(capability(grad), configs.TOEPLITZ_BWD)
+    tile = configs.launch_options(capability(grad), configs.TOEPLITZ_BWD)
     blocks = triton.cdiv(size, tile.block_n)
-    count, each = configs.parts(blocks * heads, rows)
+    count, each = configs.split_rows(blocks * heads, rows)
     partial = torch.empty(count, heads, size, dtype=torch.float32, device=grad.device)
     with on_device_of(grad):
         _toeplitz_bwd_kernel[(blocks, heads, count)](
@@ -126,7 +126,7 @@ def _toeplitz(table: Tensor, rows: int, columns: int, offset: int, dtype: torch.
     table = table.contiguous()
     heads = table.shape[0]
     out = torch.empty(heads, rows, columns, dtype=dtype, device=table.device)
-    tile = configs.on(capability(table), configs.TOEPLITZ_FWD)
+    tile = configs.launch_options(capability(table), configs.TOEPLITZ_FWD)
     largest = torch.finfo(dtype).max
     with on_device_of(table):
         _toeplitz_fwd_kernel[(triton.cdiv(rows, tile.block_m), triton.cdiv(columns, tile.block_n), heads)](
@@ -145,7 +145,7 @@ def _(table: Tensor, rows: int, columns: int, offset: int, dtype: torch.dtype, a
 
 @torch.library.custom_op("farfield::toeplitz_bias_backward", mutates_args=())
 def _toeplitz_backward(grad: Tensor, size: int, offset: int) -> Tensor:
-    return _diagonal_sums(grad.contiguous(), None, size, offset)
+    return _sum_diagonals(grad.contiguous(), None, size, offset)
 
 
 @_toeplitz_backward.register_fake
@@ -180,7 +180,7 @@ def _fire(
     u, z, w1, b1, w2, b2 = (x.contiguous() for x in (u, z, w1, b1, w2, b2))
     (heads, width), rows = w2.shape, z.shape[0]
     out = torch.empty(heads, rows, columns, dtype=dtype, device=u.device)
-    tile = configs.on(capability(u), configs.FIRE_FWD)
+    tile = configs.launch_options(capability(u), configs.FIRE_FWD)
     with on_device_of(u):
         _fire_fwd_kernel[(rows, triton.cdiv(columns, tile.block_n))](
             *(u, z, w1, b1, w2, b2, out, heads, rows, columns, width, offset, above),
@@ -213,21 +213,21 @@ def _fire_backward(
     grad, u, z, w1, b1, w2 = (x.contiguous() for x in (grad, u, z, w1, b1, w2))
     heads, rows, columns = grad.shape
     width = w2.shape[1]
-    groups = min(rows, configs.PARTS)
+    groups = min(rows, configs.MAX_PARTS)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=grad.device)
 
     dx, dz = empty(1, rows, columns), empty(rows)
     sums = (empty(groups, width), empty(groups, width), empty(groups, heads, width), empty(groups, heads))
-    tile = configs.on(capability(grad), configs.FIRE_BWD)
+    tile = configs.launch_options(capability(grad), configs.FIRE_BWD)
     with on_device_of(grad):
         _fire_bwd_kernel[(groups,)](
             *(grad, u, z, w1, b1, w2, dx, dz, *sums, heads, rows, columns, width, offset),
             **configs.fire_bwd_constants(tile, heads, width),
             **tile.options,
         )
-    du = _diagonal_sums(dx, 1 / z, u.shape[0], offset)[0]
+    du = _sum_diagonals(dx, 1 / z, u.shape[0], offset)[0]
     dw1, db1, dw2, db2 = (x.sum(0) for x in sums)
     return du, dz, dw1, db1, dw2, db2
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.biased_attention.forward import LOG2E
-from kernels.biased_attention.tiles import column_ranges, table_tile, visible
+from kernels.biased_attention.tiles import column_ranges, load_table_tile, visible_mask
 from kernels.rows import load_rows, store_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -77,17 +77,17 @@ def _dq_against(
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         scores = products
         if weight_ptr is not None:
-            weight = table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
+            weight = load_table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
             scores = products * weight
         else:
             scores = products * (scale * LOG2E)
         if bias_ptr is not None:
-            scores += table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
+            scores += load_table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
         p = tl.exp2(scores - lse[:, None])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
-            p = tl.where(visible(distance, columns, C, window, HAS_WINDOW), p, 0.0)
+            p = tl.where(visible_mask(distance, columns, C, window, HAS_WINDOW), p, 0.0)
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
             upper, lower = diagonal_sums(ds, BLOCK_M)
@@ -269,16 +269,16 @@ def _dkdv_against(
             scores = tl.dot(k_b, tl.trans(q_b), scores, input_precision=INPUT_PRECISION)
             dp = tl.dot(v_b, tl.trans(do_b), dp, input_precision=INPUT_PRECISION)
         if weight_ptr is not None:
-            weight = table_tile(weight_ptr, offset + r0 - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, True)
+            weight = load_table_tile(weight_ptr, offset + r0 - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, True)
             scores *= weight
         else:
             scores *= scale * LOG2E
         if bias_ptr is not None:
-            scores += table_tile(bias_ptr, offset + r0 - c0, N, LOG2E, BLOCK_M, BLOCK_N, True)
+            scores += load_table_tile(bias_ptr, offset + r0 - c0, N, LOG2E, BLOCK_M, BLOCK_N, True)
         p = tl.exp2(scores - lse[None, :])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[:, None]
-            p = tl.where(visible(offset + rows[None, :] - columns, columns, C, window, HAS_WINDOW), p, 0.0)
+            p = tl.where(visible_mask(offset + rows[None, :] - columns, columns, C, window, HAS_WINDOW), p, 0.0)
         dv_a = tl.dot(p.to(do_a.dtype), do_a, dv_a, input_precision=INPUT_PRECISION)
         if BLOCK_DB:
             dv_b = tl.dot(p.to(do_b.dtype), do_b, dv_b, input_precision=INPUT_PRECISION)

@@ -21,25 +21,27 @@ TABLES = {"plain": (False, False), "bias": (True, False), "bias+weight": (True, 
 FLOAT32 = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dbias_ptr", "dweight_ptr")
 
 
-def configurations() -> Iterator[Configuration]:
+def list_configurations() -> Iterator[Configuration]:
     """bias in all types and with a window; plain and bias + weight, which share the tiles, in bf16."""
     for dim in HEAD_DIMS:
         for kind in TYPES:
-            yield from _kernels("bias", dim, kind, windowed=False)
-        yield from _kernels("bias", dim, "bf16", windowed=True)
-        yield from _kernels("plain", dim, "bf16", windowed=False)
-        yield from _kernels("bias+weight", dim, "bf16", windowed=False)
+            yield from _list_kernels("bias", dim, kind, windowed=False)
+        yield from _list_kernels("bias", dim, "bf16", windowed=True)
+        yield from _list_kernels("plain", dim, "bf16", windowed=False)
+        yield from _list_kernels("bias+weight", dim, "bf16", windowed=False)
 
 
-def _kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterator[Configuration]:
+def _list_kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterator[Configuration]:
     for arch in (80, 90):
-        config = configs.config(arch, TYPES[kind], dim)
+        config = configs.choose_config(arch, TYPES[kind], dim)
         for which, kernel, tile in (
             ("fwd", _fwd_kernel, config.fwd),
             ("bwd_dq", _bwd_dq_kernel, config.bwd_dq),
             ("bwd_dkdv", _bwd_dkdv_kernel, config.bwd_dkdv),
         ):
-            constants = configs.constants(tile, dim, windowed=windowed) | _absent(kernel, *TABLES[tables])
+            constants = configs.tile_constants(tile, dim, windowed=windowed) | _absent_arguments(
+                kernel, *TABLES[tables]
+            )
             yield Configuration(
                 name=f"{which} {tables}{' window' if windowed else ''} d={dim} {kind}",
                 kernel=kernel,
@@ -51,20 +53,20 @@ def _kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterator[Co
             )
 
 
-def passes(arch: int) -> dict[str, list[Launch]]:
+def list_passes(arch: int) -> dict[str, list[Launch]]:
     """The kernels of a forward and backward pass with 12 heads of 64 in bfloat16, with a learned bias and without."""
-    return {name: list(_pass(tables, arch)) for name, tables in (("learned bias", "bias"), ("no bias", "plain"))}
+    return {name: list(_build_pass(tables, arch)) for name, tables in (("learned bias", "bias"), ("no bias", "plain"))}
 
 
-def _pass(tables: str, arch: int) -> Iterator[Launch]:
+def _build_pass(tables: str, arch: int) -> Iterator[Launch]:
     heads, dim = 12, 64
-    for configuration in _kernels(tables, dim, "bf16", windowed=False):
+    for configuration in _list_kernels(tables, dim, "bf16", windowed=False):
         if configuration.arches == (arch,):
             tile = configuration.constexprs["BLOCK_M"] * configuration.constexprs["BLOCK_N"]
             yield Launch(configuration, tile / heads, looped=True)
 
 
-def _absent(kernel: Any, has_bias: bool, has_weight: bool) -> dict[str, None]:
+def _absent_arguments(kernel: Any, has_bias: bool, has_weight: bool) -> dict[str, None]:
     """Pointers of what is not there; the logsumexp has no gradient."""
     names = {"dlse_ptr", *(() if has_bias else ("bias_ptr", "dbias_ptr"))}
     names |= set() if has_weight else {"weight_ptr", "dweight_ptr"}

@@ -50,7 +50,7 @@ PARTIAL_SUMS = 1024
 """Programs that keep partial table gradients [N]; enough to fill a GPU several times, and memory stays linear in N."""
 
 
-def config(arch: int | None, dtype: torch.dtype, head_dim: int) -> Config:
+def choose_config(arch: int | None, dtype: torch.dtype, head_dim: int) -> Config:
     """The tiles for compute capability `arch` (major · 10 + minor), or for the interpreter (None)."""
     if arch is None:
         return INTERPRETED
@@ -59,7 +59,7 @@ def config(arch: int | None, dtype: torch.dtype, head_dim: int) -> Config:
     return HALF[90 if arch >= 90 else 80, 64 if head_dim <= 64 else 96 if head_dim <= 96 else 128]
 
 
-def constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, Any]:
+def tile_constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, Any]:
     """The constants that the op's kernels share."""
     return {
         "HAS_WINDOW": windowed,
@@ -69,12 +69,12 @@ def constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, Any]:
     }
 
 
-def for_rows(tile: Tile, rows: int) -> Tile:
+def fit_tile_to_rows(tile: Tile, rows: int) -> Tile:
     """A tile of the forward pass: a few rows (decoding) do not need the whole of it, of which a dot needs 16."""
     return replace(tile, block_m=padded(min(rows, tile.block_m)))
 
 
-def groups(rows: int, block: int, pairs: int, partial: bool) -> int:
+def count_row_groups(rows: int, block: int, pairs: int, partial: bool) -> int:
     """Programs per head that share the row blocks; with partial sums no more than `PARTIAL_SUMS` programs or so."""
     blocks = -(-rows // block)
     return min(blocks, -(-PARTIAL_SUMS // pairs)) if partial else blocks

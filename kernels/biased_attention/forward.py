@@ -7,7 +7,7 @@ The online softmax is that of FlashAttention-2 (Dao 2023, algorithm 1), in base 
 import triton
 import triton.language as tl
 
-from kernels.biased_attention.tiles import column_ranges, table_tile, visible
+from kernels.biased_attention.tiles import column_ranges, load_table_tile, visible_mask
 from kernels.rows import load_rows, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,15 +45,15 @@ def _attend_to(
             k_b = load_rows(k_ptr, c0, stride_kn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
             scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision=INPUT_PRECISION)
         if weight_ptr is not None:
-            scores *= table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
+            scores *= load_table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
         else:
             scores *= scale * LOG2E
         if bias_ptr is not None:
-            scores += table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
+            scores += load_table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
-            scores = tl.where(visible(distance, columns, C, window, HAS_WINDOW), scores, -float("inf"))
+            scores = tl.where(visible_mask(distance, columns, C, window, HAS_WINDOW), scores, -float("inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         # A row may not have met a visible column yet: −inf − (−inf) would be NaN.
         finite = tl.where(new == -float("inf"), 0.0, new)

@@ -78,13 +78,13 @@ def _checked_forward(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_rows(q, k, v)
-    seen = _check_places(q, k, offset, window)
+    _check_qkv(q, k, v)
+    seen = _check_positions(q, k, offset, window)
     _check_tables(q, bias, weight, seen)
     return _forward(q, k, v, bias, weight, offset, window, q.shape[-1] ** -0.5 if scale is None else float(scale))
 
 
-def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, length, head dimension]")
@@ -103,7 +103,7 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most 65535")
 
 
-def _check_places(q: Tensor, k: Tensor, offset: int, window: int | None) -> int:
+def _check_positions(q: Tensor, k: Tensor, offset: int, window: int | None) -> int:
     """How many distances the rows see."""
     if offset < 0:
         raise ValueError(f"offset {offset}; it must not be negative, or rows see no key")
@@ -164,7 +164,7 @@ def _forward(
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight = _contiguous(bias), _contiguous(weight)
     batch, heads, rows, dim = q.shape
-    tile = configs.for_rows(configs.config(arch, q.dtype, dim).fwd, rows)
+    tile = configs.fit_tile_to_rows(configs.choose_config(arch, q.dtype, dim).fwd, rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device_of(q):
@@ -172,7 +172,7 @@ def _forward(
             *(q, k, v, bias, weight, out, lse),
             *_strides(q, k, v),
             *(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0),
-            **configs.constants(tile, dim, windowed=window is not None),
+            **configs.tile_constants(tile, dim, windowed=window is not None),
             **tile.options,
         )
     return out, lse
@@ -206,10 +206,10 @@ def _backward(
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
-    config = configs.config(arch, q.dtype, dim)
+    config = configs.choose_config(arch, q.dtype, dim)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    groups = configs.groups(rows, config.bwd_dq.block_m, batch * heads, bias_wanted or weight_wanted)
+    groups = configs.count_row_groups(rows, config.bwd_dq.block_m, batch * heads, bias_wanted or weight_wanted)
     partial = [
         torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if wanted else None
         for wanted in (bias_wanted, weight_wanted)
@@ -220,13 +220,13 @@ def _backward(
         _bwd_dq_kernel[(groups, batch * heads)](
             *(q, k, v, bias, weight, out, lse, grad, grad_lse, dq, delta, *partial),
             *sizes,
-            **configs.constants(config.bwd_dq, dim, windowed=windowed),
+            **configs.tile_constants(config.bwd_dq, dim, windowed=windowed),
             **config.bwd_dq.options,
         )
         _bwd_dkdv_kernel[(triton.cdiv(columns, config.bwd_dkdv.block_n), batch * heads)](
             *(q, k, v, bias, weight, lse, grad, delta, dk, dv),
             *sizes,
-            **configs.constants(config.bwd_dkdv, dim, windowed=windowed),
+            **configs.tile_constants(config.bwd_dkdv, dim, windowed=windowed),
             **config.bwd_dkdv.options,
         )
     absent = torch.empty(0, dtype=torch.float32, device=q.device)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+def load_table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """factor · table[base + r − c] as [BLOCK_M, BLOCK_N], or transposed; zero outside 0 … N − 1.
 
     A tile needs BLOCK_M + BLOCK_N − 1 entries only. They are loaded once and gathered by r − c through shared memory: a
@@ -28,7 +28,7 @@ def table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def visible(distance, columns, C, window, HAS_WINDOW: tl.constexpr):
+def visible_mask(distance, columns, C, window, HAS_WINDOW: tl.constexpr):
     """Which (row, column) pairs of a tile attend: causal, inside the keys, inside the window."""
     mask = (distance >= 0) & (columns < C)
     if HAS_WINDOW:

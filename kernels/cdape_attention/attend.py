@@ -9,7 +9,7 @@ The softmax is online (Dao 2023, FlashAttention-2, algorithm 1), its maximum and
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.heads import GROUP, is_seen_at_all, joined, products, store_group
+from kernels.cdape_attention.heads import GROUP, head_products, is_visible, join_tiles, store_group
 from kernels.rows import load_rows, store_rows
 
 RUNTIME = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
@@ -17,7 +17,7 @@ RUNTIME = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
 
 
 @triton.jit
-def place_of_program(R, BLOCK_M: tl.constexpr):
+def program_position(R, BLOCK_M: tl.constexpr):
     """The (batch, head) of a program, how many of these there are, and the program's first row."""
     blocks = tl.cdiv(R, BLOCK_M)
     program = tl.program_id(0)
@@ -34,7 +34,7 @@ def column_range(start, R, C, first_row, first_column, window, BLOCK_M: tl.const
 
 
 @triton.jit
-def seen_logits(logits_ptr, row, column, R, C, first_row, first_column, window):
+def load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window):
     """Logits [BLOCK_M, BLOCK_N], −∞ where a row does not see the column.
 
     What it does not see is loaded all the same and dropped: a mask that differs along a row would forbid wide loads.
@@ -67,7 +67,7 @@ def _attend_fwd_kernel(
     INPUT_PRECISION: tl.constexpr,
 ):
     """O = softmax(L)·V."""
-    pair, pairs, start = place_of_program(R, BLOCK_M)
+    pair, pairs, start = program_position(R, BLOCK_M)
     row = start + tl.arange(0, BLOCK_M)
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
@@ -80,7 +80,7 @@ def _attend_fwd_kernel(
     first, last = column_range(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
     for c0 in range(first, last, BLOCK_N):
         column = c0 + tl.arange(0, BLOCK_N)
-        x = seen_logits(logits_ptr, row, column, R, C, first_row, first_column, window)
+        x = load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window)
         higher = tl.maximum(maximum, tl.max(x, 1))
         # A row may not have met a column that it sees: −∞ − (−∞) would be NaN.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -130,7 +130,7 @@ def _attend_sums_kernel(
     It is taken over the row's own products and not as dO·O: where one probability is nearly 1 the difference dP − Σ
     cancels, and the rounding of O to a half type would stay (four to eight times plain PyTorch's error in float16).
     """
-    pair, pairs, start = place_of_program(R, BLOCK_M)
+    pair, pairs, start = program_position(R, BLOCK_M)
     row = start + tl.arange(0, BLOCK_M)
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
@@ -150,7 +150,7 @@ def _attend_sums_kernel(
         if BLOCK_DB:
             v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
-        x = seen_logits(logits_ptr, row, c0 + tl.arange(0, BLOCK_N), R, C, first_row, first_column, window)
+        x = load_visible_logits(logits_ptr, row, c0 + tl.arange(0, BLOCK_N), R, C, first_row, first_column, window)
         found += tl.sum(tl.exp(x - top[:, None]) * dp, 1)
     tl.store(sums_ptr + of_row, found / total, mask=row < R)
 
@@ -183,12 +183,12 @@ def head_gradient(
         share = 1.0 / tl.load(stats_ptr + pairs * R_total + of_row, mask=rows < R, other=1.0)
         mean = tl.load(sums_ptr + of_row, mask=rows < R, other=0.0)
         # fmt: off
-        dp = products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
+        dp = head_products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
                       INPUT_PRECISION)
         # fmt: on
-        x = seen_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window)
+        x = load_visible_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window)
         p = tl.exp(x - top[:, None]) * share[:, None]
-        store_map(p_ptr + map_start, p, rows, columns, R, C)
+        store_map_tile(p_ptr + map_start, p, rows, columns, R, C)
         found = p * (dp - mean[:, None])
     else:
         found = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -196,7 +196,7 @@ def head_gradient(
 
 
 @triton.jit
-def store_map(ptr, tile, rows, columns, R, C):
+def store_map_tile(ptr, tile, rows, columns, R, C):
     """A tile of a map [R, C]."""
     stored = (rows < R)[:, None] & (columns < C)[None, :]
     tl.store(ptr + rows[:, None] * C + columns[None, :], tile.to(ptr.dtype.element_ty), mask=stored)
@@ -236,7 +236,7 @@ def _attend_bwd_kernel(
     pairs = tl.num_programs(2).to(tl.int64) * H
     maps = batch * H * R * C
     p_ptr += maps
-    if is_seen_at_all(row, column, R, first_row, first_column, window, BLOCK_M, BLOCK_N):
+    if is_visible(row, column, R, first_row, first_column, window, BLOCK_M, BLOCK_N):
         of_rows = batch * H * R_total
         pointers = (
             logits_ptr + maps,
@@ -257,9 +257,9 @@ def _attend_bwd_kernel(
                                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
                 # fmt: on
                 tiles += (tile,)  # type: ignore[assignment]
-            store_group(dlogits_ptr, joined(tiles), row, column, R, C, group, CHANNELS, BLOCK_M, BLOCK_N)
+            store_group(dlogits_ptr, join_tiles(tiles), row, column, R, C, group, CHANNELS, BLOCK_M, BLOCK_N)
     else:
         zeros = tl.zeros([BLOCK_M, BLOCK_N], p_ptr.dtype.element_ty)
         rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         for head in range(H):
-            store_map(p_ptr + tl.cast(R, tl.int64) * C * head, zeros, rows, columns, R, C)
+            store_map_tile(p_ptr + tl.cast(R, tl.int64) * C * head, zeros, rows, columns, R, C)

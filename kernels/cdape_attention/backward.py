@@ -12,13 +12,13 @@ import triton.language as tl
 from kernels.cdape_attention.tiles import (
     LARGEST,
     SLOPE,
-    hidden_tile,
-    is_seen,
-    leaky,
-    map_tile,
+    compute_hidden_tile,
+    is_visible_pixel,
+    leaky_relu,
+    load_contribution_tile,
+    load_map_tile,
     saturate,
-    share_tile,
-    shifted,
+    shift_pixels,
 )
 
 RUNTIME = [
@@ -34,7 +34,7 @@ RUNTIME = [
 
 
 @triton.jit
-def through_activation(gradient, hidden, alive, SATURATE: tl.constexpr):
+def activation_backward(gradient, hidden, alive, SATURATE: tl.constexpr):
     """The gradient before LeakyReLU and saturation."""
     gradient = gradient * tl.where(hidden > 0, 1.0, SLOPE)
     if SATURATE:
@@ -63,11 +63,11 @@ def dhidden_tile(
     dhidden = tl.zeros(hidden.shape, tl.float32)
     for tap in tl.static_range(K):
         reach = K // 2 - tap
-        seen = is_seen(row, n - reach, j + reach, R, window)
-        taken = map_tile(dlogits_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
+        seen = is_visible_pixel(row, n - reach, j + reach, R, window)
+        taken = load_map_tile(dlogits_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
         dhidden = tl.dot(taken, weight, dhidden, input_precision=INPUT_PRECISION)
-    return through_activation(dhidden, hidden, alive, SATURATE)
+    return activation_backward(dhidden, hidden, alive, SATURATE)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _mix_bwd_kernel(
         alive = (row < R) & (j >= 0)
         pixels = (row, n, j, alive)
         # fmt: off
-        hidden = hidden_tile(scores_ptr, shares_ptr, w1_ptr, pixels, extent,
+        hidden = compute_hidden_tile(scores_ptr, shares_ptr, w1_ptr, pixels, extent,
                              CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
         dhidden = dhidden_tile(dlogits_ptr, w2_ptr, pixels, hidden, extent,
                                CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
@@ -155,8 +155,8 @@ def _mix_bwd_kernel(
             entry = (batch.to(tl.int64) * R + row) * PADDING + j
             store_channels(dedge_ptr, dhidden, entry, at_edge, D)
 
-        kept = is_seen(row, n, j, R, window) & middle
-        result = map_tile(dlogits_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
+        kept = is_visible_pixel(row, n, j, R, window) & middle
+        result = load_map_tile(dlogits_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
         if HAS_BIAS:
             bias_sum += tl.sum(tl.reshape(result, (BLOCK_M, BLOCK_N, BLOCK_H)), 0)
         narrow = dhidden.to(w1_ptr.dtype.element_ty)
@@ -164,7 +164,7 @@ def _mix_bwd_kernel(
             weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[None, :] * BLOCK_D + width[:, None])
             part = tl.dot(narrow, weight, input_precision=INPUT_PRECISION)
             if tap != PADDING:
-                part = shifted(part, PADDING - tap, PIXELS, BLOCK_H)
+                part = shift_pixels(part, PADDING - tap, PIXELS, BLOCK_H)
             result += part
         place = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
         result = saturate(result, SATURATE).to(dscores_ptr.dtype.element_ty)
@@ -231,20 +231,20 @@ def _mix_bwd_dw_kernel(
         row = row_block * BLOCK_M + pixel // BLOCK_N
         j = first_row + row - n
         alive = (row < R) & (j >= 0)
-        seen = is_seen(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window)
+        seen = is_visible_pixel(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window)
         seen = seen & (channel < K * CHANNELS)[None, :]
         place = maps + ((row * C + j - first_column - PADDING) * CHANNELS)[:, None] + channel[None, :]
         patch = tl.load(scores_ptr + place, mask=seen, other=0.0)
-        hidden = share_tile(shares_ptr, row, n, j, alive, share_count, edge_row, PADDING, D, BLOCK_D)
+        hidden = load_contribution_tile(shares_ptr, row, n, j, alive, share_count, edge_row, PADDING, D, BLOCK_D)
         hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
 
         output = tl.load(dlogits_ptr + place, mask=seen, other=0.0)
         dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
-        dhidden = through_activation(dhidden, hidden, alive, SATURATE)
+        dhidden = activation_backward(dhidden, hidden, alive, SATURATE)
 
         first_sum = tl.dot(tl.trans(patch), dhidden.to(compute), first_sum, input_precision=INPUT_PRECISION)
         hidden = saturate(hidden, SATURATE)
-        active = tl.where(alive[:, None], leaky(hidden), 0.0).to(compute)
+        active = tl.where(alive[:, None], leaky_relu(hidden), 0.0).to(compute)
         second_sum = tl.dot(tl.trans(output), active, second_sum, input_precision=INPUT_PRECISION)
     tl.store(dw_ptr + program * 2 * BLOCK_KC * BLOCK_D + of_weight, first_sum)
     tl.store(dw_ptr + (program * 2 + 1) * BLOCK_KC * BLOCK_D + of_weight, second_sum)

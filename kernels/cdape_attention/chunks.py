@@ -19,14 +19,14 @@ from kernels.cdape_attention.backward import _mix_bwd_dw_kernel, _mix_bwd_kernel
 from kernels.cdape_attention.configs import (
     attend_constants,
     attend_tile,
+    choose_splits,
     heads_constants,
     heads_tile,
     mixer_constants,
     mixer_tile,
-    splits,
 )
 from kernels.cdape_attention.forward import _mix_fwd_kernel
-from kernels.cdape_attention.heads import channels
+from kernels.cdape_attention.heads import padded_channels
 from kernels.cdape_attention.scores import _scores_kernel
 from kernels.launch import Tile
 from kernels.rows import padded
@@ -38,7 +38,7 @@ ALIGNED = 16
 
 
 @dataclass(frozen=True)
-class Problem:
+class CdapeArgs:
     """What stays the same over all chunks."""
 
     shares: Tensor
@@ -113,7 +113,7 @@ class Problem:
 
     def _of_patches(self, weight: Tensor) -> Tensor:
         """A weight [D, H, k]."""
-        count = channels(self.heads)
+        count = padded_channels(self.heads)
         packed = weight.new_zeros(padded(self.size * count), padded(self.width), dtype=self.dtype)
         by_tap = packed[: self.size * count].view(self.size, count, -1)
         by_tap[:, : self.heads, : self.width] = weight.permute(2, 1, 0)
@@ -121,7 +121,7 @@ class Problem:
 
     def from_patches(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients [D, H, k] of both weights out of [2, KC, DP]."""
-        count = channels(self.heads)
+        count = padded_channels(self.heads)
         by_tap = sums[:, : self.size * count].unflatten(1, (self.size, count))
         first, second = by_tap[:, :, : self.heads, : self.width].permute(0, 3, 2, 1)
         return first, second.flip(2)
@@ -142,13 +142,13 @@ class Chunk:
     def rows(self) -> int:
         return self.last - self.first
 
-    def of_rows(self, x: Tensor) -> Tensor:
+    def slice_rows(self, x: Tensor) -> Tensor:
         return x[:, :, self.first : self.last]
 
-    def of_columns(self, x: Tensor) -> Tensor:
+    def slice_columns(self, x: Tensor) -> Tensor:
         return x[:, :, self.left : self.right]
 
-    def extent(self, problem: Problem) -> dict[str, int]:
+    def extent(self, problem: CdapeArgs) -> dict[str, int]:
         """Runtime arguments that say what a row sees, the same for all kernels."""
         return {
             "R": self.rows,
@@ -158,13 +158,13 @@ class Chunk:
             "window": problem.window,
         }
 
-    def mixer_extent(self, problem: Problem) -> dict[str, int]:
+    def mixer_extent(self, problem: CdapeArgs) -> dict[str, int]:
         """Runtime arguments that all mixer kernels share."""
         shares = {"share_count": problem.offset + problem.rows + problem.padding, "edge_row": self.first}
         return self.extent(problem) | shares
 
 
-def chunks(problem: Problem, size: int) -> Iterator[Chunk]:
+def iter_chunks(problem: CdapeArgs, size: int) -> Iterator[Chunk]:
     for first in range(0, problem.rows, size):
         last = min(first + size, problem.rows)
         position = problem.offset + first
@@ -173,7 +173,7 @@ def chunks(problem: Problem, size: int) -> Iterator[Chunk]:
 
 
 @dataclass(frozen=True)
-class Maps:
+class ChunkMaps:
     """The maps of one chunk: its workspace. What the mixer reads has its heads last, [B, R, C, channels] (`heads.py`);
     what matrix products and the softmax read has them first, [B, H, R, C].
 
@@ -198,14 +198,14 @@ class Maps:
         return self.probabilities
 
 
-def scores_of(problem: Problem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
+def compute_scores(problem: CdapeArgs, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     """S of a chunk, heads last, in the compute type; what a row does not see is left as it was."""
     batch, heads, columns, dim = k.shape
     tile = heads_tile(chunk.rows, dim, problem.dtype)
     width = chunk.right - chunk.left
-    scores = torch.empty(batch, chunk.rows, width, channels(heads), dtype=k.dtype, device=k.device)
-    _scores_kernel[tiles_of_heads(chunk, tile, batch)](
-        *(chunk.of_rows(scaled), chunk.of_columns(k), scores),
+    scores = torch.empty(batch, chunk.rows, width, padded_channels(heads), dtype=k.dtype, device=k.device)
+    _scores_kernel[head_tile_grid(chunk, tile, batch)](
+        *(chunk.slice_rows(scaled), chunk.slice_columns(k), scores),
         **chunk.extent(problem),
         R_total=problem.rows,
         C_total=columns,
@@ -215,12 +215,12 @@ def scores_of(problem: Problem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tens
     return scores
 
 
-def tiles_of_heads(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
+def head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
     """The grid of a kernel whose programs take a tile of all heads."""
     return triton.cdiv(chunk.right - chunk.left, tile.block_n), triton.cdiv(chunk.rows, tile.block_m), batch
 
 
-def logits_of(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
+def compute_logits(problem: CdapeArgs, chunk: Chunk, scores: Tensor) -> Tensor:
     """Logits of a chunk, float32 [B, H, R, C]; what a row does not see is left as it was."""
     batch, rows, columns, _ = scores.shape
     logits = torch.empty(batch, problem.heads, rows, columns, dtype=torch.float32, device=scores.device)
@@ -238,7 +238,7 @@ def logits_of(problem: Problem, chunk: Chunk, scores: Tensor) -> Tensor:
     return logits
 
 
-def attend_launch(kernel: str, problem: Problem, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+def softmax_launch(kernel: str, problem: CdapeArgs, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """Grid, and arguments that the attend kernels share."""
     batch, heads, columns, dim = v.shape
     tile = attend_tile(kernel, chunk.rows, problem.dtype)
@@ -252,23 +252,23 @@ def attend_launch(kernel: str, problem: Problem, chunk: Chunk, v: Tensor) -> tup
     return (triton.cdiv(chunk.rows, tile.block_m) * batch * heads,), options
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, size: int) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: CdapeArgs, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """Output [B, H, R, d], and the softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
     batch, heads, rows = q.shape[:3]
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=q.device)
     scaled = q * scale
-    for chunk in chunks(problem, size):
-        logits = logits_of(problem, chunk, scores_of(problem, chunk, scaled, k))
-        grid, options = attend_launch("attend_fwd", problem, chunk, v)
+    for chunk in iter_chunks(problem, size):
+        logits = compute_logits(problem, chunk, compute_scores(problem, chunk, scaled, k))
+        grid, options = softmax_launch("attend_fwd", problem, chunk, v)
         _attend_fwd_kernel[grid](
-            logits, chunk.of_columns(v), chunk.of_rows(output), stats[..., chunk.first :], **options
+            logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :], **options
         )
     return output, stats
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradientSums:
     """Gradients that chunks add to, float32."""
 
     k: Tensor
@@ -281,39 +281,45 @@ class Sums:
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, problem: Problem, scale: float, size: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, problem: CdapeArgs, scale: float, size: int
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, shares, bias, w1 and w2; the sums over chunks are float32."""
     shapes = (k, v, problem.shares, problem.bias, problem.w1, problem.w1)
-    sums = Sums(*(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in shapes))
+    sums = GradientSums(*(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in shapes))
     scaled, dq = q * scale, torch.empty_like(q)
-    for chunk in chunks(problem, size):
-        maps = _maps(problem, chunk, scaled, k)
+    for chunk in iter_chunks(problem, size):
+        maps = _compute_maps(problem, chunk, scaled, k)
         softmax_backward(problem, chunk, maps, v, dout, stats)
-        chunk.of_columns(sums.v).add_(torch.matmul(maps.probabilities.transpose(-1, -2), chunk.of_rows(dout)))
+        chunk.slice_columns(sums.v).add_(torch.matmul(maps.probabilities.transpose(-1, -2), chunk.slice_rows(dout)))
         _weights_backward(problem, chunk, maps, sums)
         _mixer_backward(problem, chunk, maps, sums)  # dS over P
-        chunk.of_rows(dq).copy_(torch.matmul(maps.dscores, chunk.of_columns(k)).mul_(scale))
-        chunk.of_columns(sums.k).add_(torch.matmul(maps.dscores.transpose(-1, -2), chunk.of_rows(scaled)))
+        chunk.slice_rows(dq).copy_(torch.matmul(maps.dscores, chunk.slice_columns(k)).mul_(scale))
+        chunk.slice_columns(sums.k).add_(torch.matmul(maps.dscores.transpose(-1, -2), chunk.slice_rows(scaled)))
     return dq, sums.k.to(k.dtype), sums.v.to(v.dtype), sums.shares, sums.bias, sums.w1, sums.w2.transpose(0, 1)
 
 
-def _maps(problem: Problem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Maps:
+def _compute_maps(problem: CdapeArgs, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
     """Scores and logits, and room for the rest."""
-    scores = scores_of(problem, chunk, scaled, k)
-    logits = logits_of(problem, chunk, scores)
-    return Maps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
+    scores = compute_scores(problem, chunk, scaled, k)
+    logits = compute_logits(problem, chunk, scores)
+    return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
 
 
-def softmax_backward(problem: Problem, chunk: Chunk, maps: Maps, v: Tensor, dout: Tensor, stats: Tensor) -> None:
+def softmax_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor) -> None:
     """P and dL."""
     batch, heads, columns, dim = v.shape
     sums = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)
-    given = maps.logits, chunk.of_columns(v), chunk.of_rows(dout), stats[..., chunk.first :], sums[..., chunk.first :]
-    grid, options = attend_launch("attend_sums", problem, chunk, v)
+    given = (
+        maps.logits,
+        chunk.slice_columns(v),
+        chunk.slice_rows(dout),
+        stats[..., chunk.first :],
+        sums[..., chunk.first :],
+    )
+    grid, options = softmax_launch("attend_sums", problem, chunk, v)
     _attend_sums_kernel[grid](*given, **options)
     tile = heads_tile(chunk.rows, dim, problem.dtype)
-    _attend_bwd_kernel[tiles_of_heads(chunk, tile, batch)](
+    _attend_bwd_kernel[head_tile_grid(chunk, tile, batch)](
         *(*given, maps.probabilities, maps.dlogits),
         **chunk.extent(problem),
         R_total=problem.rows,
@@ -323,14 +329,14 @@ def softmax_backward(problem: Problem, chunk: Chunk, maps: Maps, v: Tensor, dout
     )
 
 
-def _mixer_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) -> None:
+def _mixer_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
     padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
     kept = tile.block_n - 2 * padding
     reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
     blocks, row_blocks = triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.block_m)
-    parts = splits(blocks, batch, row_blocks)
+    parts = choose_splits(blocks, batch, row_blocks)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
     dshares = torch.empty(batch * parts, blocks * kept + padding, problem.width, **float32)
     dbias = torch.empty(batch * parts, blocks * kept if has_bias else 0, problem.heads, **float32)
@@ -354,13 +360,13 @@ def _mixer_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) -> N
         sums.bias[:, :covered] += dbias.sum(0)[:covered].T
 
 
-def _weights_backward(problem: Problem, chunk: Chunk, maps: Maps, sums: Sums) -> None:
+def _weights_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
     """Adds the chunk's part to the gradients of the weights."""
     padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
     blocks, row_blocks = triton.cdiv(reach, tile.block_n), triton.cdiv(chunk.rows, tile.block_m)
-    parts = splits(blocks, batch, row_blocks)
+    parts = choose_splits(blocks, batch, row_blocks)
     w1, w2 = problem.patch_weights
     partial = torch.empty(batch * parts * blocks, 2, *w1.shape, dtype=torch.float32, device=maps.scores.device)
     _mix_bwd_dw_kernel[(blocks, parts, batch)](

@@ -42,7 +42,7 @@ FLOAT32 = (
 )
 
 
-def _mixer(name: str, heads: int, width: int, size: int, kind: str, rows: int) -> Configuration:
+def _mixer_configuration(name: str, heads: int, width: int, size: int, kind: str, rows: int) -> Configuration:
     kernel, dtype = MIXER[name], TYPES[kind]
     tile = mixer_tile(name, heads, width, size, rows, dtype)
     constants = mixer_constants(name, heads, width, size, dtype, tile, has_bias=True)
@@ -57,7 +57,7 @@ def _mixer(name: str, heads: int, width: int, size: int, kind: str, rows: int) -
     )
 
 
-def _attend(name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
+def _softmax_configuration(name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
     """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
     kernel: Any = ATTEND[name]
     tile = attend_tile(name, rows, TYPES[kind])
@@ -73,7 +73,7 @@ def _attend(name: str, dim: int, kind: str, rows: int, odd: bool = False) -> Con
     )
 
 
-def _all_heads(name: str, heads: int, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
+def _heads_configuration(name: str, heads: int, dim: int, kind: str, rows: int, odd: bool = False) -> Configuration:
     """`odd` as above."""
     kernel: Any = ALL_HEADS[name]
     tile = heads_tile(rows, dim, TYPES[kind])
@@ -88,51 +88,60 @@ def _all_heads(name: str, heads: int, dim: int, kind: str, rows: int, odd: bool 
     )
 
 
-def configurations() -> Iterator[Configuration]:
+def list_configurations() -> Iterator[Configuration]:
     """Every kernel at every shape in bfloat16, and at one shape in the other types."""
     for heads, width, size in SHAPES:
         kinds = ("bf16", "fp16", "fp32") if (heads, width, size) == (12, 32, 3) else ("bf16",)
         for kind in kinds:
             for name in MIXER:
-                yield _mixer(name, heads, width, size, kind, ROWS)
+                yield _mixer_configuration(name, heads, width, size, kind, ROWS)
     for heads in (12, 32):
-        yield _mixer("mix_fwd", heads, 32, 3, "bf16", DECODED)
+        yield _mixer_configuration("mix_fwd", heads, 32, 3, "bf16", DECODED)
     for dim in HEAD_DIMS:
         for kind in TYPES if dim == 64 else ("bf16",):
             for name in ATTEND:
-                yield _attend(name, dim, kind, ROWS)
+                yield _softmax_configuration(name, dim, kind, ROWS)
         for name in ATTEND:
-            yield _attend(name, dim, "bf16", ROWS, odd=True)
+            yield _softmax_configuration(name, dim, "bf16", ROWS, odd=True)
     for heads, dim in ((4, 32), (12, 64), (16, 64), (32, 80), (16, 128)):
         for kind in TYPES if (heads, dim) == (12, 64) else ("bf16",):
             for name in ALL_HEADS:
-                yield _all_heads(name, heads, dim, kind, ROWS)
-    yield _attend("attend_fwd", 64, "bf16", DECODED)
-    yield _all_heads("scores", 12, 64, "bf16", DECODED)
-    yield _all_heads("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
+                yield _heads_configuration(name, heads, dim, kind, ROWS)
+    yield _softmax_configuration("attend_fwd", 64, "bf16", DECODED)
+    yield _heads_configuration("scores", 12, 64, "bf16", DECODED)
+    yield _heads_configuration("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
 
 
-def passes(arch: int) -> dict[str, list[Launch]]:
+def list_passes(arch: int) -> dict[str, list[Launch]]:
     """The kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16.
 
     Their tiles are the same for each architecture.
     """
-    return {"CDAPE": list(_pass())}
+    return {"CDAPE": list(_build_pass())}
 
 
-def _pass() -> Iterator[Launch]:
+def _build_pass() -> Iterator[Launch]:
     heads, width, size, dim, kind = 12, 32, 3, 64, "bf16"
     every = mixer_tile("mix_bwd_dw", heads, width, size, ROWS, TYPES[kind])
     of_heads = heads_tile(ROWS, dim, TYPES[kind])
     tiles = {name: mixer_tile(name, heads, width, size, ROWS, TYPES[kind]) for name in ("mix_fwd", "mix_bwd")}
     kept = {name: tile.block_m * (tile.block_n - 2 * (size // 2)) for name, tile in tiles.items()}
     yield Launch(
-        _all_heads("scores", heads, dim, kind, ROWS), of_heads.block_m * of_heads.block_n, looped=False, times=2
+        _heads_configuration("scores", heads, dim, kind, ROWS),
+        of_heads.block_m * of_heads.block_n,
+        looped=False,
+        times=2,
     )
-    yield Launch(_mixer("mix_fwd", heads, width, size, kind, ROWS), kept["mix_fwd"], looped=False, times=2)
+    yield Launch(
+        _mixer_configuration("mix_fwd", heads, width, size, kind, ROWS), kept["mix_fwd"], looped=False, times=2
+    )
     for name in ATTEND:
         tile = attend_tile(name, ROWS, TYPES[kind])
-        yield Launch(_attend(name, dim, kind, ROWS), tile.block_m * tile.block_n / heads, looped=True)
-    yield Launch(_all_heads("attend_bwd", heads, dim, kind, ROWS), of_heads.block_m * of_heads.block_n, looped=False)
-    yield Launch(_mixer("mix_bwd_dw", heads, width, size, kind, ROWS), every.block_m * every.block_n, looped=True)
-    yield Launch(_mixer("mix_bwd", heads, width, size, kind, ROWS), kept["mix_bwd"], looped=True)
+        yield Launch(_softmax_configuration(name, dim, kind, ROWS), tile.block_m * tile.block_n / heads, looped=True)
+    yield Launch(
+        _heads_configuration("attend_bwd", heads, dim, kind, ROWS), of_heads.block_m * of_heads.block_n, looped=False
+    )
+    yield Launch(
+        _mixer_configuration("mix_bwd_dw", heads, width, size, kind, ROWS), every.block_m * every.block_n, looped=True
+    )
+    yield Launch(_mixer_configuration("mix_bwd", heads, width, size, kind, ROWS), kept["mix_bwd"], looped=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.cdape_attention.heads import channels
+from kernels.cdape_attention.heads import padded_channels
 from kernels.launch import INPUT_PRECISION, Tile
 from kernels.rows import head_dim_constants, padded
 from kernels.runtime import Machine
@@ -34,7 +34,7 @@ def mixer_tile(kernel: str, heads: int, width: int, size: int, rows: int, dtype:
         chosen = Tile(2 if wide and size > 3 else 4, distances, 4, STAGES)
     elif kernel == "mix_bwd":
         chosen = Tile(1, distances, 4, STAGES)
-    elif padded(channels(heads) * size) * padded(width) > 2048:
+    elif padded(padded_channels(heads) * size) * padded(width) > 2048:
         chosen = Tile(1, distances // 2, 8, STAGES)
     else:
         chosen = Tile(2, distances // 2, 4, STAGES)
@@ -82,7 +82,7 @@ def mixer_constants(
     """The constants of a mixer kernel."""
     constants = {
         "H": heads,
-        "CHANNELS": channels(heads),
+        "CHANNELS": padded_channels(heads),
         "D": width,
         "K": size,
         "BLOCK_D": padded(width),
@@ -91,7 +91,7 @@ def mixer_constants(
         "INPUT_PRECISION": INPUT_PRECISION,
     }
     if kernel == "mix_bwd_dw":
-        return constants | {"BLOCK_KC": padded(size * channels(heads))}
+        return constants | {"BLOCK_KC": padded(size * padded_channels(heads))}
     return constants | {"BLOCK_H": padded(heads), "HAS_BIAS": has_bias}
 
 
@@ -102,12 +102,12 @@ def attend_constants(dim: int, tile: Tile) -> dict[str, Any]:
 
 def heads_constants(heads: int, dim: int, tile: Tile) -> dict[str, Any]:
     """The constants of a kernel whose programs take all heads of a tile."""
-    return {"H": heads, "CHANNELS": channels(heads), **attend_constants(dim, tile)}
+    return {"H": heads, "CHANNELS": padded_channels(heads), **attend_constants(dim, tile)}
 
 
-WORKSPACE_SHARE = 1 / 12
+WORKSPACE_FRACTION = 1 / 12
 """Of a device's memory: what a chunk's maps take at most."""
-LEAST_ROWS, USUAL_ROWS, MOST_ROWS = 16, 256, 2048
+MIN_ROWS, DEFAULT_ROWS, MAX_ROWS = 16, 256, 2048
 """Of a chunk."""
 
 
@@ -116,25 +116,25 @@ def map_bytes(heads: int, dtype: torch.dtype) -> int:
 
     S, P and dL are in the compute type, L in float32; S and dL have channels that fill up their groups.
     """
-    return 2 * channels(heads) * dtype.itemsize + heads * (dtype.itemsize + 4)
+    return 2 * padded_channels(heads) * dtype.itemsize + heads * (dtype.itemsize + 4)
 
 
-def most_rows(heads: int, columns: int) -> int:
+def max_chunk_rows(heads: int, columns: int) -> int:
     """Of a chunk: places in a map with its heads last are 32 bits."""
-    return ((1 << 31) - 1) // (channels(heads) * columns)
+    return ((1 << 31) - 1) // (padded_channels(heads) * columns)
 
 
-def chunk_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, machine: Machine) -> int:
+def choose_chunk_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, machine: Machine) -> int:
     """Query rows per chunk.
 
     So many that the softmax, which has a program for a head's block of rows, keeps the processors busy, and fewer where
     the maps would be large, so that memory stays linear in C.
     """
-    chunk, block = USUAL_ROWS, attend_tile("attend_fwd", USUAL_ROWS, dtype).block_m
-    while chunk < MOST_ROWS and batch * heads * (chunk // block) < machine.processors:
+    chunk, block = DEFAULT_ROWS, attend_tile("attend_fwd", DEFAULT_ROWS, dtype).block_m
+    while chunk < MAX_ROWS and batch * heads * (chunk // block) < machine.processors:
         chunk *= 2
-    room = int(machine.memory * WORKSPACE_SHARE) // (batch * columns * map_bytes(heads, dtype))
-    while chunk > LEAST_ROWS and chunk > min(room, most_rows(heads, columns)):
+    room = int(machine.memory * WORKSPACE_FRACTION) // (batch * columns * map_bytes(heads, dtype))
+    while chunk > MIN_ROWS and chunk > min(room, max_chunk_rows(heads, columns)):
         chunk //= 2
     return max(min(chunk, rows), 1)
 
@@ -143,6 +143,6 @@ SPREAD = 1024
 """Programs that the backward kernels aim at, by splitting the rows where there are few distances."""
 
 
-def splits(blocks: int, batch: int, row_blocks: int) -> int:
+def choose_splits(blocks: int, batch: int, row_blocks: int) -> int:
     """Into how many parts the rows are split: by shape alone, so that sums keep their order from run to run."""
     return max(1, min(row_blocks, SPREAD // max(blocks * batch, 1)))

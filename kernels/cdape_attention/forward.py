@@ -7,7 +7,14 @@ p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`. Tiles as in `tiles.py`.
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.tiles import hidden_tile, is_seen, leaky, map_tile, saturate, shifted
+from kernels.cdape_attention.tiles import (
+    compute_hidden_tile,
+    is_visible_pixel,
+    leaky_relu,
+    load_map_tile,
+    saturate,
+    shift_pixels,
+)
 
 RUNTIME = ["R", "C", "first_row", "first_column", "share_count", "edge_row", "bias_count", "window"]
 
@@ -58,11 +65,11 @@ def _mix_fwd_kernel(
     scores_ptr += batch.to(tl.int64) * R * C * CHANNELS
     extent = (R, C, first_column, share_count, edge_row, window)
     # fmt: off
-    hidden = hidden_tile(scores_ptr, shares_ptr, w1_ptr, (row, n, j, alive), extent,
+    hidden = compute_hidden_tile(scores_ptr, shares_ptr, w1_ptr, (row, n, j, alive), extent,
                          CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
     # fmt: on
     hidden = saturate(hidden, SATURATE)
-    active = tl.where(alive[:, None], leaky(hidden), 0.0).to(w2_ptr.dtype.element_ty)
+    active = tl.where(alive[:, None], leaky_relu(hidden), 0.0).to(w2_ptr.dtype.element_ty)
 
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     processed = tl.zeros((PIXELS, BLOCK_H), tl.float32) + tl.load(b2_ptr + head)[None, :]
@@ -70,12 +77,12 @@ def _mix_fwd_kernel(
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[:, None] * BLOCK_H + head[None, :])
         part = tl.dot(active, weight, input_precision=INPUT_PRECISION)
         if tap != PADDING:
-            part = shifted(part, tap - PADDING, PIXELS, BLOCK_H)
+            part = shift_pixels(part, tap - PADDING, PIXELS, BLOCK_H)
         processed += part
     result = saturate(processed, SATURATE)
 
-    kept = is_seen(row, n, j, R, window) & (m >= PADDING) & (m < BLOCK_N - PADDING)
-    result += map_tile(scores_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
+    kept = is_visible_pixel(row, n, j, R, window) & (m >= PADDING) & (m < BLOCK_N - PADDING)
+    result += load_map_tile(scores_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
     stored = kept[:, None] & (head < H)[None, :]
     channel = head.to(tl.int64)
     if HAS_BIAS:

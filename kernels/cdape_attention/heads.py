@@ -14,13 +14,13 @@ GROUP = tl.constexpr(8)
 """Heads that are stored together."""
 
 
-def channels(heads: int) -> int:
+def padded_channels(heads: int) -> int:
     """Of a map: the heads, and what fills up their last group, which is zero."""
     return -(-heads // GROUP.value) * GROUP.value
 
 
 @triton.jit
-def joined(tiles):
+def join_tiles(tiles):
     """Eight tiles [BLOCK_M, BLOCK_N] as one, [BLOCK_M, BLOCK_N, 8]."""
     even = tl.join(tl.join(tiles[0], tiles[4]), tl.join(tiles[2], tiles[6]))
     odd = tl.join(tl.join(tiles[1], tiles[5]), tl.join(tiles[3], tiles[7]))
@@ -28,7 +28,7 @@ def joined(tiles):
 
 
 @triton.jit
-def products(
+def head_products(
     a_ptr,
     b_ptr,
     row,
@@ -75,7 +75,7 @@ def store_group(
 
 
 @triton.jit
-def is_seen_at_all(row, column, R, first_row, first_column, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def is_visible(row, column, R, first_row, first_column, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Does any of BLOCK_M rows see any of BLOCK_N columns, both counted from the chunk's first?"""
     position = first_row - first_column + row
     last = position + tl.minimum(BLOCK_M, R - row) - 1

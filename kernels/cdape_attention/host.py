@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from kernels.cdape_attention.shapes import check
-from kernels.cdape_attention.tables import shares as make_shares
-from kernels.host import CannotCompile, library
+from kernels.cdape_attention.shapes import check_shapes
+from kernels.cdape_attention.tables import bias_contributions as make_shares
+from kernels.host import CompileError, build_library
 
 NATIVE = Path(__file__).parent / "native"
-MOST_TAPS = 15
+MAX_KERNEL_SIZE = 15
 """Of a kernel: with more, tiles of native/problem.h would keep little of what they compute, and from 25 on nothing."""
 UNBOUNDED = 1 << 40
 """The window where there is none."""
-MOST_THREADS = 64
+MAX_THREADS = 64
 """Of a call; native/threads.h has room for 256."""
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 """Parts of a sequence that have gradients of keys and values of their own."""
-LARGEST_UNIT, LEAST_UNIT = 64, 8
+MAX_BLOCK_ROWS, MIN_BLOCK_ROWS = 64, 8
 """Query rows of a unit of work."""
 
 
@@ -48,24 +48,37 @@ class _Problem(ctypes.Structure):
 
 
 @cache
-def unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Why the C code cannot run here, or None."""
     try:
-        _library()
-    except CannotCompile as error:
+        _load_library()
+    except CompileError as error:
         return str(error)
     return None
 
 
-def _library() -> ctypes.CDLL:
-    return declared(library(NATIVE))
+def _load_library() -> ctypes.CDLL:
+    return set_signatures(build_library(NATIVE))
 
 
-def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, its functions' types told."""
-    found.cdape_lanes.restype = found.cdape_margin.restype = ctypes.c_long
-    found.cdape_margin.argtypes = [ctypes.c_long]
-    return found
+def set_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Give the library's functions their types, and compare its struct with `_Problem`.
+
+    Raises:
+        RuntimeError: a field lies elsewhere in C than here, so that a call would read and write other memory.
+    """
+    library.cdape_lanes.restype = library.cdape_margin.restype = ctypes.c_long
+    library.cdape_margin.argtypes = [ctypes.c_long]
+    library.cdape_problem_size.restype = library.cdape_field_offset.restype = ctypes.c_long
+    library.cdape_field_offset.argtypes = [ctypes.c_char_p]
+    for name, *_ in _Problem._fields_:
+        offset, expected = library.cdape_field_offset(name.encode()), getattr(_Problem, name).offset
+        if offset != expected:
+            found = "there is none" if offset < 0 else f"it lies at {offset}"
+            raise RuntimeError(f"host.py has {name} of Problem at byte {expected}, in native/problem.h {found}")
+    if (size := library.cdape_problem_size()) != ctypes.sizeof(_Problem):
+        raise RuntimeError(f"Problem has {ctypes.sizeof(_Problem)} bytes in host.py, {size} in native/problem.h")
+    return library
 
 
 def cdape_attention(
@@ -88,13 +101,13 @@ def cdape_attention(
     Arguments, result and errors as in `op.cdape_attention`, but float32 alone, any head dimension and width, and at
     most MOST_TAPS taps.
     """
-    check(q, k, v, bias, w1, b1, w2, b2, offset, window)
+    check_shapes(q, k, v, bias, w1, b1, w2, b2, offset, window)
     given = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, x in given.items():
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be float32 on a CPU")
-    if w1.shape[-1] > MOST_TAPS:
-        raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MOST_TAPS}")
+    if w1.shape[-1] > MAX_KERNEL_SIZE:
+        raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MAX_KERNEL_SIZE}")
     heads, rows = q.shape[1:3]
     table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
     residual = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
@@ -138,17 +151,17 @@ class _Call:
         offset: int,
         window: int | None,
     ) -> None:
-        self.library = _library()
+        self.library = _load_library()
         self.batch, self.heads, self.rows, self.dim = q.shape
         self.width, _, self.taps = w1.shape
         self.reach, self.count = self.taps // 2, offset + self.rows
         self.lanes = self.library.cdape_lanes()
         self.margin = self.library.cdape_margin(self.taps)
         self.wide_dim, self.wide_width = (-(-n // self.lanes) * self.lanes for n in (self.dim, self.width))
-        self.threads = min(torch.get_num_threads(), MOST_THREADS)
+        self.threads = min(torch.get_num_threads(), MAX_THREADS)
         # Units are so small that there are some for each thread.
-        self.unit = LARGEST_UNIT
-        while self.unit > LEAST_UNIT and self.batch * -(-self.rows // self.unit) < 4 * self.threads:
+        self.unit = MAX_BLOCK_ROWS
+        while self.unit > MIN_BLOCK_ROWS and self.batch * -(-self.rows // self.unit) < 4 * self.threads:
             self.unit //= 2
         self.has_bias = residual.shape[1] > 0
         distances = shares[: self.reach + self.count]
@@ -236,11 +249,11 @@ class _Call:
 
     def _splits(self) -> int:
         """The least number of parts of a sequence that gives all threads as much to do, or nearly."""
-        for splits in range(1, MOST_SPLITS):
+        for splits in range(1, MAX_SPLITS):
             parts = self.batch * splits
             if parts % self.threads == 0 or parts >= 8 * self.threads:
                 return splits
-        return MOST_SPLITS
+        return MAX_SPLITS
 
     def _run(self, function: Callable[[Any], Any], made: dict[str, Tensor], **more: int) -> None:
         problem = _Problem(**self.extent, **more)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention import chunks
-from kernels.cdape_attention.configs import LEAST_ROWS, chunk_rows, most_rows
+from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
 from kernels.cdape_attention.reference import at_least_float32
-from kernels.cdape_attention.shapes import check
-from kernels.cdape_attention.tables import shares as make_shares
+from kernels.cdape_attention.shapes import check_shapes
+from kernels.cdape_attention.tables import bias_contributions as make_shares
 from kernels.rows import MAX_HEAD_DIM
 from kernels.runtime import DTYPES, capability, machine_of, on_device_of
 
-WIDEST = 64
+MAX_PROCESSOR_WIDTH = 64
 """Widths beyond would need other tiles."""
 
 
@@ -62,7 +62,7 @@ def cdape_attention(
         ValueError: shapes, types or options that do not fit.
         RuntimeError: a kernel cannot run where the tensors are (on a CPU without Triton's interpreter).
     """
-    check(q, k, v, bias, w1, b1, w2, b2, offset, window)
+    check_shapes(q, k, v, bias, w1, b1, w2, b2, offset, window)
     _check_limits(q, k, v, w1, offset, chunk)
     batch, heads, rows, dim = q.shape
     table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
@@ -79,7 +79,9 @@ def cdape_attention(
         offset,
         chunks.UNBOUNDED if window is None else min(window, chunks.UNBOUNDED),
         dim**-0.5 if scale is None else scale,
-        chunk_rows(batch, heads, rows, offset + rows, q.dtype, machine_of(q)) if chunk is None else min(chunk, rows),
+        choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, machine_of(q))
+        if chunk is None
+        else min(chunk, rows),
     )[0]
 
 
@@ -92,21 +94,21 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
     rows, dim = q.shape[2:]
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
-    if w1.shape[0] > WIDEST:
-        raise ValueError(f"w1 is {list(w1.shape)}; D must be from 1 to {WIDEST}")
+    if w1.shape[0] > MAX_PROCESSOR_WIDTH:
+        raise ValueError(f"w1 is {list(w1.shape)}; D must be from 1 to {MAX_PROCESSOR_WIDTH}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
-    most = most_rows(q.shape[1], offset + rows)
-    if most < LEAST_ROWS:
+    most = max_chunk_rows(q.shape[1], offset + rows)
+    if most < MIN_ROWS:
         raise ValueError(f"{offset + rows} columns; with {q.shape[1]} heads there must be fewer")
     if chunk is not None and min(chunk, rows) > most:
         raise ValueError(f"chunk is {chunk}; it must be at most {most} with {offset + rows} columns")
 
 
-def _problem(
+def _build_args(
     shares: Tensor, residual: Tensor, w1: Tensor, w2: Tensor, b2: Tensor, q: Tensor, offset: int, window: int
-) -> chunks.Problem:
-    return chunks.Problem(
+) -> chunks.CdapeArgs:
+    return chunks.CdapeArgs(
         shares=at_least_float32(shares).contiguous(),
         bias=residual.contiguous(),
         w1=w1,
@@ -139,7 +141,7 @@ def _attention(
     `shares` is from tables.shares, `residual` float32 [H, N or 0], `w1` [D, H, k] the scores' half, `w2` [H, D, k].
     """
     capability(q)  # raises where no kernel can run
-    problem = _problem(shares, residual, w1, w2, b2, q, offset, window)
+    problem = _build_args(shares, residual, w1, w2, b2, q, offset, window)
     with on_device_of(q):
         return chunks.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
 
@@ -168,7 +170,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, shares, residual, w1 and w2."""
     capability(q)  # raises where no kernel can run
-    problem = _problem(shares, residual, w1, w2, b2, q, offset, window)
+    problem = _build_args(shares, residual, w1, w2, b2, q, offset, window)
     with on_device_of(q):
         dq, dk, dv, dshares, dresidual, dw1, dw2 = chunks.backward(
             dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), stats, problem, scale, chunk

@@ -6,7 +6,7 @@ B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimen
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.heads import GROUP, is_seen_at_all, joined, products, store_group
+from kernels.cdape_attention.heads import GROUP, head_products, is_visible, join_tiles, store_group
 
 RUNTIME = ["R", "C", "first_row", "first_column", "window", "R_total", "C_total"]
 
@@ -33,7 +33,7 @@ def head_scores(
         q_ptr += tl.cast(R_total, tl.int64) * (HEAD * HEAD_DIM)
         k_ptr += tl.cast(C_total, tl.int64) * (HEAD * HEAD_DIM)
         # fmt: off
-        found = products(q_ptr, k_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
+        found = head_products(q_ptr, k_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
                          INPUT_PRECISION)
         # fmt: on
     else:
@@ -64,7 +64,7 @@ def _scores_kernel(
 ):
     """One program: BLOCK_M rows by BLOCK_N columns of all heads. Grid: columns, rows, batch."""
     column, row, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M, tl.program_id(2).to(tl.int64)
-    if not is_seen_at_all(row, column, R, first_row, first_column, window, BLOCK_M, BLOCK_N):
+    if not is_visible(row, column, R, first_row, first_column, window, BLOCK_M, BLOCK_N):
         return
     q_ptr += batch * H * R_total * HEAD_DIM
     k_ptr += batch * H * C_total * HEAD_DIM
@@ -78,4 +78,4 @@ def _scores_kernel(
                                HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
             # fmt: on
             tiles += (tile,)  # type: ignore[assignment]
-        store_group(scores_ptr, joined(tiles), row, column, R, C, group, CHANNELS, BLOCK_M, BLOCK_N)
+        store_group(scores_ptr, join_tiles(tiles), row, column, R, C, group, CHANNELS, BLOCK_M, BLOCK_N)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def check(
+def check_shapes(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from kernels.cdape_attention.reference import at_least_float32, saturated
 
 
-def seen_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def visible_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """The table [H, count] as Conv1 sees it: zero beyond the window, finite in the compute type."""
     bias = saturated(at_least_float32(bias[:, :count]), dtype)
     if window is not None and window < count:
@@ -22,7 +22,7 @@ def seen_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype)
     return bias
 
 
-def repeated(b1: Tensor, count: int) -> Tensor:
+def repeat_bias(b1: Tensor, count: int) -> Tensor:
     """The constant [D] as [count, D].
 
     Its gradient is summed in float64: thousands of terms nearly cancel, since a shift of all hidden values moves all
@@ -31,7 +31,7 @@ def repeated(b1: Tensor, count: int) -> Tensor:
     return b1.double().expand(count, -1).to(b1.dtype)
 
 
-def neighbourhoods(table: Tensor, size: int) -> Tensor:
+def unfold_neighbourhoods(table: Tensor, size: int) -> Tensor:
     """What the taps of Conv1 see of a table [H, N] at distances −p − 1 … N − 1: [p + N + 1, H, k], zero off the table.
 
     The last tap comes first: it stands furthest right, at the least distance.
@@ -39,7 +39,7 @@ def neighbourhoods(table: Tensor, size: int) -> Tensor:
     return F.pad(table, (size, size // 2)).unfold(1, size, 1).transpose(0, 1).contiguous()
 
 
-def product(seen: Tensor, weight: Tensor) -> Tensor:
+def multiply_neighbourhoods(seen: Tensor, weight: Tensor) -> Tensor:
     """Σ over heads and taps: [·, H, k] with a weight [D, H, k] gives [·, D].
 
     A product of matrices is deterministic on every device, unlike a convolution's backward pass.
@@ -47,7 +47,7 @@ def product(seen: Tensor, weight: Tensor) -> Tensor:
     return seen.flatten(1) @ weight.flatten(1).T
 
 
-def share_at_left_edge(seen: Tensor, weight: Tensor, rows: int, offset: int) -> list[Tensor]:
+def left_edge_contribution(seen: Tensor, weight: Tensor, rows: int, offset: int) -> list[Tensor]:
     """For each column j < p, the bias half of Conv1 at rows offset …, without the taps left of column 0: [R, D].
 
     Args:
@@ -59,11 +59,11 @@ def share_at_left_edge(seen: Tensor, weight: Tensor, rows: int, offset: int) -> 
     for column in range(padding):
         first = offset + padding + 1 - column
         there = F.pad(weight[:, :, : padding + column + 1], (0, padding - column))
-        columns.append(product(seen[first : first + rows], there))
+        columns.append(multiply_neighbourhoods(seen[first : first + rows], there))
     return columns
 
 
-def shares(
+def bias_contributions(
     bias: Tensor | None, w1: Tensor, b1: Tensor, rows: int, offset: int, window: int | None, dtype: torch.dtype
 ) -> Tensor:
     """U and E in one array [p + N + R·p, D] for the kernels, N = offset + R; float32 (float64 for float64 inputs).
@@ -76,13 +76,13 @@ def shares(
         dtype: the compute type, which decides what saturates.
     """
     count, padding = offset + rows, w1.shape[-1] // 2
-    constant = repeated(at_least_float32(b1), padding + count + rows * padding)
+    constant = repeat_bias(at_least_float32(b1), padding + count + rows * padding)
     if bias is None:
         return constant
-    table = seen_table(bias, count, window, dtype)
+    table = visible_table(bias, count, window, dtype)
     weight = at_least_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype).flip(-1)
-    seen = neighbourhoods(table, weight.shape[-1])
-    found = [product(seen[1:], weight)]
+    seen = unfold_neighbourhoods(table, weight.shape[-1])
+    found = [multiply_neighbourhoods(seen[1:], weight)]
     if padding:
-        found.append(torch.stack(share_at_left_edge(seen, weight, rows, offset), dim=1).flatten(0, 1))
+        found.append(torch.stack(left_edge_contribution(seen, weight, rows, offset), dim=1).flatten(0, 1))
     return torch.cat(found) + constant

@@ -25,26 +25,26 @@ def saturate(x, SATURATE: tl.constexpr):
 
 
 @triton.jit
-def leaky(x):
+def leaky_relu(x):
     """LeakyReLU, for a slope below 1."""
     return tl.maximum(x, x * SLOPE)
 
 
 @triton.jit
-def shifted(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
+def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
     """x [PIXELS, BLOCK_H] read `by` pixels further on. What crosses a row's end lands in the halo, not kept."""
     pixel = tl.minimum(tl.maximum(tl.arange(0, PIXELS) + by, 0), PIXELS - 1)
     return tl.gather(x, tl.broadcast_to(pixel[:, None], (PIXELS, BLOCK_H)), 0)
 
 
 @triton.jit
-def is_seen(row, n, j, R, window):
+def is_visible_pixel(row, n, j, R, window):
     """May the row see the column: within the chunk, the triangle, the window and the sequence."""
     return (row < R) & (n >= 0) & (n < window) & (j >= 0)
 
 
 @triton.jit
-def map_tile(map_ptr, row, j, seen, C, first_column, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
+def load_map_tile(map_ptr, row, j, seen, C, first_column, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
     """Entries (row, j) of a map [R, C, CHANNELS] as [PIXELS, BLOCK_H], zero where not seen."""
     channel = tl.arange(0, BLOCK_H)
     place = (row * C + j - first_column) * CHANNELS
@@ -55,7 +55,7 @@ def map_tile(map_ptr, row, j, seen, C, first_column, CHANNELS: tl.constexpr, BLO
 
 
 @triton.jit
-def share_tile(
+def load_contribution_tile(
     shares_ptr, row, n, j, alive, share_count, edge_row, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Conv1's bias half and constant as [PIXELS, BLOCK_D]: by distance, by row and column at the left edge."""
@@ -66,7 +66,7 @@ def share_tile(
 
 
 @triton.jit
-def hidden_tile(
+def compute_hidden_tile(
     scores_ptr,
     shares_ptr,
     w1_ptr,
@@ -83,11 +83,11 @@ def hidden_tile(
     row, n, j, alive = pixels
     R, C, first_column, share_count, edge_row, window = extent
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    hidden = share_tile(shares_ptr, row, n, j, alive, share_count, edge_row, K // 2, D, BLOCK_D)
+    hidden = load_contribution_tile(shares_ptr, row, n, j, alive, share_count, edge_row, K // 2, D, BLOCK_D)
     for tap in tl.static_range(K):
         reach = tap - K // 2
-        seen = is_seen(row, n - reach, j + reach, R, window)
-        taken = map_tile(scores_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
+        seen = is_visible_pixel(row, n - reach, j + reach, R, window)
+        taken = load_map_tile(scores_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
         weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[:, None] * BLOCK_D + width[None, :])
         hidden = tl.dot(taken, weight, hidden, input_precision=INPUT_PRECISION)
     return hidden

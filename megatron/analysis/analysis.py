@@ -44,7 +44,7 @@ class LayerEncoding:
 
 
 @dataclass(frozen=True)
-class Looked:
+class AnalysisContext:
     """A model that is looked at, and what it is given to read."""
 
     name: str
@@ -65,23 +65,23 @@ class Looked:
     """To be told which share of a long analysis is done."""
 
     @property
-    def trained(self) -> GPT:
+    def train_length(self) -> GPT:
         """The model. Raises NotApplicable if there is none."""
         if self.model is None:
             raise NotApplicable("It is a configuration that was not trained.")
         return self.model
 
     @property
-    def readable(self) -> Mapping[int, Sequence[np.ndarray]]:
+    def select_readable_windows(self) -> Mapping[int, Sequence[np.ndarray]]:
         """The windows that it has positions for. Raises NotApplicable if there are none."""
-        most = self.trained.max_length
+        most = self.train_length.max_length
         found = {length: windows for length, windows in self.windows.items() if most is None or length <= most}
         if not found:
             raise NotApplicable(f"Its positions end at {most:,}, before the shortest length.")
         return found
 
     @property
-    def layers(self) -> list[int]:
+    def select_layers(self) -> list[int]:
         """Layers whose maps are drawn."""
         count = self.config.model.num_layers
         if self.options.layers is not None:
@@ -89,7 +89,7 @@ class Looked:
         return sorted({0, count // 2, count - 1})
 
     @property
-    def heads(self) -> list[int]:
+    def select_heads(self) -> list[int]:
         """Heads whose maps are drawn."""
         count = self.config.model.num_attention_heads
         if self.options.heads is not None:
@@ -98,7 +98,7 @@ class Looked:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Figure:
     """A PNG in two widths."""
 
     alt: str
@@ -116,7 +116,7 @@ class Table:
     """Shown when it is clicked on, under its caption."""
 
 
-Block = str | Picture | Table
+Block = str | Figure | Table
 """What stands on the page; a string is a paragraph."""
 
 
@@ -131,20 +131,20 @@ class Analysis:
     data: ClassVar[Literal["csv", "json"]] = "csv"
     """How its data are written; JSON where a row has lists."""
 
-    def measure(self, looked: Looked) -> Any:
+    def measure(self, context: AnalysisContext) -> Any:
         """What is found of one model. Raises NotApplicable."""
         raise NotImplementedError
 
-    def show(self, found: Mapping[str, Any], names: Sequence[str]) -> list[Block]:
+    def render_blocks(self, results: Mapping[str, Any], names: Sequence[str]) -> list[Block]:
         """The page's part.
 
         Args:
-            found: what was found of each model by name; there is at least one.
+            results: what was found of each model by name; there is at least one.
             names: of all models on the page, so that each has one colour in all pictures.
         """
         raise NotImplementedError
 
-    def rows(self, found: Any) -> Iterable[Mapping[str, object]]:
+    def list_rows(self, result: Any) -> Iterable[Mapping[str, object]]:
         """What was found of one model, as rows of the analysis' file."""
         raise NotImplementedError
 
@@ -152,29 +152,29 @@ class Analysis:
 FOLDERS = ("from_bias", "from_text")
 
 
-def names(*folders: str) -> list[str]:
+def list_analysis_names(*folders: str) -> list[str]:
     """Names of the analyses in some of the folders, or all, without importing any."""
     here = Path(__file__).parent
     paths = [path for folder in folders or FOLDERS for path in (here / folder).glob("*.py")]
     return sorted(path.stem for path in paths if path.stem != "__init__")
 
 
-def is_data(path: Path) -> bool:
-    """Is a file one that `Findings` wrote: rows that begin with the method's name?"""
+def is_data_file(path: Path) -> bool:
+    """Is a file one that `AnalysisResults` wrote: rows that begin with the method's name?"""
     return path.is_file() and path.read_bytes()[:16].startswith((b"method,", b'[\n{"method":', b"[\n]\n"))
 
 
-def reads(name: str) -> bool:
+def needs_text(name: str) -> bool:
     """Does this analysis let trained models read something?"""
-    return name in names("from_text")
+    return name in list_analysis_names("from_text")
 
 
 @cache
-def analyses() -> dict[str, Analysis]:
+def load_analyses() -> dict[str, Analysis]:
     """All analyses by name, in the order of the page."""
     found: dict[str, Analysis] = {}
     for folder in FOLDERS:
-        for name in names(folder):
+        for name in list_analysis_names(folder):
             module = importlib.import_module(f"megatron.analysis.{folder}.{name}")
             classes = [
                 each
@@ -189,5 +189,5 @@ def analyses() -> dict[str, Analysis]:
 def check_names(only: Sequence[str] | None) -> None:
     """Raises UserError for a name that no analysis has."""
     for name in only or ():
-        if name not in names():
-            raise UserError(f"--only: there is no analysis {name!r}; {format_choices(name, names())}")
+        if name not in list_analysis_names():
+            raise UserError(f"--only: there is no analysis {name!r}; {format_choices(name, list_analysis_names())}")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.observe import block_size, from_row, read
+from megatron.analysis.observe import choose_block_size, run_forward, slice_from_row
 from megatron.analysis.receptive_field import TIE
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_logits, precompute_terms
@@ -25,7 +25,7 @@ from megatron.model.gpt import GPT
 
 
 @dataclass(frozen=True)
-class Mass:
+class AttentionMass:
     """Mean attention by distance."""
 
     shares: Tensor
@@ -34,11 +34,11 @@ class Mass:
     """So many were averaged."""
 
     @property
-    def beyond(self) -> Tensor:
+    def mass_beyond(self) -> Tensor:
         """float64 [layers, H]: the mean share of all keys further away."""
         return (1 - self.shares.sum(-1)).clamp(min=0)
 
-    def field(self, layer: int, head: int, share: float) -> int | None:
+    def receptive_field(self, layer: int, head: int, share: float) -> int | None:
         """n_emp(ε) of the mean shares; None if the last m keys do not hold as much."""
         sums = self.shares[layer, head].cumsum(0)
         enough = sums > (1 - share) * (1 + TIE)
@@ -46,9 +46,9 @@ class Mass:
 
 
 @torch.no_grad()
-def attention_mass(
+def measure_attention_mass(
     model: GPT, windows: Sequence[np.ndarray], progress: Callable[[float], None] = lambda share: None
-) -> Mass:
+) -> AttentionMass:
     """Mean attention by distance while a model reads windows of one length.
 
     Args:
@@ -65,22 +65,22 @@ def attention_mass(
 
     def see(layer: int, rows: AttentionInputs) -> None:
         nonlocal seen
-        late = from_row(rows, near - 1)
+        late = slice_from_row(rows, near - 1)
         done = 0
         # The largest block first: see `compute_attention_in_blocks`.
-        for block in reversed(list(iter_row_blocks(precompute_terms(late), block_size(late)))):
+        for block in reversed(list(iter_row_blocks(precompute_terms(late), choose_block_size(late)))):
             attention = torch.softmax(compute_logits(block), dim=-1)
-            sums[layer] += by_distance(attention, block, near).sum(dim=(0, 2), dtype=torch.float64).cpu()
+            sums[layer] += group_by_distance(attention, block, near).sum(dim=(0, 2), dtype=torch.float64).cpu()
             done += block.query.length
             progress((seen + done / late.query.length) / all_)
         seen += 1
 
     for window in windows:
-        read(model, window, see)
-    return Mass(sums / (queries * len(windows)), queries * len(windows))
+        run_forward(model, window, see)
+    return AttentionMass(sums / (queries * len(windows)), queries * len(windows))
 
 
-def by_distance(values: Tensor, block: AttentionInputs, count: int) -> Tensor:
+def group_by_distance(values: Tensor, block: AttentionInputs, count: int) -> Tensor:
     """Values [B, H, R, C] over keys as values [B, H, R, count] over the distances 0 … count − 1 in places, zero where
     the block does not hold the key."""
     columns = block.query.indices(values.device)[:, None] - torch.arange(count, device=values.device)

@@ -16,17 +16,17 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 @torch.no_grad()
-def in_double(encoding: Encoding) -> Encoding:
+def to_float64(encoding: Encoding) -> Encoding:
     """A copy on the CPU whose parameters are float64."""
     return deepcopy(encoding).cpu().double()
 
 
 @torch.no_grad()
-def terms_at(encoding: Encoding, distances: Tensor, row: int | None = None) -> ScoreTerms:
+def compute_terms(encoding: Encoding, distances: Tensor, row: int | None = None) -> ScoreTerms:
     """Bias and weight at distances, float64 [H, N]; None where the encoding has none.
 
     Args:
-        encoding: `in_double`.
+        encoding: `to_float64`.
         distances: float64 [N], whole numbers.
         row: the query's position i, for an encoding whose bias depends on it; its distances are 0 … i in that order,
             and `distances` is not read.
@@ -42,7 +42,7 @@ def terms_at(encoding: Encoding, distances: Tensor, row: int | None = None) -> S
     return ScoreTerms(*(None if term is None else term[:, 0].flip(-1) for term in found))
 
 
-def bias_over_distance(encoding: Encoding, count: int) -> Tensor:
+def compute_bias_by_distance(encoding: Encoding, count: int) -> Tensor:
     """The bias at the distances 0 … count − 1, float64 [H, count]: zero where the encoding has none.
 
     Where it depends on the query's position, it is that of the query at position count − 1.
@@ -51,11 +51,11 @@ def bias_over_distance(encoding: Encoding, count: int) -> Tensor:
         encoding: as the model has it.
     """
     distances = torch.arange(count, dtype=torch.float64)
-    bias = terms_at(in_double(encoding), distances, row=count - 1).bias
+    bias = compute_terms(to_float64(encoding), distances, row=count - 1).bias
     return torch.zeros(encoding.dims.num_heads, count, dtype=torch.float64) if bias is None else bias
 
 
-def windowed(bias: Tensor, window: int | None) -> Tensor:
+def mask_window(bias: Tensor, window: int | None) -> Tensor:
     """A bias [H, N] of −∞ where a window hides the key."""
     if window is None or window >= bias.shape[-1]:
         return bias

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.analysis.analysis import LayerEncoding, Looked, names, reads
-from megatron.analysis.request import Request
+from megatron.analysis.analysis import AnalysisContext, LayerEncoding, list_analysis_names, needs_text
+from megatron.analysis.request import AnalysisRequest
 from megatron.model.device_dtype import resolve_device, resolve_dtype
 from megatron.utils.progress import WorkItem
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AnalysisJob:
     """A model that is about to be looked at."""
 
     name: str
@@ -29,51 +29,54 @@ class Candidate:
     """None for a configuration that was not trained."""
 
 
-def candidates_of(asked: Request) -> list[Candidate]:
+def build_jobs(request: AnalysisRequest) -> list[AnalysisJob]:
     """The runs, then the configurations, with names that tell them apart."""
     seen: set[str] = set()
     found = []
-    for name, other, config, checkpoint in _named(asked):
+    for name, other, config, checkpoint in _assign_names(request):
         unique = name if name not in seen else f"{name} [{other}]"  # seeds share a name elsewhere
         seen.add(unique)
         trained = checkpoint is not None
-        work = sum(work_of(analysis, asked, trained) for analysis in asked.options.only or names())
+        work = sum(
+            estimate_relative_cost(analysis, request, trained)
+            for analysis in request.options.only or list_analysis_names()
+        )
         job = WorkItem(unique, "analyze" if trained else "analyze, untrained", work)
-        found.append(Candidate(unique, job, config, checkpoint))
+        found.append(AnalysisJob(unique, job, config, checkpoint))
     return found
 
 
-def _named(asked: Request) -> Iterator[tuple[str, str, Config, Path | None]]:
+def _assign_names(asked: AnalysisRequest) -> Iterator[tuple[str, str, Config, Path | None]]:
     """Of each model its method's name, what else it is called by, its configuration and its checkpoint."""
-    from megatron.evaluation.names import distinct_names, method_name
+    from megatron.evaluation.names import assign_distinct_names, format_method_name
 
     window = asked.options.window
-    trained = distinct_names([run.config for run in asked.runs], [run.name for run in asked.runs], window)
+    trained = assign_distinct_names([run.config for run in asked.runs], [run.name for run in asked.runs], window)
     for name, run in zip(trained, asked.runs, strict=True):
         yield name, run.name, run.config, run.checkpoint
     for text, config in asked.untrained:
-        yield f"{method_name(config.position, window)} (untrained)", text, config, None
+        yield f"{format_method_name(config.position, window)} (untrained)", text, config, None
 
 
-def work_of(analysis: str, asked: Request, trained: bool) -> float:
+def estimate_relative_cost(analysis: str, request: AnalysisRequest, trained: bool) -> float:
     """Roughly how long an analysis takes, in units of one that reads nothing."""
-    if asked.reading is None or not trained or not reads(analysis):
+    if request.inputs is None or not trained or not needs_text(analysis):
         return 1.0
-    return 1.0 + sum(len(windows) * (length / 512) ** 2 for length, windows in asked.reading.windows.items())
+    return 1.0 + sum(len(windows) * (length / 512) ** 2 for length, windows in request.inputs.windows.items())
 
 
-def looked(candidate: Candidate, asked: Request) -> Looked:
+def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> AnalysisContext:
     """Load a model, or build the encodings of a configuration. Raises RunError if a checkpoint is damaged."""
-    options, config = asked.options, candidate.config
+    options, config = request.options, job.config
     window = options.window or config.position.attention_window
-    if candidate.checkpoint is None:
-        return Looked(candidate.name, config, window, _fresh(config), options, asked.lengths)
-    from megatron.analysis.observe import attentions
+    if job.checkpoint is None:
+        return AnalysisContext(job.name, config, window, _build_untrained_encodings(config), options, request.lengths)
+    from megatron.analysis.observe import list_attention_layers
     from megatron.checkpoint.load_model import load_model
 
     device = resolve_device(options.device)
     loaded = load_model(
-        candidate.checkpoint,
+        job.checkpoint,
         device=str(device),
         dtype=resolve_dtype(options.precision, config.training.precision, device),
         backend="chunked",
@@ -81,15 +84,15 @@ def looked(candidate: Candidate, asked: Request) -> Looked:
     )
     model = loaded.model
     encodings = (
-        [LayerEncoding(attention.encoding, attention.layer_index) for attention in attentions(model)]
+        [LayerEncoding(attention.encoding, attention.layer_index) for attention in list_attention_layers(model)]
         if model.position is None
         else [LayerEncoding(model.position, None)]
     )
-    windows = {} if asked.reading is None else asked.reading.windows
-    return Looked(candidate.name, config, window, encodings, options, asked.lengths, model, windows)
+    windows = {} if request.inputs is None else request.inputs.windows
+    return AnalysisContext(job.name, config, window, encodings, options, request.lengths, model, windows)
 
 
-def _fresh(config: Config) -> list[LayerEncoding]:
+def _build_untrained_encodings(config: Config) -> list[LayerEncoding]:
     """The encodings that training would begin with."""
     import torch
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.analysis.bias import bias_over_distance, windowed
+from megatron.analysis.bias import compute_bias_by_distance, mask_window
 from megatron.position.encoding import Encoding
 from megatron.position.series_tails import SeriesTail, windowed_tail
 
 TERMS = 1 << 16
 """Terms that are added up one by one."""
-MOST_TERMS = 1 << 20
+MAX_TERMS = 1 << 20
 """The same of a series whose form holds from later on."""
 
 
 @dataclass(frozen=True)
-class Series:
+class BiasSeries:
     """One head's series."""
 
     head: int
@@ -54,7 +54,7 @@ def _log_add(a: float, b: float) -> float:
 
 
 @torch.no_grad()
-def series_of(encoding: Encoding, window: int | None = None, terms: int = TERMS) -> list[Series]:
+def sum_bias_series(encoding: Encoding, window: int | None = None, terms: int = TERMS) -> list[BiasSeries]:
     """The series of each head.
 
     Args:
@@ -66,7 +66,7 @@ def series_of(encoding: Encoding, window: int | None = None, terms: int = TERMS)
     tails = encoding.bias_tails()
     if window is not None:
         tails = [windowed_tail(window)] * len(tails)
-    starts = [tail.start for tail in tails if tail.start <= MOST_TERMS]
+    starts = [tail.start for tail in tails if tail.start <= MAX_TERMS]
     terms = max(terms, *(math.ceil(start) + 1 for start in starts))
-    bias = windowed(bias_over_distance(encoding, terms), window)
-    return [Series(head, tail, bias[head]) for head, tail in enumerate(tails)]
+    bias = mask_window(compute_bias_by_distance(encoding, terms), window)
+    return [BiasSeries(head, tail, bias[head]) for head, tail in enumerate(tails)]

@@ -19,7 +19,7 @@ EMPTY = "0.93"
 """The colour of cells in which there is nothing to show."""
 
 
-def panels(
+def create_panels(
     count: int, narrow: bool, *, columns: int = 3, width: float = 3.2, height: float = 2.7, below: float = 0.0
 ) -> tuple[Figure, list[Axes]]:
     """A figure of so many panels, row by row.
@@ -45,13 +45,13 @@ def panels(
     return figure, axes
 
 
-def png(figure: Figure) -> bytes:
+def save_png(figure: Figure) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
 
 
-def titled(axes: Axes, title: str, across: str = "", down: str = "", wrap: int | None = None) -> None:
+def add_titles(axes: Axes, title: str, across: str = "", down: str = "", wrap: int | None = None) -> None:
     """A panel's title, in lines of at most `wrap` characters, and the names of its axes."""
     if wrap is not None:
         title = "\n".join(line for part in title.split("\n") for line in textwrap.wrap(part, wrap))
@@ -60,7 +60,7 @@ def titled(axes: Axes, title: str, across: str = "", down: str = "", wrap: int |
     axes.set_ylabel(down, fontsize=8)
 
 
-def legend(figure: Figure, axes: Axes, narrow: bool, columns: int | None = None) -> None:
+def add_legend(figure: Figure, axes: Axes, narrow: bool, columns: int | None = None) -> None:
     """One legend under all panels, of the curves of one of them."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
@@ -70,7 +70,7 @@ def legend(figure: Figure, axes: Axes, narrow: bool, columns: int | None = None)
         )  # fmt: skip
 
 
-def shades(count: int, distinct: bool) -> list[Any]:
+def list_colors(count: int, distinct: bool) -> list[Any]:
     """Colours for heads: those of the reports, told apart easily, or an even scale from dark to light."""
     if distinct:
         return list(COLORS[:count])
@@ -79,7 +79,7 @@ def shades(count: int, distinct: bool) -> list[Any]:
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.92, count)))
 
 
-def scale(values: Sequence[np.ndarray], *, signed: bool = False, logarithmic: bool = False) -> Normalize:
+def choose_norm(values: Sequence[np.ndarray], *, signed: bool = False, logarithmic: bool = False) -> Normalize:
     """The scale of colours of some maps: with zero in the middle, by the logarithm down to a millionth, or linear."""
     known = np.concatenate([each[np.isfinite(each)] for each in values])
     if logarithmic:
@@ -91,7 +91,7 @@ def scale(values: Sequence[np.ndarray], *, signed: bool = False, logarithmic: bo
     return Normalize(-most, most) if signed else Normalize(low, high)
 
 
-def heat(
+def draw_heatmap(
     axes: Axes, values: np.ndarray, norm: Normalize, *, extent: tuple[float, float, float, float] | None = None
 ) -> AxesImage:
     """A matrix as colours, blue to red where zero is in the middle of the scale; NaN is grey.
@@ -107,14 +107,14 @@ def heat(
     )
 
 
-def colour_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes]) -> None:
+def add_colour_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes]) -> None:
     """The bar that says what the colours stand for."""
     bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.02)
     bar.ax.tick_params(labelsize=6.5)
     bar.outline.set_visible(False)
 
 
-def map_grid(
+def draw_map_grid(
     rows: Mapping[str, Sequence[np.ndarray]],
     lengths: Sequence[int],
     title: str,
@@ -140,10 +140,10 @@ def map_grid(
     )  # fmt: skip
     figure.text(0.05 / width, 1 - 0.06 * inch, title, fontsize=8.5, va="top")
     for row, (kind, maps) in enumerate(rows.items()):
-        norm = scale(maps, signed=kind not in logarithmic, logarithmic=kind in logarithmic)
+        norm = choose_norm(maps, signed=kind not in logarithmic, logarithmic=kind in logarithmic)
         for column, (length, cells) in enumerate(zip(lengths, maps, strict=True)):
             axes = figure.add_subplot(grid[row, column])
-            image = heat(axes, cells, norm, extent=(0.0, float(length), float(length), 0.0))
+            image = draw_heatmap(axes, cells, norm, extent=(0.0, float(length), float(length), 0.0))
             axes.tick_params(labelsize=6, length=2)
             axes.locator_params(nbins=3)
             axes.spines[["top", "right"]].set_visible(False)
@@ -154,10 +154,10 @@ def map_grid(
         bar = figure.colorbar(image, cax=figure.add_subplot(grid[row, -1]))
         bar.ax.tick_params(labelsize=6, length=2)
         bar.outline.set_visible(False)
-    return png(figure)
+    return save_png(figure)
 
 
-def band(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def compute_band(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Median, 10% and 90% quantile over curves, point by point."""
     low, middle, high = np.quantile(np.array(curves, dtype=float), [0.1, 0.5, 0.9], axis=0)
     return middle, low, high

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.analysis.bias import in_double, terms_at
+from megatron.analysis.bias import compute_terms, to_float64
 from megatron.position.encoding import Encoding
 
-BELOW = -2.0
+THRESHOLD = -2.0
 FAR = 20_480
 """Where KERPLE's figure ends."""
-LARGEST = 2**53
+MAX_DISTANCE = 2**53
 
 
 @torch.no_grad()
-def effective_lengths(encoding: Encoding, window: int | None = None) -> list[float | None]:
+def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> list[float | None]:
     """Of each head: a whole number, infinite if the bias stays above −2 at every distance up to 2^53, or None if it
     rises somewhere up to 20,480, or is no function of the distance.
 
@@ -33,10 +33,10 @@ def effective_lengths(encoding: Encoding, window: int | None = None) -> list[flo
         return [most] * encoding.dims.num_heads
     if not type(encoding).overrides_hook("table"):
         return [None] * encoding.dims.num_heads
-    double = in_double(encoding)
+    double = to_float64(encoding)
 
     def bias(distances: Tensor) -> Tensor:
-        found = terms_at(double, distances).bias
+        found = compute_terms(double, distances).bias
         assert found is not None
         return found
 
@@ -44,12 +44,12 @@ def effective_lengths(encoding: Encoding, window: int | None = None) -> list[flo
     falls = (near.diff(dim=-1) <= 0).all(-1).tolist()
     heads = len(falls)
     low = torch.full((heads,), -1.0, dtype=torch.float64)  # the bias is not below −2 here, nor before
-    high = torch.full((heads,), float(LARGEST), dtype=torch.float64)
+    high = torch.full((heads,), float(MAX_DISTANCE), dtype=torch.float64)
     own = torch.arange(heads)
-    reached = bias(high)[own, own] < BELOW
+    reached = bias(high)[own, own] < THRESHOLD
     while bool((high - low > 1).any()):
         middle = ((low + high) / 2).floor()
-        below = bias(middle)[own, own] < BELOW
+        below = bias(middle)[own, own] < THRESHOLD
         low, high = torch.where(below, low, middle), torch.where(below, middle, high)
     return [
         None if not fall else min(length, most) if reach else most
@@ -57,7 +57,7 @@ def effective_lengths(encoding: Encoding, window: int | None = None) -> list[flo
     ]
 
 
-def cumulative(lengths: Sequence[float], far: int = FAR) -> list[tuple[int, int]]:
+def accumulate_by_length(lengths: Sequence[float], far: int = FAR) -> list[tuple[int, int]]:
     """KERPLE's curve, #{heads : effective length ≤ x}, as (x, heads) at 0, wherever it rises, and at `far`."""
     within = sorted(length for length in lengths if length <= far)
     rises = [(int(length), sum(each <= length for each in within)) for length in dict.fromkeys(within)]

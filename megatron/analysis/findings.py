@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.analysis.analysis import Analysis, Looked, NotApplicable
+from megatron.analysis.analysis import Analysis, AnalysisContext, NotApplicable
 from megatron.utils.atomic_io import write_text_atomically
 
 if TYPE_CHECKING:
-    from megatron.analysis.page import Part
+    from megatron.analysis.page import PageSection
 
 
-class Findings:
+class AnalysisResults:
     """What an analysis found.
 
     Args:
@@ -27,15 +27,15 @@ class Findings:
     def __init__(self, name: str, analysis: Analysis, folder: Path) -> None:
         self.name, self.analysis = name, analysis
         self.file = folder / f"{name}.{analysis.data}"
-        self.found: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
         """Name of a model → what was measured."""
         self.missing: dict[str, str] = {}
         """Name of a model → why there is nothing to measure."""
 
-    def measure(self, model: Looked) -> None:
+    def measure(self, model: AnalysisContext) -> None:
         """Measure a model, and write the data of all until now."""
         try:
-            self.found[model.name] = self.analysis.measure(model)
+            self.results[model.name] = self.analysis.measure(model)
         except NotApplicable as reason:
             self.missing[model.name] = str(reason)
         else:
@@ -43,7 +43,7 @@ class Findings:
 
     def _data(self) -> str:
         """`method` first in each row."""
-        rows = [{"method": name, **row} for name, each in self.found.items() for row in self.analysis.rows(each)]
+        rows = [{"method": name, **row} for name, each in self.results.items() for row in self.analysis.list_rows(each)]
         if self.analysis.data == "json":
             return "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n"
         out = io.StringIO()
@@ -52,15 +52,15 @@ class Findings:
         writer.writerows(rows)
         return out.getvalue()
 
-    def part(self, models: Sequence[str]) -> Part:
+    def to_section(self, models: Sequence[str]) -> PageSection:
         """Its part of the page. `models` are the names of all on it."""
-        from megatron.analysis.page import Part
+        from megatron.analysis.page import PageSection
 
-        return Part(
+        return PageSection(
             self.name,
             self.analysis.title,
             self.analysis.text,
-            self.analysis.show(self.found, models) if self.found else [],
+            self.analysis.render_blocks(self.results, models) if self.results else [],
             self.missing,
-            self.file.name if self.found else None,
+            self.file.name if self.results else None,
         )

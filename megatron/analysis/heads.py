@@ -14,7 +14,7 @@ HeadCells = tuple[str, str, int, Sequence[str]]
 """A model, a layer, a head, and what stands in its row."""
 
 
-def table_of_heads(columns: Sequence[str], heads: Iterable[HeadCells], caption: str) -> Table:
+def build_head_table(columns: Sequence[str], heads: Iterable[HeadCells], caption: str) -> Table:
     """A table in which neighbouring heads of a model's layer share a row if they have the same cells.
 
     Args:
@@ -30,7 +30,7 @@ def table_of_heads(columns: Sequence[str], heads: Iterable[HeadCells], caption: 
     return Table(["method", "layer", "heads", *columns], rows, caption, folded=len(rows) > FOLDED)
 
 
-def triangle(values: Tensor, digits: int) -> list[list[float | None]]:
+def format_triangle(values: Tensor, digits: int) -> list[list[float | None]]:
     """A map [queries, keys] up to its diagonal, so many digits of each number; None where no key is seen."""
     return [
         [float(f"{x:.{digits}g}") if x == x else None for x in line[: i + 1]] for i, line in enumerate(values.tolist())

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.observe import block_size, read
+from megatron.analysis.observe import choose_block_size, run_forward
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_logits, compute_scores_and_bias, compute_visibility, precompute_terms
 from megatron.model.gpt import GPT
@@ -26,7 +26,7 @@ KINDS = ("score", "bias", "processor", "attention")
 
 
 @dataclass(frozen=True)
-class Maps:
+class LayerMaps:
     """Pooled maps of one layer."""
 
     layer: int
@@ -35,7 +35,9 @@ class Maps:
 
 
 @torch.no_grad()
-def layer_maps(model: GPT, window: np.ndarray, layers: Collection[int], heads: Sequence[int]) -> list[Maps]:
+def compute_layer_maps(
+    model: GPT, window: np.ndarray, layers: Collection[int], heads: Sequence[int]
+) -> list[LayerMaps]:
     """The maps of some layers while the model reads one window of tokens [L].
 
     Args:
@@ -52,24 +54,24 @@ def layer_maps(model: GPT, window: np.ndarray, layers: Collection[int], heads: S
             return
         counts[layer] = torch.zeros(side, side, dtype=torch.float64)
         # The largest block first: see `compute_attention_in_blocks`.
-        for block in reversed(list(iter_row_blocks(precompute_terms(rows), block_size(rows)))):
+        for block in reversed(list(iter_row_blocks(precompute_terms(rows), choose_block_size(rows)))):
             visible = compute_visibility(block)
-            down = _pooling(block.query.indices(rows.q.device), length, side)
-            across = _pooling(block.key.indices(rows.q.device), length, side)
+            down = _build_pooling(block.query.indices(rows.q.device), length, side)
+            across = _build_pooling(block.key.indices(rows.q.device), length, side)
             counts[layer] += (down.T @ visible[0, 0].double() @ across).cpu()
-            for kind, values in _block(block).items():
+            for kind, values in _compute_block(block).items():
                 seen = values[:, list(heads)].double().masked_fill(~visible, 0)
                 pooled = (down.T @ seen[0] @ across).cpu()
                 sums[layer, kind] = sums.get((layer, kind), torch.zeros_like(pooled)) + pooled
 
-    read(model, window, see)
+    run_forward(model, window, see)
     return [
-        Maps(layer, {kind: sums[layer, kind] / counts[layer] for kind in KINDS if (layer, kind) in sums})
+        LayerMaps(layer, {kind: sums[layer, kind] / counts[layer] for kind in KINDS if (layer, kind) in sums})
         for layer in sorted(layers)
     ]
 
 
-def _block(block: AttentionInputs) -> dict[str, Tensor]:
+def _compute_block(block: AttentionInputs) -> dict[str, Tensor]:
     """Each kind of map of a block of rows, [1, H, R, C]."""
     scores, bias = compute_scores_and_bias(block)
     logits = compute_logits(block)
@@ -81,6 +83,6 @@ def _block(block: AttentionInputs) -> dict[str, Tensor]:
     return found
 
 
-def _pooling(places: Tensor, length: int, side: int) -> Tensor:
+def _build_pooling(places: Tensor, length: int, side: int) -> Tensor:
     """Which cell each place falls into, float64 [places, side] of zeros and ones."""
     return torch.nn.functional.one_hot(places * side // length, side).double()

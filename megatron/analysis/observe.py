@@ -20,17 +20,17 @@ from megatron.model.gpt import GPT
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 
-See = Callable[[int, AttentionInputs], None]
+AttentionHook = Callable[[int, AttentionInputs], None]
 """Is told a layer's number, from 0, and what its attention is computed from."""
 
 ELEMENTS = 1 << 20
 """Numbers of a block's score maps, over all heads."""
 
 
-class Watched:
+class CapturingBackend:
     """A backend that shows what it is given, and computes as another."""
 
-    def __init__(self, backend: AttentionBackend, layer: int, see: See) -> None:
+    def __init__(self, backend: AttentionBackend, layer: int, see: AttentionHook) -> None:
         self.backend, self.layer, self.see = backend, layer, see
 
     def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
@@ -41,17 +41,17 @@ class Watched:
         return self.backend(inputs)
 
 
-def attentions(model: GPT) -> list[PositionedAttention]:
+def list_attention_layers(model: GPT) -> list[PositionedAttention]:
     """The attention of each layer."""
     return [layer.self_attention.core_attention for layer in model.local_layers]
 
 
 @contextmanager
-def observed(model: GPT, see: See) -> Iterator[None]:
+def capture_attention(model: GPT, see: AttentionHook) -> Iterator[None]:
     """Inside, `see` is told of each layer of every forward pass."""
-    kept = [(attention, attention.backend) for attention in attentions(model)]
+    kept = [(attention, attention.backend) for attention in list_attention_layers(model)]
     for attention, backend in kept:
-        attention.backend = Watched(backend, attention.layer_index, see)
+        attention.backend = CapturingBackend(backend, attention.layer_index, see)
     try:
         yield
     finally:
@@ -60,14 +60,14 @@ def observed(model: GPT, see: See) -> Iterator[None]:
 
 
 @torch.no_grad()
-def read(model: GPT, tokens: np.ndarray, see: See) -> None:
+def run_forward(model: GPT, tokens: np.ndarray, see: AttentionHook) -> None:
     """Let the model read one window of tokens [L], and show its attention."""
     device = next(model.parameters()).device
-    with observed(model, see):
+    with capture_attention(model, see):
         model.hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
 
 
-def from_row(rows: AttentionInputs, first: int) -> AttentionInputs:
+def slice_from_row(rows: AttentionInputs, first: int) -> AttentionInputs:
     """The rows from the query at place `first` on."""
     skipped = min(max(first - rows.query.start, 0), rows.query.length)
     query = replace(rows.query, start=rows.query.start + skipped, length=rows.query.length - skipped)
@@ -77,6 +77,6 @@ def from_row(rows: AttentionInputs, first: int) -> AttentionInputs:
     return replace(rows, q=rows.q[:, :, skipped:], query=query, key_mask=mask)
 
 
-def block_size(rows: AttentionInputs) -> int:
+def choose_block_size(rows: AttentionInputs) -> int:
     """Rows of a block whose score maps are bounded."""
     return max(1, ELEMENTS // (rows.q.shape[0] * rows.q.shape[1] * rows.key.length))

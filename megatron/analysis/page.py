@@ -8,7 +8,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.analysis.analysis import Block, Picture, Table
+from megatron.analysis.analysis import Block, Figure, Table
 from megatron.reports import html_tables
 from megatron.reports.html_page import embed_picture, render_environment, render_page
 from megatron.reports.html_tables import HtmlCell, HtmlColumn
@@ -22,7 +22,7 @@ PROSE = 40
 
 
 @dataclass(frozen=True)
-class Part:
+class PageSection:
     """An analysis on the page."""
 
     name: str
@@ -35,7 +35,9 @@ class Part:
     """Where its data lie, beside the page."""
 
 
-def render(title: str, summary: Sequence[str], parts: Sequence[Part], models: Table, facts: Mapping[str, str]) -> str:
+def render_analysis_page(
+    title: str, summary: Sequence[str], parts: Sequence[PageSection], models: Table, facts: Mapping[str, str]
+) -> str:
     """The page as a string of HTML.
 
     Args:
@@ -46,49 +48,49 @@ def render(title: str, summary: Sequence[str], parts: Sequence[Part], models: Ta
     """
     links = "".join(f'<li><a href="#{part.name}">{html.escape(part.title)}</a></li>' for part in parts)
     sections = [
-        *map(_paragraph, summary),
+        *map(_render_paragraph, summary),
         f"<ul>{links}</ul>" if len(parts) > 1 else "",
-        *map(_section, parts),
+        *map(_render_section, parts),
         "<h2>Models</h2>",
-        _table(models),
+        _render_table(models),
         render_environment(facts),
     ]
     return render_page(title, sections, _STYLE)
 
 
-def _section(part: Part) -> str:
+def _render_section(part: PageSection) -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in part.missing.items():
         by_reason.setdefault(reason, []).append(name)
-    missing = [_paragraph(_unfit(names, reason)) for reason, names in by_reason.items()]
+    missing = [_render_paragraph(_render_reason(names, reason)) for reason, names in by_reason.items()]
     data = f'<p><small>Data: <a href="{part.file}">{part.file}</a></small></p>' if part.file else ""
-    blocks = [_block(block) for block in part.blocks]
+    blocks = [_render_block(block) for block in part.blocks]
     head = f'<h2 id="{part.name}">{html.escape(part.title)}</h2>'
-    return "\n".join([head, _paragraph(part.text), *missing, *blocks, data])
+    return "\n".join([head, _render_paragraph(part.text), *missing, *blocks, data])
 
 
-def _unfit(names: Sequence[str], reason: str) -> str:
+def _render_reason(names: Sequence[str], reason: str) -> str:
     """That an analysis has nothing to say of some models, and why."""
     if len(names) == 1:
         return f"Does not apply to {names[0]}. {reason}"
     return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. Of each: {reason[0].lower()}{reason[1:]}"
 
 
-def _block(block: Block) -> str:
+def _render_block(block: Block) -> str:
     if isinstance(block, str):
-        return _paragraph(block)
-    return _table(block) if isinstance(block, Table) else _picture(block)
+        return _render_paragraph(block)
+    return _render_table(block) if isinstance(block, Table) else _render_figure(block)
 
 
-def _paragraph(text: str) -> str:
+def _render_paragraph(text: str) -> str:
     return f"<p>{html.escape(text)}</p>"
 
 
-def _picture(picture: Picture) -> str:
+def _render_figure(picture: Figure) -> str:
     return embed_picture(picture.draw, picture.alt)
 
 
-def _table(table: Table) -> str:
+def _render_table(table: Table) -> str:
     corner, *heads = table.columns
     prose = [any(len(row[place]) > PROSE for row in table.rows) for place in range(1, len(table.columns))]
     columns = [HtmlColumn(head, css_class="text wide" * wide) for head, wide in zip(heads, prose, strict=True)]

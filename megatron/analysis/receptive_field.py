@@ -20,16 +20,16 @@ from torch import Tensor
 
 from megatron.position.series_tails import SeriesTail
 
-LARGEST = 2**53
+MAX_FIELD = 2**53
 """Above this whole numbers are not exact in float64; no receptive field is looked for beyond."""
 TIE = 1e-12
 """Relative difference below which sums are equal: 2^16 terms in float64 are added to better than that."""
-PLOTTED: tuple[float, ...] = tuple(torch.linspace(1, 0, 50, dtype=torch.float64).tolist())
+PLOTTED_FRACTIONS: tuple[float, ...] = tuple(torch.linspace(1, 0, 50, dtype=torch.float64).tolist())
 """The values of ε in the paper's plots."""
 
 
 @dataclass(frozen=True)
-class Field:
+class ReceptiveField:
     """The receptive field, or bounds of it."""
 
     low: float
@@ -47,14 +47,14 @@ class Field:
         if math.isinf(self.high):
             if self.low <= 1:
                 return "not known"
-            return "over 2^53" if self.low >= LARGEST else f"over {int(self.low) - 1:,}"
+            return "over 2^53" if self.low >= MAX_FIELD else f"over {int(self.low) - 1:,}"
         return f"{int(self.low):,} to {int(self.high):,}"
 
 
-UNBOUNDED = Field(math.inf, math.inf)
+UNBOUNDED = ReceptiveField(math.inf, math.inf)
 
 
-def theoretical(bias: Tensor, tail: SeriesTail, shares: Sequence[float]) -> list[Field]:
+def compute_theoretical_field(bias: Tensor, tail: SeriesTail, shares: Sequence[float]) -> list[ReceptiveField]:
     """The receptive field by equation 22 at each ε.
 
     Args:
@@ -76,13 +76,15 @@ def theoretical(bias: Tensor, tail: SeriesTail, shares: Sequence[float]) -> list
     for share in shares:
         below, above = math.log(share) + low[0].item(), math.log(share) + high[0].item()
         # Where the bounds say nothing, the field is at least 1, and at most anything.
-        least = _first(low, above, lambda j: tail.log_remainder_bounds(j)[0], unknown=1, beyond=LARGEST)
-        most = _first(high, below, lambda j: tail.log_remainder_bounds(j)[1], unknown=math.inf, beyond=math.inf)
-        fields.append(Field(least, most))
+        least = _find_first(low, above, lambda j: tail.log_remainder_bounds(j)[0], unknown=1, beyond=MAX_FIELD)
+        most = _find_first(high, below, lambda j: tail.log_remainder_bounds(j)[1], unknown=math.inf, beyond=math.inf)
+        fields.append(ReceptiveField(least, most))
     return fields
 
 
-def _first(inside: Tensor, bound: float, outside: Callable[[int], float], *, unknown: float, beyond: float) -> float:
+def _find_first(
+    inside: Tensor, bound: float, outside: Callable[[int], float], *, unknown: float, beyond: float
+) -> float:
     """The least j ≥ 1 with ln Σ_{t ≥ j} b_t < bound.
 
     Args:
@@ -98,17 +100,17 @@ def _first(inside: Tensor, bound: float, outside: Callable[[int], float], *, unk
     fallen = inside[1:] < bound
     if bool(fallen.any()):
         return int(fallen.int().argmax()) + 1
-    found = _bisected(lambda j: outside(j) < bound, len(inside) - 1)
+    found = _bisect(lambda j: outside(j) < bound, len(inside) - 1)
     return beyond if found is None else found
 
 
-def _bisected(holds: Callable[[int], bool], fails: int) -> int | None:
+def _bisect(holds: Callable[[int], bool], fails: int) -> int | None:
     """The least j for which a condition holds that fails for `fails` and all before; None if that is past LARGEST."""
     step = max(fails, 1)
     while not holds(fails + step):
         fails += step
         step *= 2
-        if fails + step > LARGEST:
+        if fails + step > MAX_FIELD:
             return None
     low, high = fails, fails + step
     while high - low > 1:
@@ -117,7 +119,7 @@ def _bisected(holds: Callable[[int], bool], fails: int) -> int | None:
     return high
 
 
-def finite(terms: Tensor, shares: Sequence[float] = PLOTTED) -> list[int]:
+def compute_finite_field(terms: Tensor, shares: Sequence[float] = PLOTTED_FRACTIONS) -> list[int]:
     """The receptive field of m terms at each ε, as the paper's plots have it.
 
     It is the least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t, and m at ε = 0, where terms may be too small to be seen.

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.analysis.analysis import check_names, is_data, names, reads
-from megatron.analysis.reading import Reading, of_task, of_text
+from megatron.analysis.analysis import check_names, is_data_file, list_analysis_names, needs_text
+from megatron.analysis.reading import AnalysisInputs, inputs_from_task, inputs_from_text
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.config.schema import Config
-from megatron.evaluation.exercise import learned_task, questions
-from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.texts import common_text
+from megatron.evaluation.exercise import build_task_eval, is_task_run
+from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.texts import load_common_text
 from megatron.model.device_dtype import check_precision
 from megatron.options.analysis import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
@@ -31,7 +31,7 @@ FOLDER = "analysis"
 
 
 @dataclass(frozen=True)
-class Request:
+class AnalysisRequest:
     """What is to be looked at."""
 
     runs: tuple[TrainedRun, ...]
@@ -41,16 +41,16 @@ class Request:
     folder: Path
     lengths: tuple[int, ...]
     """In tokens, ascending."""
-    reading: Reading | None
+    inputs: AnalysisInputs | None
     """Of the runs; None if nothing that was asked for reads."""
 
 
-def read_request(
+def read_analysis_request(
     runs: Sequence[str | Path],
     configs: Sequence[str],
     options: AnalysisOptions,
     output: str | Path | None,
-) -> Request:
+) -> AnalysisRequest:
     """Open what was named.
 
     Args:
@@ -68,57 +68,59 @@ def read_request(
     opened = open_runs(runs)
     if twice := next((text for text in configs if configs.count(text) > 1), None):
         raise UserError(f"--config {twice!r} is given twice")
-    untrained = tuple((text, _config(text)) for text in configs)
+    untrained = tuple((text, _load_config(text)) for text in configs)
     everyone = [run.config for run in opened] + [config for _, config in untrained]
-    _check_places("--layers", options.layers, [config.model.num_layers for config in everyone], "layers")
-    _check_places("--heads", options.heads, [config.model.num_attention_heads for config in everyone], "heads")
-    folder = _folder(opened, untrained, output)
+    _check_indices("--layers", options.layers, [config.model.num_layers for config in everyone], "layers")
+    _check_indices("--heads", options.heads, [config.model.num_attention_heads for config in everyone], "heads")
+    folder = _choose_folder(opened, untrained, output)
     check_folder("--output", folder)
     _refuse_files_of_others(folder, options)
-    lengths, reading = _lengths_and_reading(opened, everyone, options)
-    return Request(opened, untrained, options, folder, lengths, reading)
+    lengths, reading = _choose_lengths_and_inputs(opened, everyone, options)
+    return AnalysisRequest(opened, untrained, options, folder, lengths, reading)
 
 
 def _refuse_files_of_others(folder: Path, options: AnalysisOptions) -> None:
     """Refuse a folder with files by the names of ours that no analysis wrote. Raises UserError."""
-    data = [folder / f"{name}.{kind}" for name in options.only or names() for kind in ("csv", "json")]
+    data = [folder / f"{name}.{kind}" for name in options.only or list_analysis_names() for kind in ("csv", "json")]
     refuse_foreign_files("--output", [folder / PAGE], is_generated_page)
-    refuse_foreign_files("--output", data, is_data)
+    refuse_foreign_files("--output", data, is_data_file)
 
 
-def _lengths_and_reading(
+def _choose_lengths_and_inputs(
     runs: Sequence[TrainedRun], everyone: Sequence[Config], options: AnalysisOptions
-) -> tuple[tuple[int, ...], Reading | None]:
+) -> tuple[tuple[int, ...], AnalysisInputs | None]:
     """The lengths of windows in tokens, and what the runs read, if anything that was asked for reads."""
     multiples = MULTIPLES if options.lengths is None and options.multiples is None else options.multiples
     asked = EvaluationOptions(lengths=options.lengths, multiples=multiples, data=options.data, windows=options.windows)
-    reading = bool(runs) and (options.only is None or any(map(reads, options.only)))
-    if reading and learned_task(runs):
-        found = of_task(questions(asked, [run.config for run in runs]))
+    reading = bool(runs) and (options.only is None or any(map(needs_text, options.only)))
+    if reading and is_task_run(runs):
+        found = inputs_from_task(build_task_eval(asked, [run.config for run in runs]))
         return tuple(found.windows), found
-    lengths = wanted_lengths(asked, [config.model.seq_length for config in everyone])
+    lengths = choose_lengths(asked, [config.model.seq_length for config in everyone])
     if reading:
-        return lengths, of_text(common_text(runs, options.data), lengths, options.windows)
+        return lengths, inputs_from_text(load_common_text(runs, options.data), lengths, options.windows)
     if options.data is not None:
         raise UserError("--data names a text, and nothing that was asked for reads one")
     return lengths, None
 
 
-def _config(text: str) -> Config:
+def _load_config(text: str) -> Config:
     """A configuration as `train` takes it."""
     words = shlex.split(text)
     pairs = [word for word in words if "=" in word and not os.path.isfile(word)]
-    return load([word for word in words if word not in pairs], pairs).config
+    return load_config([word for word in words if word not in pairs], pairs).config
 
 
-def _check_places(key: str, asked: Sequence[int] | None, counts: Sequence[int], what: str) -> None:
+def _check_indices(key: str, asked: Sequence[int] | None, counts: Sequence[int], what: str) -> None:
     """Raises UserError for a layer or head that no model has."""
     for place in asked or ():
         if not 0 <= place < max(counts):
             raise UserError(f"{key}: there is no {place}; {what} are counted from 0 to {max(counts) - 1}")
 
 
-def _folder(runs: Sequence[TrainedRun], untrained: Sequence[tuple[str, Config]], output: str | Path | None) -> Path:
+def _choose_folder(
+    runs: Sequence[TrainedRun], untrained: Sequence[tuple[str, Config]], output: str | Path | None
+) -> Path:
     if output is not None:
         return Path(output)
     if len(runs) == 1 and not untrained:

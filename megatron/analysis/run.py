@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.analysis.analysis import Table, analyses
-from megatron.analysis.candidates import Candidate, candidates_of, looked, work_of
-from megatron.analysis.findings import Findings
-from megatron.analysis.request import PAGE, Request, read_request
-from megatron.evaluation.provenance import machine, software
-from megatron.evaluation.run import saying
+from megatron.analysis.analysis import Table, load_analyses
+from megatron.analysis.candidates import AnalysisJob, build_jobs, estimate_relative_cost, load_analysis_context
+from megatron.analysis.findings import AnalysisResults
+from megatron.analysis.request import PAGE, AnalysisRequest, read_analysis_request
+from megatron.evaluation.provenance import describe_machine, list_software_versions
+from megatron.evaluation.run import make_log_function
 from megatron.options.analysis import AnalysisOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.progress import Meter
@@ -52,19 +52,26 @@ def analyze(
         UserError: anything that would keep the models from being looked at, before any work.
         RunError: a checkpoint is damaged, or what fails on the way.
     """
-    asked = read_request(runs, configs, options or AnalysisOptions(), output)
-    say = saying(console)
+    asked = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
+    say = make_log_function(console)
     say(f"the page will be written to {asked.folder / PAGE}")
-    candidates = candidates_of(asked)
+    candidates = build_jobs(asked)
     only = asked.options.only
-    findings = [Findings(name, each, asked.folder) for name, each in analyses().items() if only is None or name in only]
+    findings = [
+        AnalysisResults(name, each, asked.folder)
+        for name, each in load_analyses().items()
+        if only is None or name in only
+    ]
     with Meter(console, [candidate.job for candidate in candidates]) as meter:
         for candidate in candidates:
             meter.begin(candidate.job, "loading")
-            model = looked(candidate, asked)
+            model = load_analysis_context(candidate, asked)
             done = 0.0
             for each in findings:
-                title, work = each.analysis.title, work_of(each.name, asked, candidate.checkpoint is not None)
+                title, work = (
+                    each.analysis.title,
+                    estimate_relative_cost(each.name, asked, candidate.checkpoint is not None),
+                )
                 meter.update(done, title)
 
                 def told(share: float, done: float = done, work: float = work, title: str = title) -> None:
@@ -74,32 +81,32 @@ def analyze(
                 done += work
             del model
             meter.finish()
-    page = write_text_atomically(asked.folder / PAGE, _page(asked, candidates, findings))
-    say(f"written: {', '.join(map(str, [page, *(each.file for each in findings if each.found)]))}")
+    page = write_text_atomically(asked.folder / PAGE, _build_page(asked, candidates, findings))
+    say(f"written: {', '.join(map(str, [page, *(each.file for each in findings if each.results)]))}")
     return page
 
 
-def _page(asked: Request, candidates: Sequence[Candidate], findings: Sequence[Findings]) -> str:
-    from megatron.analysis.page import render
+def _build_page(asked: AnalysisRequest, candidates: Sequence[AnalysisJob], findings: Sequence[AnalysisResults]) -> str:
+    from megatron.analysis.page import render_analysis_page
 
     names = [candidate.name for candidate in candidates]
     title = f"What {', '.join(names[:4])}{' and others' * (len(names) > 4)} attend to"
     facts = {
-        "machine": machine(),
-        "software": software(),
+        "machine": describe_machine(),
+        "software": list_software_versions(),
         "made at (UTC)": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
     }
-    parts = [each.part(names) for each in findings]
-    return render(title, _summary(asked), parts, _models(asked, candidates), facts)
+    parts = [each.to_section(names) for each in findings]
+    return render_analysis_page(title, _build_summary(asked), parts, _build_model_table(asked, candidates), facts)
 
 
-def _summary(asked: Request) -> list[str]:
-    if asked.reading is None:
+def _build_summary(asked: AnalysisRequest) -> list[str]:
+    if asked.inputs is None:
         return ["No text was read: what stands here follows from the biases alone."]
-    return [f"{asked.reading.told} Layers and heads are counted from 0."]
+    return [f"{asked.inputs.description} Layers and heads are counted from 0."]
 
 
-def _models(asked: Request, candidates: Sequence[Candidate]) -> Table:
+def _build_model_table(asked: AnalysisRequest, candidates: Sequence[AnalysisJob]) -> Table:
     rows = []
     of_runs = {run.checkpoint: run for run in asked.runs}
     for candidate in candidates:

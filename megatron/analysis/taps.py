@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.observe import attentions, read
+from megatron.analysis.observe import list_attention_layers, run_forward
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_scores_and_bias, compute_table, compute_visibility
 from megatron.model.gpt import GPT
@@ -33,7 +33,7 @@ ROWS = 16
 
 
 @dataclass(frozen=True)
-class Taps:
+class ProcessorJacobian:
     """Of one layer's processor, over the places looked at; the identity of S + B is subtracted."""
 
     layer: int
@@ -51,7 +51,7 @@ class Taps:
         return self.mean.shape[-1] // 2
 
 
-def processor_taps(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> list[Taps]:
+def measure_processor_jacobian(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> list[ProcessorJacobian]:
     """The taps of every layer that has a processor, over windows of tokens [L] with L > 2·REACH + 1.
 
     Args:
@@ -64,16 +64,16 @@ def processor_taps(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> 
     def see(layer: int, rows: AttentionInputs) -> None:
         if rows.processor is None:
             return
-        for name, taps in _of_rows(rows, generator).items():
+        for name, taps in _differentiate_rows(rows, generator).items():
             found.setdefault((layer, name), []).append(taps)
 
-    if any(attention.processor is not None for attention in attentions(model)):
+    if any(attention.processor is not None for attention in list_attention_layers(model)):
         for window in windows:
-            read(model, window, see)
-    return [_taps(layer, name, parts) for (layer, name), parts in found.items()]
+            run_forward(model, window, see)
+    return [_summarize_jacobian(layer, name, parts) for (layer, name), parts in found.items()]
 
 
-def _taps(layer: int, name: str, parts: list[tuple[Tensor, float]]) -> Taps:
+def _summarize_jacobian(layer: int, name: str, parts: list[tuple[Tensor, float]]) -> ProcessorJacobian:
     samples = torch.cat([near for near, _ in parts])  # [samples, H out, H in, 2·REACH + 1]
     squares = samples.square().sum().item()
     elsewhere = sum(far for _, far in parts)
@@ -84,10 +84,10 @@ def _taps(layer: int, name: str, parts: list[tuple[Tensor, float]]) -> Taps:
     identity[torch.arange(heads), torch.arange(heads), REACH] = 1
     samples = (samples - identity)[..., REACH - reach : REACH + reach + 1]
     rms = samples.square().mean(0).sqrt()
-    return Taps(layer, name, samples.mean(0), rms, elsewhere / (squares + elsewhere) if elsewhere else 0.0)
+    return ProcessorJacobian(layer, name, samples.mean(0), rms, elsewhere / (squares + elsewhere) if elsewhere else 0.0)
 
 
-def _of_rows(rows: AttentionInputs, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
+def _differentiate_rows(rows: AttentionInputs, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
     """Of some rows and one key of each: derivatives near the key [rows, H, H, 2·REACH + 1], and the squares of all
     others; by what they are taken for."""
     first, last = 2 * REACH, rows.query.stop - 1
@@ -98,18 +98,18 @@ def _of_rows(rows: AttentionInputs, generator: torch.Generator) -> dict[str, tup
     for place in places:
         least = 0 if rows.window is None else max(place - rows.window + 1, 0)
         keys.append(int(torch.randint(least + REACH, place - REACH + 1, (1,), generator=generator)))
-    gradients = _derivatives(rows, places, keys)
-    return {name: _near(gradient, keys) for name, gradient in gradients.items()}
+    gradients = _compute_derivatives(rows, places, keys)
+    return {name: _gather_near(gradient, keys) for name, gradient in gradients.items()}
 
 
 @torch.enable_grad()
-def _derivatives(rows: AttentionInputs, places: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
+def _compute_derivatives(rows: AttentionInputs, places: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
     """Of each head's logit at a row's key by all scores and biases of the row, [H in, rows, H out, C]."""
     assert rows.processor is not None
     heads = rows.q.shape[1]
     # A copy of each row for each head whose logit is differentiated.
     scores, bias, visible = (
-        None if x is None else x.repeat_interleave(heads, 1) for x in _read_by_processor(rows, places)
+        None if x is None else x.repeat_interleave(heads, 1) for x in _processor_reads(rows, places)
     )
     assert scores is not None
     assert visible is not None
@@ -128,7 +128,7 @@ def _derivatives(rows: AttentionInputs, places: Sequence[int], keys: Sequence[in
 
 
 @torch.no_grad()
-def _read_by_processor(rows: AttentionInputs, places: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+def _processor_reads(rows: AttentionInputs, places: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
     """What it reads of the rows at some places: scores [H, rows, C], biases like them, and who is seen [1, rows, C]."""
     rows = replace(rows, table=compute_table(rows.encoding, rows.query, rows.key, rows.q.device))
     scores, biases, visible = [], [], []
@@ -143,7 +143,7 @@ def _read_by_processor(rows: AttentionInputs, places: Sequence[int]) -> tuple[Te
     return torch.cat(scores, 1), torch.cat(biases, 1) if biases else None, torch.cat(visible, 1)
 
 
-def _near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
+def _gather_near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
     """Of gradients [H in, rows, H out, C] those around each row's key, [rows, H out, H in, 2·REACH + 1]; and the sum of
     the squares of all others."""
     near = torch.stack(

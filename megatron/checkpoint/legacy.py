@@ -65,7 +65,7 @@ def check_legacy_engine(checkpoint: Path, progress: TrainerState, config: Config
         UserError: naming the key and both values.
     """
     before, now = load_checkpoint_config(checkpoint).training, config.training
-    stage, precision = now.zero_optimization.stage, now.compute_type
+    stage, precision = now.zero_optimization.stage, now.compute_dtype
     same_parts = {progress.zero_stage, stage} == {1, 2} and precision != "bf16"
     was, steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
     old_zero, new_zero = before.zero_optimization, now.zero_optimization

@@ -17,7 +17,7 @@ from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_shapes, read_weights
 from megatron.config.schema import Config
-from megatron.config.settings import show
+from megatron.config.settings import format_value
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.parameter_groups import list_dispensable_weights, map_to_shared_names
@@ -52,7 +52,7 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
 
     Raises:
         UserError: `load` has no checkpoint; `save` has some that this run would not go on from; the checkpoint's model
-            is another one (`Config.architecture`), naming the key and both values.
+            is another one (`Config.architecture_keys`), naming the key and both values.
         RunError: the checkpoint that was named is damaged, or all that there are.
     """
     options = config.checkpoint
@@ -166,11 +166,11 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
         UserError: naming the first key that differs and both values.
     """
     stored = load_checkpoint_config(checkpoint)
-    new = {**config.architecture(), **canonical_position_options(config.position)}
-    old = {**stored.architecture(), **canonical_position_options(stored.position)}
+    new = {**config.architecture_keys(), **canonical_position_options(config.position)}
+    old = {**stored.architecture_keys(), **canonical_position_options(stored.position)}
     free: set[str] = set()
     if finetune:
-        free.update(config.of_role("context"), weight_changes.is_finetune_change(config, stored))
+        free.update(config.keys_by_policy("context"), weight_changes.is_finetune_change(config, stored))
         if new["pos_emb_per_layer"]:
             free.add("pos_emb_per_layer")
         if old.get("score_processor") == "none":
@@ -183,8 +183,8 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
             if finetune and key in ("pos_emb", "pos_emb_options") and key not in config.position.model_fields_set:
                 what = "it may be another one if you name it"
             raise UserError(
-                f"{key}: this run has {show(new.get(key))}, but {checkpoint} was trained with "
-                f"{show(old.get(key))}; {what}"
+                f"{key}: this run has {format_value(new.get(key))}, but {checkpoint} was trained with "
+                f"{format_value(old.get(key))}; {what}"
             )
 
 
@@ -207,13 +207,18 @@ def check_vocabulary(resume: ResumePlan, size: int, name: str, task: str | None)
 def _describe_changes(config: Config, checkpoint: Path) -> list[str]:
     """Changes that are allowed but make the run differ from an uninterrupted one."""
     stored = load_checkpoint_config(checkpoint)
-    new, old = config.of_role("data", "numerics", "schedule"), stored.of_role("data", "numerics", "schedule")
+    new, old = (
+        config.keys_by_policy("data", "numerics", "schedule"),
+        stored.keys_by_policy("data", "numerics", "schedule"),
+    )
     notes = [
-        f"{key}: {show(old[key])} until here, {show(new[key])} from here on" for key in new if new[key] != old[key]
+        f"{key}: {format_value(old[key])} until here, {format_value(new[key])} from here on"
+        for key in new
+        if new[key] != old[key]
     ]
-    new, old = config.of_role("initialization"), stored.of_role("initialization")
+    new, old = config.keys_by_policy("initialization"), stored.keys_by_policy("initialization")
     return notes + [
-        f"{key}: {show(new[key])} has no effect: the weights come from {checkpoint}"
+        f"{key}: {format_value(new[key])} has no effect: the weights come from {checkpoint}"
         for key in new
         if new[key] != old[key]
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.checkpoint.lock import LOCK
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.utils.errors import FarfieldError, UserError
 
@@ -74,6 +74,6 @@ def refuse_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> 
 def is_saved_config(path: Path) -> bool:
     """Is a file, byte for byte, what `Config.save` makes of the configuration in it?"""
     try:
-        return path.read_bytes() == read(path).text().encode()
+        return path.read_bytes() == read_config(path).to_yaml().encode()
     except (OSError, FarfieldError):
         return False

@@ -3,8 +3,8 @@
 What a checkpoint holds was right when it was written, so it passes neither the loader of configuration files nor the
 checks across keys: both change with the project, and a run must not be lost to a later opinion. Its manifest's format
 number says how it was written, and `MIGRATIONS` what that means now. Whoever removes or renames a key, or gives one
-another meaning, raises `manifest.FORMAT` and adds a migration; `tests/checkpoint/formats` holds a checkpoint of every
-format that there was.
+another meaning, raises `manifest.RECIPE_FORMAT` and adds a migration; `tests/checkpoint/formats` holds a checkpoint of
+every format that there was.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.layout import CONFIG
-from megatron.config.problems import describe
-from megatron.config.schema import Config, owners
+from megatron.config.problems import describe_validation_error
+from megatron.config.schema import Config, map_key_owners
 from megatron.config.yaml_files import read_yaml
 from megatron.options.model import GATED, intermediate_size_of
 from megatron.utils.errors import RunError, UserError
@@ -54,11 +54,11 @@ def load_checkpoint_config(checkpoint: Path) -> Config:
         values = dict(read_yaml(path).values)
         for number in range(written, manifest.FORMAT):
             MIGRATIONS.get(number, lambda values: None)(values)
-        if unknown := sorted(set(values) - owners().keys()):
+        if unknown := sorted(set(values) - map_key_owners().keys()):
             raise UserError(f"no checkpoint of format {written} has the key {unknown[0]!r}")
-        return Config.of(values)
+        return Config.from_flat(values)
     except ValidationError as error:
-        problem = next(describe(error, lambda _: None))
+        problem = next(describe_validation_error(error, lambda _: None))
     except UserError as error:
         problem = str(error).removeprefix(f"{path}: ")
     raise RunError(f"{path}: not the configuration of a checkpoint: {problem}")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megatron.config.schema import Config
-from megatron.config.settings import show
+from megatron.config.settings import format_value
 from megatron.model.parameter_groups import list_dispensable_weights, list_encoding_weights, map_to_shared_names
 from megatron.model.position_modules import canonical_position_options
 
@@ -57,8 +57,8 @@ class WeightChanges:
 
 def _format_value(value: Any) -> str:
     if not isinstance(value, Mapping):
-        return show(value)
-    return "{" + ", ".join(f"{key}: {show(each)}" for key, each in value.items() if each is not None) + "}"
+        return format_value(value)
+    return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items() if each is not None) + "}"
 
 
 def _to_patterns(names: Iterable[str]) -> list[str]:

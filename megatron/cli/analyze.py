@@ -51,9 +51,9 @@ def analyze(
 
       ./deepy.py analyze runs/cdape --only score_maps --layers 0,3 --heads 0,1 --data book.txt
     """
-    from megatron.config.chosen import chosen
+    from megatron.config.chosen import section_from_cli
 
-    request = chosen(AnalysisOptions, options)
+    request = section_from_cli(AnalysisOptions, options)
     with open_work_console() as console:
         from megatron.analysis.run import analyze as run_analyses
 

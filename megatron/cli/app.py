@@ -21,7 +21,7 @@ from megatron.cli.report import report
 from megatron.cli.runs import checkpoints, status
 from megatron.cli.sweep import sweep
 from megatron.cli.train import train
-from megatron.options.section import docstring
+from megatron.options.section import read_docstring
 from megatron.utils.run_command import pass_errors_through, run_command
 
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
@@ -85,7 +85,7 @@ app = typer.Typer(
 
 def add_command(function: Callable[..., Any], page: str) -> None:
     """Add a command whose help is the function's docstring."""
-    text = f"{format_help(docstring(function))}\n\nMore: {page}"
+    text = f"{format_help(read_docstring(function))}\n\nMore: {page}"
     app.command(function.__name__.rstrip("_"), help=text)(function)
 
 

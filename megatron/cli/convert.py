@@ -32,12 +32,12 @@ def import_(
 
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
-    from megatron.config.chosen import chosen
+    from megatron.config.chosen import section_from_cli
     from megatron.conversion.import_model import import_model
     from megatron.utils.formatting import format_count
     from megatron.utils.progress import AnnounceWait
 
-    request = chosen(ImportOptions, {**options, "config": options["config"] or []})
+    request = section_from_cli(ImportOptions, {**options, "config": options["config"] or []})
     with AnnounceWait(print_aside, f"reading {source}"):
         imported, notes = import_model(
             source,
@@ -79,10 +79,10 @@ def export(
 
     The last needs nothing but transformers, also in programs that know its models only.
     """
-    from megatron.config.chosen import chosen
+    from megatron.config.chosen import section_from_cli
     from megatron.conversion.export_model import export_model
 
-    request = chosen(ExportOptions, options)
+    request = section_from_cli(ExportOptions, options)
     export_model(
         run,
         folder,

@@ -41,16 +41,16 @@ def generate(
 
       ./deepy.py generate runs/kerple
     """
-    from megatron.config.chosen import chosen
+    from megatron.config.chosen import section_from_cli
     from megatron.generation import run as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
 
-    asked = chosen(GenerationOptions, {**options, "stop": options["stop"] or []})
-    prompts = generation.read_prompts(prompt or [], file or [], sys.stdin)
-    request = generation.read_request(run, asked, prompts)
+    asked = section_from_cli(GenerationOptions, {**options, "stop": options["stop"] or []})
+    prompts = generation.collect_prompts(prompt or [], file or [], sys.stdin)
+    request = generation.read_generation_request(run, asked, prompts)
     with temporary_log() as log, run_console(log), log_traceback(log):
-        writer = generation.load(request)
+        writer = generation.load_text_generator(request)
     if prompts:
-        generation.write_all(writer, prompts, sys.stdout, print_aside, as_json=as_json)
+        generation.generate_all(writer, prompts, sys.stdout, print_aside, as_json=as_json)
     else:
-        generation.talk(writer, sys.stdout, print_aside)
+        generation.run_interactive(writer, sys.stdout, print_aside)

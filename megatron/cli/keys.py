@@ -18,13 +18,13 @@ def keys(
     from megatron.config import reference
 
     if markdown:
-        print(reference.markdown(), end="")
+        print(reference.build_reference(), end="")
         return
     from rich.markup import escape
 
-    found = reference.lookup(pattern)
+    found = reference.lookup_keys(pattern)
     if not found:
-        raise UserError(f"no key contains {pattern!r}; {reference.nearest(pattern)}".removesuffix("; "))
+        raise UserError(f"no key contains {pattern!r}; {reference.find_nearest_key(pattern)}".removesuffix("; "))
     from megatron.launch.console import PlainConsole
 
     console = PlainConsole(highlight=False)

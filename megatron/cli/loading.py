@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron.config.load import Loaded
+    from megatron.config.load import LoadedConfig
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -21,12 +21,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in arguments if text not in pairs], pairs
 
 
-def load_config(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> Loaded:
+def load_config(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> LoadedConfig:
     """Read the configuration and say what there is to say about it, unless another rank does."""
-    from megatron.config.load import load
+    from megatron.config.load import load_config
 
     files, overrides = split_arguments(arguments)
-    loaded = load(files, overrides, search=[conf_dir] if conf_dir else None)
+    loaded = load_config(files, overrides, search=[conf_dir] if conf_dir else None)
     print_notes(() if silent else loaded.notes)
     return loaded
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from megatron.options.section import CommaSeparated, Section
+from megatron.options.section import CommaSeparated, ConfigSection
 
 Arguments = Annotated[
     list[str],
@@ -21,7 +21,7 @@ ConfigFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")]
 
 
-def with_options(section: type[Section], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
+def with_options(section: type[ConfigSection], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
     """Give a command that takes `**options` one for each key of a section, with its type, bounds, default and words."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:

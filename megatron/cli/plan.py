@@ -33,12 +33,12 @@ def plan(
     """
     from dataclasses import replace
 
-    from megatron.config.chosen import chosen
+    from megatron.config.chosen import section_from_cli
     from megatron.distributed.hardware import get_gpu_spec
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster
 
-    request = chosen(PlanOptions, options)
+    request = section_from_cli(PlanOptions, options)
     gpu = get_gpu_spec(request.gpu)
     loaded = load_config(arguments, conf_dir)
     gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
@@ -57,12 +57,12 @@ def plan(
 
 def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
     """Tokens of a configuration: as given, or of its data, or GPT-2's."""
-    from megatron.data.vocabulary import vocabulary
+    from megatron.data.vocabulary import read_vocabulary
 
     if vocab_size is not None:
         return vocab_size
     try:
-        return vocabulary(config.data).size
+        return read_vocabulary(config.data).size
     except FarfieldError:
         print_notes((f"the data's tokenizer is not here: {GPT2_VOCAB_SIZE} tokens are assumed (--vocabulary)",))
         return GPT2_VOCAB_SIZE

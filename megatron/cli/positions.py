@@ -30,7 +30,7 @@ def positions(
         return
     from rich.markup import escape
 
-    from megatron.config.settings import show
+    from megatron.config.settings import format_value
     from megatron.launch.console import PlainConsole
 
     console = PlainConsole(highlight=False)
@@ -41,7 +41,7 @@ def positions(
         console.print(f"[bold underline]{kind}s[/] ({key})")
         for record in kind_records:
             console.print(f"\n[bold cyan]{record['name']}[/]  {escape(record['formula'])}")
-            options = ", ".join(f"{name}: {show(value)}" for name, value in record["options"].items())
+            options = ", ".join(f"{name}: {format_value(value)}" for name, value in record["options"].items())
             facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
             print_facts(console, {**facts, "use": record["advice"], "source": record["source"]})
         console.print()

@@ -39,7 +39,7 @@ def prepare(
 
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
-    from megatron.config.chosen import chosen
+    from megatron.config.chosen import section_from_cli
     from megatron.launch.corpus_console import prepare_corpus
 
-    prepare_corpus(chosen(CorpusOptions, {**options, "sources": sources}), output, overwrite=overwrite)
+    prepare_corpus(section_from_cli(CorpusOptions, {**options, "sources": sources}), output, overwrite=overwrite)

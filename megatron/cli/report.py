@@ -32,9 +32,9 @@ def report(
 
       ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
     """
-    from megatron.config.chosen import chosen
+    from megatron.config.chosen import section_from_cli
     from megatron.launch.console import PlainConsole
     from megatron.reports.combine import combine_results
 
-    request = chosen(ReportOptions, options)
+    request = section_from_cli(ReportOptions, options)
     combine_results(results, PlainConsole(highlight=False), output=output, **request.model_dump())

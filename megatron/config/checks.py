@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.config import method_names
-from megatron.config.ranks import known_world, mesh_sizes, undivided, with_batch
+from megatron.config.ranks import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.options.data import conflicts as data_conflicts
-from megatron.options.data import split_shares
-from megatron.options.launch import conflicts as launch_conflicts
+from megatron.options.data import find_data_conflicts as data_conflicts
+from megatron.options.data import parse_split_fractions
+from megatron.options.launch import find_launch_conflicts as launch_conflicts
 from megatron.options.model import find_model_conflicts as model_conflicts
-from megatron.options.training import conflicts as training_conflicts
+from megatron.options.training import find_training_conflicts as training_conflicts
 from megatron.position.catalog import MethodFileError, list_encodings
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
-Problem = tuple[str, str]
+ConfigProblem = tuple[str, str]
 
 
-def check(config: Config) -> Iterator[Problem]:
+def validate_config(config: Config) -> Iterator[ConfigProblem]:
     """Everything that can be known to be wrong before torch is imported."""
-    for rule in CHECKS:
+    for rule in VALIDATORS:
         yield from rule(config)
 
 
-def _model(config: Config) -> Iterator[Problem]:
+def _validate_model(config: Config) -> Iterator[ConfigProblem]:
     yield from model_conflicts(config.model, config.position)
-    yield from undivided(config)
+    yield from check_divisible(config)
 
 
-def wrong_method(kind: str, name: str, valid: list[str]) -> Iterator[Problem]:
+def describe_unknown_method(kind: str, name: str, valid: list[str]) -> Iterator[ConfigProblem]:
     """What is wrong with the name of a method, `kind` being `pos_emb` or `score_processor`."""
     if name not in valid:
         if (found := method_names.find_method(name)) is not None:
@@ -43,10 +43,10 @@ def wrong_method(kind: str, name: str, valid: list[str]) -> Iterator[Problem]:
         yield kind, f"{kind} {name} is not available; {format_choices(name, valid)}"
 
 
-def _method(
+def _validate_method(
     kind: str, name: str, valid: list[str], options: dict[str, object], known: tuple[str, ...] | None
-) -> Iterator[Problem]:
-    yield from wrong_method(kind, name, valid)
+) -> Iterator[ConfigProblem]:
+    yield from describe_unknown_method(kind, name, valid)
     if name not in valid:
         return
     for option in options:
@@ -56,7 +56,7 @@ def _method(
             yield f"{kind}_options.{option}", "; ".join(filter(None, said))
 
 
-def _position(config: Config) -> Iterator[Problem]:
+def _validate_position(config: Config) -> Iterator[ConfigProblem]:
     position, model = config.position, config.model
     kinds = (
         ("pos_emb", position.pos_emb_options, list_encodings(), method_names.list_encoding_options),
@@ -74,7 +74,7 @@ def _position(config: Config) -> Iterator[Problem]:
         except MethodFileError as error:
             yield key, f"{key}: {error}"
         else:
-            yield from _method(key, name, methods, options, known)
+            yield from _validate_method(key, name, methods, options, known)
     table = model.max_position_embeddings
     if position.pos_emb == "learned" and table is not None and table < model.seq_length:
         yield (
@@ -83,7 +83,7 @@ def _position(config: Config) -> Iterator[Problem]:
         )
 
 
-def _batch(config: Config) -> Iterator[Problem]:
+def _validate_batch(config: Config) -> Iterator[ConfigProblem]:
     training = config.training
     batch, micro = training.train_batch_size, training.train_micro_batch_size_per_gpu
     if batch is not None and "train_micro_batch_size_per_gpu" in training.model_fields_set and batch % micro:
@@ -91,19 +91,19 @@ def _batch(config: Config) -> Iterator[Problem]:
             "train_batch_size",
             f"train_batch_size {batch} is not divisible by train_micro_batch_size_per_gpu {micro}",
         )
-    elif (world := known_world(config)) is not None:
+    elif (world := get_known_world_size(config)) is not None:
         try:
-            sizes = mesh_sizes(config, world)
+            sizes = resolve_mesh_shape(config, world)
         except UserError as error:
             yield "num_gpus", str(error)
             return
         try:
-            with_batch(config, sizes.data)
+            resolve_batch_size(config, sizes.data)
         except UserError as error:
             yield "train_batch_size", str(error)
 
 
-def _schedule(config: Config) -> Iterator[Problem]:
+def _validate_schedule(config: Config) -> Iterator[ConfigProblem]:
     optimizer = config.optimizer
     params = optimizer.optimizer.params
     if optimizer.min_lr > params.lr:
@@ -112,21 +112,21 @@ def _schedule(config: Config) -> Iterator[Problem]:
         yield "optimizer.params.betas", f"optimizer.params.betas are {params.betas}; each must be in [0, 1)"
 
 
-def _data(config: Config) -> Iterator[Problem]:
+def _validate_data(config: Config) -> Iterator[ConfigProblem]:
     problems = list(data_conflicts(config.data))
     yield from problems
-    if not any(key == "split" for key, _ in problems) and split_shares(config.data.split)[0] == 0:
+    if not any(key == "split" for key, _ in problems) and parse_split_fractions(config.data.split)[0] == 0:
         yield "split", f"split is {config.data.split!r}, which leaves nothing to train on; use one such as 969,30,1"
 
 
-def _task(config: Config) -> Iterator[Problem]:
+def _validate_task(config: Config) -> Iterator[ConfigProblem]:
     """A task that cannot be learned as the other keys say."""
     data, launch = config.data, config.launch
     if data.task is None:
         return
     from megatron.tasks import chosen as tasks  # needs numpy, and most configurations have none
 
-    wrong = list(tasks.problems(data))
+    wrong = list(tasks.find_task_problems(data))
     yield from wrong
     for name, size in (
         ("context_parallel_size", launch.context_parallel_size),
@@ -135,7 +135,7 @@ def _task(config: Config) -> Iterator[Problem]:
         if size > 1:
             yield name, f"{name} {size}: the sequences of a task differ in length from step to step; set it to 1"
     if not wrong and not any(key == "task_shortest_length" for key, _ in data_conflicts(data)):
-        longest = max(tasks.exercise(data).sequences)
+        longest = max(tasks.read_task_config(data).sequence_lengths)
         if config.model.seq_length != longest:
             yield (
                 "seq_length",
@@ -144,27 +144,27 @@ def _task(config: Config) -> Iterator[Problem]:
             )
 
 
-def _training(config: Config) -> Iterator[Problem]:
+def _validate_training(config: Config) -> Iterator[ConfigProblem]:
     yield from training_conflicts(config.training)
 
 
-def _launch(config: Config) -> Iterator[Problem]:
+def _validate_launch(config: Config) -> Iterator[ConfigProblem]:
     yield from launch_conflicts(config.launch)
 
 
-def _run(config: Config) -> Iterator[Problem]:
+def _validate_run(config: Config) -> Iterator[ConfigProblem]:
     if config.checkpoint.finetune and config.checkpoint.load is None:
         yield "finetune", "finetune: true needs load, the run to take the weights from"
 
 
-CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model,
-    _position,
-    _batch,
-    _training,
-    _schedule,
-    _data,
-    _task,
-    _launch,
-    _run,
+VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
+    _validate_model,
+    _validate_position,
+    _validate_batch,
+    _validate_training,
+    _validate_schedule,
+    _validate_data,
+    _validate_task,
+    _validate_launch,
+    _validate_run,
 )

@@ -1,7 +1,7 @@
 """The names that people give position encodings and score processors, as values of `pos_emb` and `score_processor`.
 
-The names that GPT-NeoX, KERPLE and DAPE write in configurations are understood (`neox.POSITIONS`). Other names, which
-each method's file declares, are refused with ours. Nothing here imports torch (`megatron/position/catalog.py`).
+The names that GPT-NeoX, KERPLE and DAPE write in configurations are understood (`neox.POSITION_ALIASES`). Other names,
+which each method's file declares, are refused with ours. Nothing here imports torch (`megatron/position/catalog.py`).
 """
 
 import re

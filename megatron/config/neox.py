@@ -15,7 +15,7 @@ from megatron.config.method_names import changes_scores
 
 
 @dataclass(frozen=True)
-class Renamed:
+class Alias:
     """The same meaning under another name. A switch is on or off there; its two values are what that is here."""
 
     key: str
@@ -37,7 +37,7 @@ class MethodOption(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Option:
+class MethodOptionAlias:
     """A key that means options of some methods: without effect when others are chosen."""
 
     key: str
@@ -45,7 +45,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Share:
+class FractionOf:
     """A share of another key: `to` becomes `key × of`, rounded down."""
 
     key: str
@@ -54,7 +54,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Variant:
+class ValueSwitch:
     """A switch that, where it is on, makes some values of another key mean others."""
 
     key: str
@@ -63,7 +63,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class NoEffect:
+class Ignored:
     """Accepted, and said to do nothing."""
 
     keys: tuple[str, ...]
@@ -71,7 +71,7 @@ class NoEffect:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unsupported:
     """An error, unless the value asks for nothing (`cpu_offload: false`)."""
 
     keys: tuple[str, ...]
@@ -81,55 +81,55 @@ class Refused:
 
 _OFFLOAD = ("cpu", "none")
 
-RENAMED = (
-    Renamed("save_interval", "checkpoint_factor"),
-    Renamed("batch_size", "train_micro_batch_size_per_gpu"),
-    Renamed("feedforward_size", "intermediate_size"),
-    Renamed("clip_grad", "gradient_clipping"),
-    Renamed("lr", "optimizer.params.lr"),
-    Renamed("optimizer_type", "optimizer.type"),
-    Renamed("optimizer.params.weight_decay", "weight_decay"),
-    Renamed("zero_stage", "zero_optimization.stage"),
-    Renamed("zero_reduce_scatter", "zero_optimization.reduce_scatter"),
-    Renamed("zero_contiguous_gradients", "zero_optimization.contiguous_gradients"),
-    Renamed("zero_reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
-    Renamed("zero_allgather_bucket_size", "zero_optimization.allgather_bucket_size"),
-    Renamed("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer.device", _OFFLOAD),
-    Renamed("zero_optimization.cpu_offload_param", "zero_optimization.offload_param.device", _OFFLOAD),
-    Renamed("zero_optimization.cpu_offload_params", "zero_optimization.offload_param.device", _OFFLOAD),
-    Renamed("zero_optimization.cpu_offload_use_pin_memory", "zero_optimization.offload_optimizer.pin_memory"),
-    Renamed("loss_scale", "fp16.loss_scale"),
-    Renamed("loss_scale_window", "fp16.loss_scale_window"),
-    Renamed("hysteresis", "fp16.hysteresis"),
-    Renamed("min_scale", "fp16.min_loss_scale"),
-    Renamed("account", "slurm.account"),
+ALIASES = (
+    Alias("save_interval", "checkpoint_factor"),
+    Alias("batch_size", "train_micro_batch_size_per_gpu"),
+    Alias("feedforward_size", "intermediate_size"),
+    Alias("clip_grad", "gradient_clipping"),
+    Alias("lr", "optimizer.params.lr"),
+    Alias("optimizer_type", "optimizer.type"),
+    Alias("optimizer.params.weight_decay", "weight_decay"),
+    Alias("zero_stage", "zero_optimization.stage"),
+    Alias("zero_reduce_scatter", "zero_optimization.reduce_scatter"),
+    Alias("zero_contiguous_gradients", "zero_optimization.contiguous_gradients"),
+    Alias("zero_reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
+    Alias("zero_allgather_bucket_size", "zero_optimization.allgather_bucket_size"),
+    Alias("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer.device", _OFFLOAD),
+    Alias("zero_optimization.cpu_offload_param", "zero_optimization.offload_param.device", _OFFLOAD),
+    Alias("zero_optimization.cpu_offload_params", "zero_optimization.offload_param.device", _OFFLOAD),
+    Alias("zero_optimization.cpu_offload_use_pin_memory", "zero_optimization.offload_optimizer.pin_memory"),
+    Alias("loss_scale", "fp16.loss_scale"),
+    Alias("loss_scale_window", "fp16.loss_scale_window"),
+    Alias("hysteresis", "fp16.hysteresis"),
+    Alias("min_scale", "fp16.min_loss_scale"),
+    Alias("account", "slurm.account"),
     # Theirs counts the keys before a token, ours the token too (`get_attn_mask` in GPT-NeoX's utils.py).
-    Renamed("sliding_window_width", "attention_window", more=1),
+    Alias("sliding_window_width", "attention_window", more=1),
 )
 
 _PROCESSOR_WIDTH = MethodOption("score_processor", ("dape", "cdape"), "width")
 _KERNEL_SIZE = MethodOption("score_processor", ("cdape",), "kernel_size")
 
-OPTIONS = (
-    Option("rotary_pct", (MethodOption("pos_emb", ("rotary",), "fraction"),)),
-    Option("rotary_emb_base", (MethodOption("pos_emb", ("rotary",), "base"),)),
-    Option("rpe_num_buckets", (MethodOption("pos_emb", ("t5",), "num_buckets"),)),
-    Option("rpe_max_distance", (MethodOption("pos_emb", ("t5",), "max_distance"),)),
+METHOD_OPTION_ALIASES = (
+    MethodOptionAlias("rotary_pct", (MethodOption("pos_emb", ("rotary",), "fraction"),)),
+    MethodOptionAlias("rotary_emb_base", (MethodOption("pos_emb", ("rotary",), "base"),)),
+    MethodOptionAlias("rpe_num_buckets", (MethodOption("pos_emb", ("t5",), "num_buckets"),)),
+    MethodOptionAlias("rpe_max_distance", (MethodOption("pos_emb", ("t5",), "max_distance"),)),
     # DAPE's FIRE has a network of this width too, and a threshold of noise_seq_length / 2 where ours is half of
     # seq_length times the multiplier.
-    Option("mlp_width", (_PROCESSOR_WIDTH, MethodOption("pos_emb", ("fire",), "width"))),
-    Option("noise_seq_length", (MethodOption("pos_emb", ("fire",), "multiplier_start", per="seq_length"),)),
-    Option("dapev2_kernel", (_KERNEL_SIZE,)),
-    Option("capev2_kernel", (_KERNEL_SIZE,)),
+    MethodOptionAlias("mlp_width", (_PROCESSOR_WIDTH, MethodOption("pos_emb", ("fire",), "width"))),
+    MethodOptionAlias("noise_seq_length", (MethodOption("pos_emb", ("fire",), "multiplier_start", per="seq_length"),)),
+    MethodOptionAlias("dapev2_kernel", (_KERNEL_SIZE,)),
+    MethodOptionAlias("capev2_kernel", (_KERNEL_SIZE,)),
 )
 
-SHARES = (
-    Share("expansion_factor", "hidden_size", "intermediate_size"),
-    Share("lr_decay_fraction", "train_iters", "lr_decay_iters"),
+FRACTIONS = (
+    FractionOf("expansion_factor", "hidden_size", "intermediate_size"),
+    FractionOf("lr_decay_fraction", "train_iters", "lr_decay_iters"),
 )
 
 # Their fused kernel of bias and gelu computes the tanh approximation, and no other activation has it.
-VARIANTS = (Variant("bias_gelu_fusion", "activation", {"gelu": "gelu_tanh"}),)
+VALUE_SWITCHES = (ValueSwitch("bias_gelu_fusion", "activation", {"gelu": "gelu_tanh"}),)
 
 # Other names of values. For `pos_emb` see POSITIONS.
 VALUES: dict[str, dict[Any, Any]] = {
@@ -186,7 +186,7 @@ class PositionAlias(NamedTuple):
 # Inside its processors DAPE gives FIRE's network another activation than the plain method's.
 _FIRE_IN_DAPE = {"activation": "leaky_relu"}
 
-POSITIONS: dict[str, PositionAlias] = {
+POSITION_ALIASES: dict[str, PositionAlias] = {
     "rpe": PositionAlias("t5"),
     "kerple_power_ap_": PositionAlias("kerple_power"),
     "kerple_power__ap": PositionAlias("gaussian_weight2"),
@@ -220,8 +220,8 @@ _REPORT = "`log_interval` decides when losses, times and speeds are reported"
 _ELSEWHERE = "belongs to a feature that is refused when it is switched on"
 _GENERATION = "belongs to text generation, not to training"
 
-NO_EFFECT = (
-    NoEffect(
+IGNORED = (
+    Ignored(
         (
             "scaled_upper_triang_masked_softmax_fusion",
             "scaled_masked_softmax_fusion",
@@ -233,14 +233,14 @@ NO_EFFECT = (
         ),
         _KERNELS,
     ),
-    NoEffect(("attention_softmax_in_fp32",), _FLOAT32),
-    NoEffect(
+    Ignored(("attention_softmax_in_fp32",), _FLOAT32),
+    Ignored(
         ("use_bias_in_norms",), "GPT-NeoX reads it nowhere: its layernorm has a bias and its rmsnorm has none, as here"
     ),
-    NoEffect(("fp16.auto_cast",), "a model's inputs are numbers of tokens, which no precision rounds"),
-    NoEffect(("comms_logger",), "collectives are not logged"),
-    NoEffect(("slurm_comment",), "a job's comment is one of slurm.options: --comment=TEXT"),
-    NoEffect(
+    Ignored(("fp16.auto_cast",), "a model's inputs are numbers of tokens, which no precision rounds"),
+    Ignored(("comms_logger",), "collectives are not logged"),
+    Ignored(("slurm_comment",), "a job's comment is one of slurm.options: --comment=TEXT"),
+    Ignored(
         (
             "te_fp8_format",
             "te_fp8_wgrad",
@@ -250,11 +250,11 @@ NO_EFFECT = (
         ),
         _ELSEWHERE,
     ),
-    NoEffect(("fp16_lm_cross_entropy",), "the loss is always computed in float32"),
-    NoEffect(("use_cpu_initialization", "lazy_mpu_init"), "weights start the same on every device"),
-    NoEffect(("output_layer_parallelism",), "the output layer is always divided along the vocabulary"),
-    NoEffect(("pipe_partition_method",), "layers are divided evenly, the first stages having one more if need be"),
-    NoEffect(
+    Ignored(("fp16_lm_cross_entropy",), "the loss is always computed in float32"),
+    Ignored(("use_cpu_initialization", "lazy_mpu_init"), "weights start the same on every device"),
+    Ignored(("output_layer_parallelism",), "the output layer is always divided along the vocabulary"),
+    Ignored(("pipe_partition_method",), "layers are divided evenly, the first stages having one more if need be"),
+    Ignored(
         (
             "partition_activations",
             "synchronize_each_layer",
@@ -264,39 +264,39 @@ NO_EFFECT = (
         ),
         _RECOMPUTE,
     ),
-    NoEffect(("steps_per_print", "wall_clock_breakdown", "dump_state"), _REPORT),
-    NoEffect(("log_grad_norm",), "the gradient norm is always logged"),
-    NoEffect(("log_dir",), "the log is log.txt in the run's folder (`save`)"),
-    NoEffect(("wandb_init_all_ranks", "git_hash"), "rank 0 reports for all"),
-    NoEffect(("checkpoint_validation_with_forward_pass",), "checkpoints are written whole or not at all"),
-    NoEffect(("load_universal",), "a run goes on from its checkpoint in any layout"),
-    NoEffect(("seq_length_val",), "`./deepy.py evaluate --lengths` evaluates a run at any lengths"),
-    NoEffect(("use_shared_fs", "mmap_warmup", "short_seq_prob", "allow_chopped"), "datasets are megatron-core's"),
-    NoEffect(("override_lr_scheduler",), "the schedule always follows the configuration of the run"),
-    NoEffect(("optimizer.params.max_grad_norm",), "`gradient_clipping` limits the gradient norm"),
-    NoEffect(("fp16.fp16",), "`fp16.enabled` says it"),
-    NoEffect(
+    Ignored(("steps_per_print", "wall_clock_breakdown", "dump_state"), _REPORT),
+    Ignored(("log_grad_norm",), "the gradient norm is always logged"),
+    Ignored(("log_dir",), "the log is log.txt in the run's folder (`save`)"),
+    Ignored(("wandb_init_all_ranks", "git_hash"), "rank 0 reports for all"),
+    Ignored(("checkpoint_validation_with_forward_pass",), "checkpoints are written whole or not at all"),
+    Ignored(("load_universal",), "a run goes on from its checkpoint in any layout"),
+    Ignored(("seq_length_val",), "`./deepy.py evaluate --lengths` evaluates a run at any lengths"),
+    Ignored(("use_shared_fs", "mmap_warmup", "short_seq_prob", "allow_chopped"), "datasets are megatron-core's"),
+    Ignored(("override_lr_scheduler",), "the schedule always follows the configuration of the run"),
+    Ignored(("optimizer.params.max_grad_norm",), "`gradient_clipping` limits the gradient norm"),
+    Ignored(("fp16.fp16",), "`fp16.enabled` says it"),
+    Ignored(
         ("fp32_allreduce", "communication_data_type", "data_types"),
         "gradients are accumulated and reduced as DeepSpeed does for the precision of the run",
     ),
-    NoEffect(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "the optimizer is fixed"),
-    NoEffect(
+    Ignored(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "the optimizer is fixed"),
+    Ignored(
         ("zero_optimization.load_from_fp32_weights", "zero_optimization.elastic_checkpoint"),
         "checkpoints hold the float32 masters, and a run goes on from them",
     ),
-    NoEffect(
+    Ignored(
         (
             "zero_optimization.stage3_gather_16bit_weights_on_model_save",
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
         ),
         "weights are always saved whole, gathered",
     ),
-    NoEffect(
+    Ignored(
         ("zero_optimization.memory_efficient_linear", "zero_optimization.override_module_apply"),
         "they belong to deepspeed.zero.Init, which is not used",
     ),
-    NoEffect(("zero_optimization.ignore_unused_parameters",), "every parameter is used"),
-    NoEffect(
+    Ignored(("zero_optimization.ignore_unused_parameters",), "every parameter is used"),
+    Ignored(
         (
             *(f"zero_optimization.offload_optimizer.{name}" for name in ("nvme_path", "buffer_count", "fast_init")),
             *(f"zero_optimization.offload_optimizer.{name}" for name in ("pipeline_read", "pipeline_write")),
@@ -306,14 +306,14 @@ NO_EFFECT = (
         ),
         "belongs to a way of offloading that is not offered",
     ),
-    NoEffect(
+    Ignored(
         ("master_addr", "no_ssh_check", "detect_nvlink_pairs", "deepspeed_slurm", "deepspeed_mpi", "force_multi"),
         "launcher, srun or mpirun say how processes are started and where they meet",
     ),
-    NoEffect(("comment",), "use slurm.options: [--comment=…]"),
-    NoEffect(("adlr_autoresume_interval", "onnx_safe", "deepscale", "deepscale_config", "deepspeed"), "obsolete"),
-    NoEffect(("rotary_save_freqs_buffer",), "rotary frequencies are computed, never stored"),
-    NoEffect(
+    Ignored(("comment",), "use slurm.options: [--comment=…]"),
+    Ignored(("adlr_autoresume_interval", "onnx_safe", "deepscale", "deepscale_config", "deepspeed"), "obsolete"),
+    Ignored(("rotary_save_freqs_buffer",), "rotary frequencies are computed, never stored"),
+    Ignored(
         (
             "world_size",
             "rank",
@@ -333,7 +333,7 @@ NO_EFFECT = (
         ),
         _RUNTIME,
     ),
-    NoEffect(
+    Ignored(
         (
             "expert_interval",
             "moe_top_k",
@@ -388,7 +388,7 @@ NO_EFFECT = (
         ),
         _ELSEWHERE,
     ),
-    NoEffect(
+    Ignored(
         (
             "text_gen_type",
             "precompute_model_name",
@@ -405,7 +405,7 @@ NO_EFFECT = (
         ),
         _GENERATION,
     ),
-    NoEffect(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
+    Ignored(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
 )
 
 _QUANTIZED = "gradients and parameters are exchanged as they are, not rounded to a few bits"
@@ -414,50 +414,54 @@ _SPARSE = "sparse attention is not supported; every layer attends to all earlier
 _NODES = "give a hostfile with the machines that are meant, and num_gpus"
 _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
 
-REFUSED = (
-    Refused(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
-    Refused(("use_qk_layernorm",), "normalised queries and keys are not supported"),
-    Refused(
+UNSUPPORTED = (
+    Unsupported(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
+    Unsupported(("use_qk_layernorm",), "normalised queries and keys are not supported"),
+    Unsupported(
         ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_mha"),
         "Transformer Engine's layers compute in 8 bits; use precision: bf16",
     ),
-    Refused(("num_unique_layers",), "layers do not share weights"),
-    Refused(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
-    Refused(("soft_prompt_tuning",), "prompt tuning is not supported", (None, {}, {"enabled": False})),
-    Refused(("moe_num_experts",), _MOE, (None, 0, 1)),
-    Refused(("use_tutel",), _MOE),
-    Refused(
+    Unsupported(("num_unique_layers",), "layers do not share weights"),
+    Unsupported(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
+    Unsupported(("soft_prompt_tuning",), "prompt tuning is not supported", (None, {}, {"enabled": False})),
+    Unsupported(("moe_num_experts",), _MOE, (None, 0, 1)),
+    Unsupported(("use_tutel",), _MOE),
+    Unsupported(
         ("use_mup", "coord_check", "save_base_shapes"), "MuP is not supported; use init_method small_init or wang_init"
     ),
-    Refused(("use_bnb_optimizer",), "only AdamW is offered"),
-    Refused(
+    Unsupported(("use_bnb_optimizer",), "only AdamW is offered"),
+    Unsupported(
         ("zero_optimization.round_robin_gradients",),
         "DeepSpeed would give each parameter another one's float32 master, and checkpoints would hold those",
     ),
-    Refused(("zero_optimization.offload_optimizer.ratio",), "the optimizer is offloaded whole or not", (None, 1, 1.0)),
-    Refused(("zero_optimization.offload_optimizer.super_offload",), "use offload_optimizer without it"),
-    Refused(
+    Unsupported(
+        ("zero_optimization.offload_optimizer.ratio",), "the optimizer is offloaded whole or not", (None, 1, 1.0)
+    ),
+    Unsupported(("zero_optimization.offload_optimizer.super_offload",), "use offload_optimizer without it"),
+    Unsupported(
         tuple(f"zero_optimization.zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")),
         _QUANTIZED,
     ),
-    Refused(("zero_optimization.zero_hpz_partition_size",), "use stage 2 within one node", (None, 1)),
-    Refused(("zero_optimization.legacy_stage1", "zero_optimization.parameter_alignment"), "use stage 1 without it"),
-    Refused(("zero_optimization.stage3_use_all_reduce_for_fetch_params",), "parameters are gathered"),
-    Refused(("zero_optimization.stage3_model_persistence_threshold",), "use stage3_param_persistence_threshold"),
-    Refused(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
-    Refused(("fp16.consecutive_hysteresis",), "not offered", (None, False)),
-    Refused(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),
-    Refused(("scheduler",), "use lr_decay_style, lr_decay_iters, min_lr and warmup"),
-    Refused(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run"),
-    Refused(("prescale_gradients", "sparse_gradients"), "gradients are averaged after the reduction, dense"),
-    Refused(("gradient_predivide_factor",), "gradients are averaged after the reduction", (None, 1, 1.0)),
-    Refused(("train_epochs",), "give train_iters"),
-    Refused(("exit_interval",), "give train_iters and, for the schedule, lr_decay_iters"),
-    Refused(("checkpoint_scale",), "name the steps in extra_save_iters, or use checkpoint_factor", (None, "linear")),
-    Refused(("no_save_optim", "no_save_rng"), "a checkpoint is always whole, so that resuming is exact"),
-    Refused(("no_load_optim", "no_load_rng"), "use finetune: true to load weights only"),
-    Refused(("s3_path",), "checkpoints are written to a folder; copy them from there"),
-    Refused(
+    Unsupported(("zero_optimization.zero_hpz_partition_size",), "use stage 2 within one node", (None, 1)),
+    Unsupported(("zero_optimization.legacy_stage1", "zero_optimization.parameter_alignment"), "use stage 1 without it"),
+    Unsupported(("zero_optimization.stage3_use_all_reduce_for_fetch_params",), "parameters are gathered"),
+    Unsupported(("zero_optimization.stage3_model_persistence_threshold",), "use stage3_param_persistence_threshold"),
+    Unsupported(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
+    Unsupported(("fp16.consecutive_hysteresis",), "not offered", (None, False)),
+    Unsupported(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),
+    Unsupported(("scheduler",), "use lr_decay_style, lr_decay_iters, min_lr and warmup"),
+    Unsupported(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run"),
+    Unsupported(("prescale_gradients", "sparse_gradients"), "gradients are averaged after the reduction, dense"),
+    Unsupported(("gradient_predivide_factor",), "gradients are averaged after the reduction", (None, 1, 1.0)),
+    Unsupported(("train_epochs",), "give train_iters"),
+    Unsupported(("exit_interval",), "give train_iters and, for the schedule, lr_decay_iters"),
+    Unsupported(
+        ("checkpoint_scale",), "name the steps in extra_save_iters, or use checkpoint_factor", (None, "linear")
+    ),
+    Unsupported(("no_save_optim", "no_save_rng"), "a checkpoint is always whole, so that resuming is exact"),
+    Unsupported(("no_load_optim", "no_load_rng"), "use finetune: true to load weights only"),
+    Unsupported(("s3_path",), "checkpoints are written to a folder; copy them from there"),
+    Unsupported(
         (
             "train_label_data_paths",
             "valid_label_data_paths",
@@ -481,26 +485,28 @@ REFUSED = (
         "only language modelling on plain tokens is offered",
         (None, []),
     ),
-    Refused(("train_impl",), "only language modelling is offered", (None, "normal")),
-    Refused(("dataset_impl",), "only language modelling is offered", (None, "gpt2")),
-    Refused(("pack_impl",), "documents are always packed", (None, "packed")),
-    Refused(("z_loss",), "not offered", (None, 0, 0.0)),
-    Refused(("weight_by_num_documents",), "give train_data_weights"),
-    Refused(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
-    Refused(("log_param_norm", "log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"),
-    Refused(("wandb_host",), "set the environment variable WANDB_BASE_URL", (None, "https://api.wandb.ai")),
-    Refused(("use_comet",), "use TensorBoard or Weights & Biases"),
-    Refused(("profile", "memory_profiling"), "use torch's profiler or nsys around the command"),
-    Refused(("adlr_autoresume",), "resume with load"),
-    Refused(("sequence_parallel",), "use context_parallel_size, which divides all of a sequence's activations"),
-    Refused(("use_axonn_model_parallelism", "optimize_axonn_communication"), "use ZeRO"),
-    Refused(
+    Unsupported(("train_impl",), "only language modelling is offered", (None, "normal")),
+    Unsupported(("dataset_impl",), "only language modelling is offered", (None, "gpt2")),
+    Unsupported(("pack_impl",), "documents are always packed", (None, "packed")),
+    Unsupported(("z_loss",), "not offered", (None, 0, 0.0)),
+    Unsupported(("weight_by_num_documents",), "give train_data_weights"),
+    Unsupported(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
+    Unsupported(
+        ("log_param_norm", "log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"
+    ),
+    Unsupported(("wandb_host",), "set the environment variable WANDB_BASE_URL", (None, "https://api.wandb.ai")),
+    Unsupported(("use_comet",), "use TensorBoard or Weights & Biases"),
+    Unsupported(("profile", "memory_profiling"), "use torch's profiler or nsys around the command"),
+    Unsupported(("adlr_autoresume",), "resume with load"),
+    Unsupported(("sequence_parallel",), "use context_parallel_size, which divides all of a sequence's activations"),
+    Unsupported(("use_axonn_model_parallelism", "optimize_axonn_communication"), "use ZeRO"),
+    Unsupported(
         ("depth_model_parallel_size", "row_model_parallel_size", "column_model_parallel_size"), "use ZeRO", (None, 1)
     ),
-    Refused(("include", "exclude"), _NODES),
-    Refused(("num_nodes",), "use nodes", (None, -1, 1)),
-    Refused(("autotuning_run",), "not offered"),
-    Refused(
+    Unsupported(("include", "exclude"), _NODES),
+    Unsupported(("num_nodes",), "use nodes", (None, -1, 1)),
+    Unsupported(("autotuning_run",), "not offered"),
+    Unsupported(
         (
             "activation_checkpointing",
             "autotuning",
@@ -527,7 +533,7 @@ class Methods(NamedTuple):
     processor: str
 
 
-def attention_config(value: Any, methods: Methods) -> str | None:
+def check_attention_config(value: Any, methods: Methods) -> str | None:
     """`[[["global"], 12]]`: what is wrong with it, or None. Flash attention is a way to compute global attention."""
     if value is None:
         return None
@@ -537,7 +543,7 @@ def attention_config(value: Any, methods: Methods) -> str | None:
     return f"attention {', '.join(others)} is refused: {_SPARSE}" if others else None
 
 
-def layer_scaling(value: Any, methods: Methods) -> str | None:
+def check_layer_scaling(value: Any, methods: Methods) -> str | None:
     """`apply_query_key_layer_scaling`: what is wrong with it, or None.
 
     GPT-NeoX divides q·k of layer n by n and multiplies by n after everything that is added to the scores (`coeff` in
@@ -559,7 +565,7 @@ def layer_scaling(value: Any, methods: Methods) -> str | None:
     )
 
 
-def deepspeed_extra_args(value: Any, methods: Methods) -> str | None:
+def check_deepspeed_extra_args(value: Any, methods: Methods) -> str | None:
     """Sections of DeepSpeed's configuration: what is wrong with the first that would do something, or None."""
     if value is None:
         return None
@@ -567,14 +573,14 @@ def deepspeed_extra_args(value: Any, methods: Methods) -> str | None:
         return f"is {value!r}; it must be a mapping of keys to values"
     for key, inner in value.items():
         rule = RULES.get(key)
-        if isinstance(rule, NoEffect) or (isinstance(rule, Refused) and inner in rule.harmless):
+        if isinstance(rule, Ignored) or (isinstance(rule, Unsupported) and inner in rule.harmless):
             continue
-        return f"{key} is refused: {rule.instead if isinstance(rule, Refused) else _DEEPSPEED}"
+        return f"{key} is refused: {rule.instead if isinstance(rule, Unsupported) else _DEEPSPEED}"
     return None
 
 
 @dataclass(frozen=True)
-class Checked:
+class ValidatedNoop:
     """Accepted without effect if `problem(value, methods)` finds nothing wrong, refused otherwise."""
 
     key: str
@@ -582,16 +588,20 @@ class Checked:
     reason: str
 
 
-CHECKED = (
-    Checked("attention_config", attention_config, "every layer attends to all earlier tokens (global)"),
-    Checked("apply_query_key_layer_scaling", layer_scaling, _FLOAT32),
-    Checked("deepspeed_extra_args", deepspeed_extra_args, "what it holds has none here"),
+VALIDATED_NOOPS = (
+    ValidatedNoop("attention_config", check_attention_config, "every layer attends to all earlier tokens (global)"),
+    ValidatedNoop("apply_query_key_layer_scaling", check_layer_scaling, _FLOAT32),
+    ValidatedNoop("deepspeed_extra_args", check_deepspeed_extra_args, "what it holds has none here"),
 )
 
-Rule = Renamed | Option | Share | Variant | NoEffect | Refused | Checked
+Rule = Alias | MethodOptionAlias | FractionOf | ValueSwitch | Ignored | Unsupported | ValidatedNoop
 
 RULES: dict[str, Rule] = {
-    **{rule.key: rule for rules in (RENAMED, OPTIONS, SHARES, VARIANTS, CHECKED) for rule in rules},
-    **{key: rule for rules in (NO_EFFECT, REFUSED) for rule in rules for key in rule.keys},
+    **{
+        rule.key: rule
+        for rules in (ALIASES, METHOD_OPTION_ALIASES, FRACTIONS, VALUE_SWITCHES, VALIDATED_NOOPS)
+        for rule in rules
+    },
+    **{key: rule for rules in (IGNORED, UNSUPPORTED) for rule in rules for key in rule.keys},
 }
 """The rule for each of their keys, nested keys dotted."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.schema import Key, Path_, keys
-from megatron.config.settings import show
+from megatron.config.schema import ConfigKey, Path_, list_config_keys
+from megatron.config.settings import format_value
 from megatron.utils.suggestions import format_choices
 
 KINDS = {
@@ -32,7 +32,7 @@ BOUNDS = {
 }
 
 
-def _valid(error: dict[str, Any], key: Key | None) -> str:
+def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind in KINDS:
         text = f"it must be {KINDS[kind]}"
@@ -46,14 +46,14 @@ def _valid(error: dict[str, Any], key: Key | None) -> str:
     if kind == "literal_error":
         # pydantic's words are 'a', 'b' or 'c'.
         words = str(context.get("expected")).replace(" or ", ", ").replace("'", "")
-        choices = [show(choice) for choice in key.choices] if key else words.split(", ")
-        text = format_choices(show(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
+        choices = [format_value(choice) for choice in key.choices] if key else words.split(", ")
+        text = format_choices(format_value(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
         return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
     return error["msg"][0].lower() + error["msg"][1:]
 
 
-def describe(
-    error: ValidationError, where: Callable[[Path_], str | None], known: Mapping[Path_, Key] | None = None
+def describe_validation_error(
+    error: ValidationError, where: Callable[[Path_], str | None], known: Mapping[Path_, ConfigKey] | None = None
 ) -> Iterator[str]:
     """One line for each problem that pydantic found.
 
@@ -62,7 +62,7 @@ def describe(
         where: tells who set a key, or, of one that is missing, where it was looked for.
         known: the keys, for their choices and meanings; those of a configuration if None.
     """
-    known = keys() if known is None else known
+    known = list_config_keys() if known is None else known
     for item in error.errors(include_url=False):
         location = [str(part) for part in item["loc"][1:]]  # without the section, which users never write
         path = tuple(part for part in location if not part.isdigit())
@@ -75,4 +75,7 @@ def describe(
             yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
             continue
         item_of = f"item {index + 1} of " if index is not None else ""
-        yield f"{prefix}{item_of}{name} is {show(item['input'])}; {_valid(dict(item), known.get(path))}"
+        yield (
+            f"{prefix}{item_of}{name} is {format_value(item['input'])}; "
+            f"{_list_valid_values(dict(item), known.get(path))}"
+        )

@@ -13,31 +13,31 @@ from collections.abc import Iterator
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import find_indivisible_sizes
-from megatron.options.training import BATCH, LARGEST_BATCH, MICRO, STEPS, TrainingOptions
+from megatron.options.training import BATCH, MAX_BATCH_SIZE, MICRO, STEPS, TrainingOptions
 from megatron.utils.errors import UserError
 
 
-def known_world(config: Config) -> int | None:
+def get_known_world_size(config: Config) -> int | None:
     """The number of processes, if the configuration alone decides it."""
     launch = config.launch
     if launch.num_gpus is not None:
         return launch.num_gpus * (launch.nodes or 1)
-    return one_model(config) if launch.device == "cpu" and launch.nodes in (None, 1) else None
+    return ranks_per_replica(config) if launch.device == "cpu" and launch.nodes in (None, 1) else None
 
 
-def one_model(config: Config) -> int:
+def ranks_per_replica(config: Config) -> int:
     """Processes that hold one model and one sequence together: a run has a multiple of them."""
     launch = config.launch
     return launch.model_parallel_size * launch.context_parallel_size * max(1, launch.pipe_parallel_size)
 
 
-def mesh_sizes(config: Config, world_size: int) -> ParallelSizes:
+def resolve_mesh_shape(config: Config, world_size: int) -> ParallelSizes:
     """How so many processes divide the work.
 
     Raises:
         UserError: the sizes of the configuration do not divide them.
     """
-    launch, one = config.launch, one_model(config)
+    launch, one = config.launch, ranks_per_replica(config)
     tensor, context, pipeline = (
         launch.model_parallel_size,
         launch.context_parallel_size,
@@ -53,7 +53,7 @@ def mesh_sizes(config: Config, world_size: int) -> ParallelSizes:
         ) from None
 
 
-def undivided(config: Config) -> Iterator[tuple[str, str]]:
+def check_divisible(config: Config) -> Iterator[tuple[str, str]]:
     """What the mesh of a run cannot divide, whatever its number of processes: the key to blame, and a sentence."""
     launch = config.launch
     pipeline = max(1, launch.pipe_parallel_size)
@@ -67,7 +67,7 @@ def undivided(config: Config) -> Iterator[tuple[str, str]]:
 def _not_in_stages(training: TrainingOptions, stages: str) -> Iterator[tuple[str, str]]:
     """Options that cannot serve where the layers are divided into pipeline stages."""
     zero = training.zero_optimization
-    if training.compute_type == "fp16":
+    if training.compute_dtype == "fp16":
         yield "precision", f"precision fp16: {stages} losses are not scaled; use bf16 or fp32"
     if zero.overlap_comm:
         name = "zero_optimization.overlap_comm"
@@ -83,9 +83,9 @@ def _not_in_stages(training: TrainingOptions, stages: str) -> Iterator[tuple[str
         yield name, f"{name} {zero.stage}: {stages} {why}; 0 or 1 would do"
 
 
-def with_zero(config: Config) -> tuple[Config, list[str]]:
+def resolve_zero(config: Config) -> tuple[Config, list[str]]:
     """The configuration with the stage of ZeRO that it can have, and a line if that is another than it says."""
-    zero, precision, launch = config.training.zero_optimization, config.training.compute_type, config.launch
+    zero, precision, launch = config.training.zero_optimization, config.training.compute_dtype, config.launch
     divided = launch.model_parallel_size > 1 or launch.pipe_parallel_size > 1
     if zero.stage or precision == "fp32" or not divided:
         return config, []
@@ -94,7 +94,7 @@ def with_zero(config: Config) -> tuple[Config, list[str]]:
     return config.replace(zero_optimization=zero.replace(stage=1).model_dump(exclude_unset=True)), [note]
 
 
-def with_batch(config: Config, ranks: int) -> Config:
+def resolve_batch_size(config: Config, ranks: int) -> Config:
     """The configuration with all three batch sizes consistent; of two that are given the third follows.
 
     ranks: those that read different sequences (`mesh_sizes(…).data`).
@@ -124,8 +124,8 @@ def with_batch(config: Config, ranks: int) -> Config:
             f"{STEPS} {steps} is less than pipe_parallel_size {stages}: each stage works on a micro-batch of its own; "
             f"{stages} would do, and 4 × {stages} or more leave few of them waiting"
         )
-    if product > LARGEST_BATCH:
+    if product > MAX_BATCH_SIZE:
         raise UserError(
-            f"{MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; {BATCH} must be at most {LARGEST_BATCH}"
+            f"{MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; {BATCH} must be at most {MAX_BATCH_SIZE}"
         )
     return config.replace(**{MICRO: micro, STEPS: steps, BATCH: product})

@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megatron.config import method_names, neox
-from megatron.config.schema import SECTIONS, Key, keys
-from megatron.config.settings import show
+from megatron.config.schema import SECTIONS, ConfigKey, list_config_keys
+from megatron.config.settings import format_value
 from megatron.options.analysis import AnalysisOptions
 from megatron.options.conversion import ExportOptions, ImportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.options.generation import GenerationOptions
 from megatron.options.planning import PlanOptions
 from megatron.options.report import ReportOptions
-from megatron.options.section import Section, docstring
+from megatron.options.section import ConfigSection, read_docstring
 from megatron.options.sweep import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.position.catalog import list_encodings, list_processors
 from megatron.utils.suggestions import suggest_names
 
-PAGE = Path("docs/configuration.md")
+REFERENCE_PAGE = Path("docs/configuration.md")
 
 INTRODUCTION = """\
 # Configuration
@@ -68,7 +68,7 @@ SWEEP_INTRODUCTION = """\
 The `sweep:` mapping of a sweep file, beside ordinary keys ([evaluation.md](evaluation.md#sweeps)).
 """
 
-SWEEP: dict[str, type[Section]] = {
+SWEEP: dict[str, type[ConfigSection]] = {
     "sweep": SweepOptions,
     "sweep.corpus": SweepCorpusOptions,
     "sweep.evaluate": EvaluationOptions,
@@ -83,7 +83,7 @@ What no configuration file holds: `evaluate.limit` is `--limit` of `./deepy.py e
 `evaluate` are those of a sweep.
 """
 
-COMMANDS: dict[str, type[Section]] = {
+COMMANDS: dict[str, type[ConfigSection]] = {
     "analyze": AnalysisOptions,
     "evaluate": TaskOptions,
     "export": ExportOptions,
@@ -107,24 +107,24 @@ METHODS = {"pos_emb": list_encodings, "score_processor": list_processors}
 """The methods that there are, by the key that names one."""
 
 
-def type_of(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """A type as a person writes it: `whole number`, `text or null`, `a · b · c`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
-        return " or ".join("null" if part is NoneType else type_of(part) for part in inner)
+        return " or ".join("null" if part is NoneType else describe_type(part) for part in inner)
     if origin is Literal:
-        return " · ".join(show(value) for value in inner)
+        return " · ".join(format_value(value) for value in inner)
     if origin is Annotated:
-        return type_of(inner[0])
+        return describe_type(inner[0])
     if origin is list:
-        kind = type_of(inner[0])
+        kind = describe_type(inner[0])
         return f"list of {kind if '·' in kind else f'{kind}s'}"
     if origin is dict:
         return "mapping"
     return {int: "whole number", float: "number", bool: "true or false", str: "text"}.get(annotation, "mapping")
 
 
-def default_of(key: Key) -> str:
+def describe_default(key: ConfigKey) -> str:
     """The default as written in YAML; `required` where there is none."""
     return "" if key.opens else _default(key.field)
 
@@ -132,83 +132,85 @@ def default_of(key: Key) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
         made = field.default_factory()  # type: ignore[call-arg]
-        return "" if isinstance(made, Section) else show(made)
-    return "required" if field.is_required() else show(field.default)
+        return "" if isinstance(made, ConfigSection) else format_value(made)
+    return "required" if field.is_required() else format_value(field.default)
 
 
-def table(headings: list[str], rows: list[list[str]]) -> str:
+def format_table(headings: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _code(names: tuple[str, ...] | list[str]) -> str:
+def _format_code(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _section(name: str) -> str:
-    title = docstring(SECTIONS[name]).partition("\n")[0]
+def _format_section(name: str) -> str:
+    title = read_docstring(SECTIONS[name]).partition("\n")[0]
     rows = [
-        [f"`{key.name}`", default_of(key), type_of(key.field.annotation), key.role or "", key.doc]
-        for key in keys().values()
+        [f"`{key.name}`", describe_default(key), describe_type(key.field.annotation), key.policy or "", key.doc]
+        for key in list_config_keys().values()
         if key.section == name
     ]
-    return f"## {name}\n\n{title}\n\n{table(['key', 'default', 'values', 'role', 'meaning'], rows)}"
+    return f"## {name}\n\n{title}\n\n{format_table(['key', 'default', 'values', 'role', 'meaning'], rows)}"
 
 
-def _options(introduction: str, sections: dict[str, type[Section]]) -> str:
+def _format_options(introduction: str, sections: dict[str, type[ConfigSection]]) -> str:
     rows = [
-        [f"`{path}.{name}`", _default(field), type_of(field.annotation), field.description or ""]
+        [f"`{path}.{name}`", _default(field), describe_type(field.annotation), field.description or ""]
         for path, section in sections.items()
         for name, field in section.model_fields.items()
     ]
-    return f"{introduction}\n{table(['key', 'default', 'values', 'meaning'], rows)}"
+    return f"{introduction}\n{format_table(['key', 'default', 'values', 'meaning'], rows)}"
 
 
-def _position_names() -> str:
-    rows = [[f"`{alias}`", _position(meaning, code="`")] for alias, meaning in neox.POSITIONS.items()]
-    return f"### Their names of position encodings\n\n{table(['pos_emb', 'means'], rows)}"
-
-
-def _called() -> str:
+def _format_position_names() -> str:
     rows = [
-        [_code(others), f"`{key}: {method}`"]
+        [f"`{alias}`", _describe_position_alias(meaning, code="`")] for alias, meaning in neox.POSITION_ALIASES.items()
+    ]
+    return f"### Their names of position encodings\n\n{format_table(['pos_emb', 'means'], rows)}"
+
+
+def _format_method_names() -> str:
+    rows = [
+        [_format_code(others), f"`{key}: {method}`"]
         for key, methods in METHODS.items()
         for method in methods()
         if (others := method_names.list_other_names(method))
     ]
     text = "Refused with our name, in `pos_emb`, in `score_processor` and where a file is named.\n"
-    return f"### Other names of methods\n\n{text}\n{table(['also called', 'here'], rows)}"
+    return f"### Other names of methods\n\n{text}\n{format_table(['also called', 'here'], rows)}"
 
 
-def _understood() -> str:
-    rows = [[f"`{rule.key}`", f"`{rule.to}`" + _difference(rule)] for rule in neox.RENAMED]
+def _format_understood() -> str:
+    rows = [[f"`{rule.key}`", f"`{rule.to}`" + _describe_switch(rule)] for rule in neox.ALIASES]
     rows += [
         [
             f"`{rule.key}`",
-            f"{_uses(rule, code='`')}; no effect on others",
+            f"{_describe_uses(rule, code='`')}; no effect on others",
         ]
-        for rule in neox.OPTIONS
+        for rule in neox.METHOD_OPTION_ALIASES
     ]
-    rows += [[f"`{rule.key}`", f"`{rule.to}` = {rule.key} × `{rule.of}`"] for rule in neox.SHARES]
+    rows += [[f"`{rule.key}`", f"`{rule.to}` = {rule.key} × `{rule.of}`"] for rule in neox.FRACTIONS]
     rows += [
         [f"`{rule.key}`", f"true: `{rule.of}: {new}` instead of `{rule.of}: {old}`"]
-        for rule in neox.VARIANTS
+        for rule in neox.VALUE_SWITCHES
         for old, new in rule.values.items()
     ]
     rows.append(["`fp16: {type: bfloat16}`", "`precision: bf16`"])
     for key, values in neox.VALUES.items():
         rows += [[f"`{key}: {theirs}`", f"`{key}: {ours}`"] for theirs, ours in values.items()]
-    return f"### Understood under our name\n\n{table(['theirs', 'here'], rows)}"
+    return f"### Understood under our name\n\n{format_table(['theirs', 'here'], rows)}"
 
 
-def _difference(rule: neox.Renamed) -> str:
+def _describe_switch(rule: neox.Alias) -> str:
     """How a value is written here."""
     switch = ", {} or {}".format(*rule.switch) if rule.switch else ""
     return switch + (f" - {rule.more}" if rule.more else "")
 
 
-def _uses(rule: neox.Option, code: str = "") -> str:
+def _describe_uses(rule: neox.MethodOptionAlias, code: str = "") -> str:
     texts = []
     for use in rule.uses:
         scale = f" × {code}{use.per}{code}" if use.per else ""
@@ -216,55 +218,67 @@ def _uses(rule: neox.Option, code: str = "") -> str:
     return ", and ".join(texts)
 
 
-def _without_effect() -> str:
-    rows = [[_code(rule.keys), rule.reason] for rule in neox.NO_EFFECT]
-    rows += [[f"`{rule.key}`", f"{rule.reason}; checked, and refused where it asks for more"] for rule in neox.CHECKED]
-    return f"### Accepted without effect\n\n{table(['keys', 'why'], rows)}"
+def _format_ignored() -> str:
+    rows = [[_format_code(rule.keys), rule.reason] for rule in neox.IGNORED]
+    rows += [
+        [f"`{rule.key}`", f"{rule.reason}; checked, and refused where it asks for more"]
+        for rule in neox.VALIDATED_NOOPS
+    ]
+    return f"### Accepted without effect\n\n{format_table(['keys', 'why'], rows)}"
 
 
-def _refused() -> str:
+def _format_unsupported() -> str:
     rows = []
-    for rule in neox.REFUSED:
-        fine = [show(value) for value in rule.harmless if value is not None]
-        rows.append([_code(rule.keys), rule.instead, " · ".join(fine)])
+    for rule in neox.UNSUPPORTED:
+        fine = [format_value(value) for value in rule.harmless if value is not None]
+        rows.append([_format_code(rule.keys), rule.instead, " · ".join(fine)])
     for key, advice in neox.ADVICE.items():
         rows += [[f"`{key}: {value}`", text, ""] for value, text in advice.items()]
     text = "Refused with an error, except with a value that asks for nothing.\n"
-    return f"### Refused\n\n{text}\n{table(['keys', 'instead', 'fine'], rows)}"
+    return f"### Refused\n\n{text}\n{format_table(['keys', 'instead', 'fine'], rows)}"
 
 
-def markdown() -> str:
+def build_reference() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *(_section(name) for name in SECTIONS), _options(SWEEP_INTRODUCTION, SWEEP)]
-    parts += [_options(COMMANDS_INTRODUCTION, COMMANDS), NEOX_INTRODUCTION]
-    return "\n".join([*parts, _position_names(), _called(), _understood(), _without_effect(), _refused()])
+    parts = [INTRODUCTION, *(_format_section(name) for name in SECTIONS), _format_options(SWEEP_INTRODUCTION, SWEEP)]
+    parts += [_format_options(COMMANDS_INTRODUCTION, COMMANDS), NEOX_INTRODUCTION]
+    return "\n".join(
+        [
+            *parts,
+            _format_position_names(),
+            _format_method_names(),
+            _format_understood(),
+            _format_ignored(),
+            _format_unsupported(),
+        ]
+    )
 
 
-def lookup(pattern: str) -> list[tuple[str, str, str, str]]:
+def lookup_keys(pattern: str) -> list[tuple[str, str, str, str]]:
     """Keys whose name or meaning contains a text: (key, default, values, meaning).
 
     Ours, then position encodings and score processors by all their names, their options, then other projects' keys.
     """
     wanted = pattern.replace("-", "_").lower()
     found = [
-        (key.name, default_of(key), type_of(key.field.annotation), key.doc)
-        for key in keys().values()
+        (key.name, describe_default(key), describe_type(key.field.annotation), key.doc)
+        for key in list_config_keys().values()
         if wanted in key.name.lower() or pattern.lower() in key.doc.lower()
     ]
-    found += _methods(wanted)
-    found += [row for row in _method_options() if wanted and wanted in row[0]]
+    found += _lookup_methods(wanted)
+    found += [row for row in _lookup_method_options() if wanted and wanted in row[0]]
     return found + [
-        (name, "", "", _rule_text(name, rule)) for name, rule in neox.RULES.items() if wanted and wanted in name
+        (name, "", "", _describe_rule(name, rule)) for name, rule in neox.RULES.items() if wanted and wanted in name
     ]
 
 
-def nearest(pattern: str) -> str:
+def find_nearest_key(pattern: str) -> str:
     """`did you mean seq_length?` for a text that no key contains; nothing if none is near."""
-    ours = (key.name.rpartition(".")[2] for key in keys().values())
+    ours = (key.name.rpartition(".")[2] for key in list_config_keys().values())
     return suggest_names(pattern.replace("-", "_"), [*ours, *neox.RULES], max_suggestions=3)
 
 
-def _methods(wanted: str) -> list[tuple[str, str, str, str]]:
+def _lookup_methods(wanted: str) -> list[tuple[str, str, str, str]]:
     """Methods one of whose names contains a text: `rope` finds `pos_emb: rotary`."""
     if not wanted:
         return []
@@ -275,16 +289,16 @@ def _methods(wanted: str) -> list[tuple[str, str, str, str]]:
             if any(wanted in name for name in (method, *others)):
                 also = f"also called {', '.join(others)}; " if others else ""
                 rows.append((f"{key}: {method}", "", "", f"{also}./deepy.py positions tells more"))
-    theirs = {alias: meaning for alias, meaning in neox.POSITIONS.items() if wanted in alias}
-    return rows + [(f"pos_emb: {alias}", "", "", _position(theirs[alias])) for alias in theirs]
+    theirs = {alias: meaning for alias, meaning in neox.POSITION_ALIASES.items() if wanted in alias}
+    return rows + [(f"pos_emb: {alias}", "", "", _describe_position_alias(theirs[alias])) for alias in theirs]
 
 
-def _position(alias: neox.PositionAlias, code: str = "") -> str:
+def _describe_position_alias(alias: neox.PositionAlias, code: str = "") -> str:
     values = {".".join(path): value for path, value in alias.keys().items() if value is not False}
-    return ", ".join(f"{code}{key}: {show(value)}{code}" for key, value in values.items())
+    return ", ".join(f"{code}{key}: {format_value(value)}{code}" for key, value in values.items())
 
 
-def _method_options() -> list[tuple[str, str, str, str]]:
+def _lookup_method_options() -> list[tuple[str, str, str, str]]:
     takers: dict[str, list[str]] = {}
     for kind, methods in METHODS.items():
         for method in methods():
@@ -296,18 +310,18 @@ def _method_options() -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _rule_text(name: str, rule: neox.Rule) -> str:
+def _describe_rule(name: str, rule: neox.Rule) -> str:
     match rule:
-        case neox.Renamed():
-            return f"is {rule.to}{_difference(rule)} here"
-        case neox.Option():
-            return f"is {_uses(rule)} here"
-        case neox.Share():
+        case neox.Alias():
+            return f"is {rule.to}{_describe_switch(rule)} here"
+        case neox.MethodOptionAlias():
+            return f"is {_describe_uses(rule)} here"
+        case neox.FractionOf():
             return f"makes {rule.to} = {name} × {rule.of}"
-        case neox.Variant():
+        case neox.ValueSwitch():
             meanings = " and ".join(f"{old} into {new}" for old, new in rule.values.items())
             return f"true turns {rule.of} {meanings} here"
-        case neox.Refused():
+        case neox.Unsupported():
             return f"refused: {rule.instead}"
-        case neox.NoEffect() | neox.Checked():
+        case neox.Ignored() | neox.ValidatedNoop():
             return f"no effect: {rule.reason}"

@@ -16,12 +16,12 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from megatron.config.yaml_files import dump
+from megatron.config.yaml_files import dump_yaml
 from megatron.options.checkpoint import CheckpointOptions
 from megatron.options.data import DataOptions
 from megatron.options.launch import LaunchOptions
 from megatron.options.model import ModelOptions, PositionOptions
-from megatron.options.section import Role, Section, docstring
+from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
 from megatron.options.training import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 
@@ -46,7 +46,7 @@ class Config(BaseModel):
     launch: LaunchOptions
 
     @staticmethod
-    def of(flat: Mapping[str, Any]) -> Config:
+    def from_flat(flat: Mapping[str, Any]) -> Config:
         """The configuration of some keys and values as in a YAML file; what is absent has its default.
 
         Raises:
@@ -54,10 +54,10 @@ class Config(BaseModel):
         """
         sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for key, value in flat.items():
-            sections[owners()[key]][key] = value
+            sections[map_key_owners()[key]][key] = value
         return Config.model_validate(sections)
 
-    def flat(self) -> dict[str, Any]:
+    def to_flat(self) -> dict[str, Any]:
         """All keys and values as in a YAML file, section after section."""
         return {key: value for section in self.model_dump().values() for key, value in section.items()}
 
@@ -69,18 +69,18 @@ class Config(BaseModel):
         """
         sections = {name: getattr(self, name).model_dump(exclude_unset=True) for name in SECTIONS}
         for name, value in keys.items():
-            sections[owners()[name]][name] = value
+            sections[map_key_owners()[name]][name] = value
         return Config.model_validate(sections)
 
-    def of_role(self, *roles: Role, defaults: bool = True) -> dict[str, Any]:
+    def keys_by_policy(self, *roles: ChangePolicy, defaults: bool = True) -> dict[str, Any]:
         """The keys of some roles with their values, nested keys by their dotted names.
 
         defaults: with those that have their default.
         """
         sections = self.model_dump(exclude_defaults=not defaults)
         found = {}
-        for path, key in keys().items():
-            if key.role in roles:
+        for path, key in list_config_keys().items():
+            if key.policy in roles:
                 value: Any = sections.get(key.section, {})
                 for name in path:
                     value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
@@ -88,34 +88,34 @@ class Config(BaseModel):
                     found[key.name] = value
         return found
 
-    def architecture(self) -> dict[str, Any]:
+    def architecture_keys(self) -> dict[str, Any]:
         """The keys that decide which function the trained weights compute; a resumed run must agree in all of them."""
-        return self.of_role("architecture", "context")
+        return self.keys_by_policy("architecture", "context")
 
-    def training_as_such(self, *, defaults: bool = True) -> dict[str, Any]:
+    def training_fingerprint(self, *, defaults: bool = True) -> dict[str, Any]:
         """The keys that decide what is trained, on what and how: runs that agree in them differ by rounding alone.
 
         defaults: with those that have their default.
         """
-        roles: tuple[Role, ...] = ("architecture", "context", "initialization", "data", "numerics", "schedule")
-        return self.of_role(*roles, defaults=defaults)
+        roles: tuple[ChangePolicy, ...] = ("architecture", "context", "initialization", "data", "numerics", "schedule")
+        return self.keys_by_policy(*roles, defaults=defaults)
 
-    def text(self, *, given: bool = False) -> str:
+    def to_yaml(self, *, only_set: bool = False) -> str:
         """The configuration as YAML with a heading for each section.
 
         Batch sizes that nobody gave and nothing settled yet are left out: a default would contradict the others.
 
-        given: leave out all that nobody gave, so that whoever reads it knows what was asked for.
+        only_set: leave out all that nobody gave, so that whoever reads it knows what was asked for.
         """
         parts = []
-        for name, values in self.model_dump(exclude_unset=given).items():
+        for name, values in self.model_dump(exclude_unset=only_set).items():
             if name == "training":
                 open_ = set(BATCH_SIZES) - self.training.model_fields_set
                 values = {key: value for key, value in values.items() if key not in open_}
             if not values:
                 continue
-            title = docstring(SECTIONS[name]).partition("\n")[0]
-            parts.append(f"# {name}: {title}\n{dump(values)}")
+            title = read_docstring(SECTIONS[name]).partition("\n")[0]
+            parts.append(f"# {name}: {title}\n{dump_yaml(values)}")
         return "\n".join(parts)
 
     def save(self, path: str | Path) -> None:
@@ -124,23 +124,23 @@ class Config(BaseModel):
         Raises:
             UserError: it may not be written there; RunError if the disk refuses.
         """
-        write_text_atomically(path, self.text())
+        write_text_atomically(path, self.to_yaml())
 
 
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[ConfigSection]] = {
     name: field.annotation  # type: ignore[misc]
     for name, field in Config.model_fields.items()
 }
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """What is known about one key of the YAML file, nested keys by their path."""
 
     path: Path_
     section: str
     field: FieldInfo
-    opens: type[Section] | None
+    opens: type[ConfigSection] | None
     """The nested section that the key holds, if it holds one."""
 
     @property
@@ -152,13 +152,13 @@ class Key:
         return self.field.description or ""
 
     @property
-    def role(self) -> Role | None:
+    def policy(self) -> ChangePolicy | None:
         """What the key decides; None if it opens a nested section."""
         extra = self.field.json_schema_extra
         return extra.get("role") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
     @property
-    def free(self) -> bool:
+    def allows_free_values(self) -> bool:
         """Does the key hold a mapping with names of its own (`pos_emb_options`)?"""
         return get_origin(self.field.annotation) is dict
 
@@ -169,30 +169,30 @@ class Key:
         return tuple(value for a in annotations if str(get_origin(a)) == "typing.Literal" for value in get_args(a))
 
 
-def _walk(section: str, model: type[Section], prefix: Path_ = ()) -> Iterator[Key]:
+def _walk(section: str, model: type[ConfigSection], prefix: Path_ = ()) -> Iterator[ConfigKey]:
     for name, field in model.model_fields.items():
         annotation = field.annotation
-        opens = annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-        yield Key((*prefix, name), section, field, opens)
+        opens = annotation if isinstance(annotation, type) and issubclass(annotation, ConfigSection) else None
+        yield ConfigKey((*prefix, name), section, field, opens)
         if opens:
             yield from _walk(section, opens, (*prefix, name))
 
 
 @cache
-def keys() -> dict[Path_, Key]:
+def list_config_keys() -> dict[Path_, ConfigKey]:
     """Every key by its path, in the order of the documentation."""
-    found: dict[Path_, Key] = {}
+    found: dict[Path_, ConfigKey] = {}
     for section, model in SECTIONS.items():
         for key in _walk(section, model):
             if key.path in found:
                 raise TypeError(f"key {key.name} has two owners: {found[key.path].section} and {section}")
-            if (key.role is None) != (key.opens is not None):
+            if (key.policy is None) != (key.opens is not None):
                 raise TypeError(f"key {key.name} needs a role, or, if it opens a section, none")
             found[key.path] = key
     return found
 
 
 @cache
-def owners() -> dict[str, str]:
+def map_key_owners() -> dict[str, str]:
     """The section that owns each flat key."""
-    return {path[0]: key.section for path, key in keys().items()}
+    return {path[0]: key.section for path, key in list_config_keys().items()}

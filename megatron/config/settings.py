@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import neox
-from megatron.config.schema import Path_, keys
-from megatron.config.yaml_files import Document
+from megatron.config.schema import Path_, list_config_keys
+from megatron.config.yaml_files import YamlDocument
 from megatron.utils.suggestions import suggest_names
 
 COMMAND_LINE = "command line"
@@ -30,7 +30,7 @@ CHOOSERS = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class SourcedValue:
     """A value and who set it: `file:line` or the command line."""
 
     value: Any
@@ -38,7 +38,7 @@ class Setting:
     layer: int = 0
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it would be written in YAML, short."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -52,35 +52,35 @@ def _normal(name: str) -> str:
 
 
 def _flatten(
-    values: dict[str, Any], document: Document, at: Path_ = (), out: Path_ = ()
-) -> Iterator[tuple[Path_, Setting]]:
+    values: dict[str, Any], document: YamlDocument, at: Path_ = (), out: Path_ = ()
+) -> Iterator[tuple[Path_, SourcedValue]]:
     """Leaves of a mapping as (path, setting); a mapping opens only where the schema has keys inside it."""
     for name, value in values.items():
         here = (*at, name)
         path = (*out, *map(_normal, name.split(".")))
-        key = keys().get(path)
-        if isinstance(value, dict) and key and (key.opens or key.free):
-            if key.free:  # the names inside are the method's, not ours: no dashes to translate
+        key = list_config_keys().get(path)
+        if isinstance(value, dict) and key and (key.opens or key.allows_free_values):
+            if key.allows_free_values:  # the names inside are the method's, not ours: no dashes to translate
                 for option, inner in value.items():
-                    yield (*path, option), Setting(inner, document.where((*here, option)))
+                    yield (*path, option), SourcedValue(inner, document.locate((*here, option)))
             else:
                 yield from _flatten(value, document, here, path)
         else:
-            yield path, Setting(value, document.where(here))
+            yield path, SourcedValue(value, document.locate(here))
 
 
 @dataclass
-class Settings:
+class ConfigLayers:
     """What the layers say together. `problems` are errors, one line each; `notes` are worth a line at the start."""
 
-    values: dict[Path_, Setting] = field(default_factory=dict)
-    options: dict[str, Setting] = field(default_factory=dict)
+    values: dict[Path_, SourcedValue] = field(default_factory=dict)
+    options: dict[str, SourcedValue] = field(default_factory=dict)
     """Other projects' keys that mean something only together with another key (`rotary_pct`), settled at the end."""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     layers: int = 0
 
-    def add_file(self, document: Document) -> None:
+    def add_file(self, document: YamlDocument) -> None:
         """Put a file on top."""
         self._add(_flatten(document.values, document), document.source)
 
@@ -90,20 +90,23 @@ class Settings:
         for name, value in overrides:
             name = _normal(name)
             if name in pairs:
-                self.notes.append(f"{name} {show(pairs[name])} replaced by {show(value)} ({COMMAND_LINE}, given twice)")
+                self.notes.append(
+                    f"{name} {format_value(pairs[name])} replaced by {format_value(value)} ({COMMAND_LINE}, given "
+                    f"twice)"
+                )
             pairs[name] = value
-        self._add(_flatten(pairs, Document(COMMAND_LINE, pairs, {})), COMMAND_LINE)
+        self._add(_flatten(pairs, YamlDocument(COMMAND_LINE, pairs, {})), COMMAND_LINE)
 
-    def where(self, path: Path_) -> str | None:
+    def locate(self, path: Path_) -> str | None:
         """Who set a key, or the nearest thing to it."""
         if path in self.values:
             return self.values[path].where
         inside = [setting.where for known, setting in self.values.items() if known[: len(path)] == path]
         return inside[0] if inside else None
 
-    def _add(self, items: Iterable[tuple[Path_, Setting]], source: str) -> None:
+    def _add(self, items: Iterable[tuple[Path_, SourcedValue]], source: str) -> None:
         self.layers += 1
-        layer: dict[Path_, Setting] = {}
+        layer: dict[Path_, SourcedValue] = {}
         ignored: dict[str, list[str]] = {}
         written: dict[Path_, str] = {}
         for path, setting in items:
@@ -112,87 +115,95 @@ class Settings:
                 self.problems.append(f"{setting.where}: {'.'.join(path)} is given twice, see {written[path]}")
             written[path] = setting.where
             for new_path, value in self._translate(path, setting, ignored):
-                new = Setting(value, setting.where, self.layers)
+                new = SourcedValue(value, setting.where, self.layers)
                 old = layer.get(new_path)
                 if old is not None and old.value != value and not twice:
                     name = ".".join(new_path)
                     self.problems.append(
-                        f"{setting.where}: {name} {show(value)} contradicts {show(old.value)} ({old.where})"
+                        f"{setting.where}: {name} {format_value(value)} contradicts {format_value(old.value)} "
+                        f"({old.where})"
                     )
                 layer[new_path] = new
         for reason, names in ignored.items():
             have = "has" if len(names) == 1 else "have"
             self.notes.append(f"{source}: {', '.join(names)} {have} no effect: {reason}")
-        self._settle_precision(layer)
+        self._resolve_precision(layer)
         for chooser, options in CHOOSERS.items():
             self._drop_options(chooser, options, layer)
         for path, setting in layer.items():
             self._put(path, setting)
 
-    def _put(self, path: Path_, setting: Setting) -> None:
+    def _put(self, path: Path_, setting: SourcedValue) -> None:
         old = self.values.get(path)
         if old is not None and old.value != setting.value:
             self.notes.append(
-                f"{'.'.join(path)} {show(old.value)} ({old.where}) replaced by {show(setting.value)} ({setting.where})"
+                f"{'.'.join(path)} {format_value(old.value)} ({old.where}) replaced by {format_value(setting.value)} "
+                f"({setting.where})"
             )
         self.values[path] = setting
 
-    def _translate(self, path: Path_, setting: Setting, ignored: dict[str, list[str]]) -> Iterator[tuple[Path_, Any]]:
+    def _translate(
+        self, path: Path_, setting: SourcedValue, ignored: dict[str, list[str]]
+    ) -> Iterator[tuple[Path_, Any]]:
         """Our paths and values for one written key; problems and notes are recorded."""
         name, value, where = ".".join(path), setting.value, setting.where
         rule = neox.RULES.get(name)
         match rule:
             case None:
-                yield from self._own(path, setting)
-            case neox.Renamed():
+                yield from self._to_own_key(path, setting)
+            case neox.Alias():
                 if rule.switch is not None:
                     if value is not None and not isinstance(value, bool):
-                        self.problems.append(f"{where}: {name} is {show(value)}; it must be true or false")
+                        self.problems.append(f"{where}: {name} is {format_value(value)}; it must be true or false")
                         return
                     on, off = rule.switch
-                    setting = Setting(on if value else off, where, setting.layer)
+                    setting = SourcedValue(on if value else off, where, setting.layer)
                 if rule.more and type(value) is int:
-                    setting = Setting(value + rule.more, where, setting.layer)
+                    setting = SourcedValue(value + rule.more, where, setting.layer)
                 more = f" - {rule.more}" if rule.more else ""
                 self.notes.append(f"{where}: {name} is {rule.to}{more} here")
-                yield from self._own(tuple(rule.to.split(".")), setting)
-            case neox.Option() | neox.Share() | neox.Variant() | neox.Checked():
+                yield from self._to_own_key(tuple(rule.to.split(".")), setting)
+            case neox.MethodOptionAlias() | neox.FractionOf() | neox.ValueSwitch() | neox.ValidatedNoop():
                 old = self.options.get(name)
                 if old is not None and old.value != value:
-                    self.notes.append(f"{name} {show(old.value)} ({old.where}) replaced by {show(value)} ({where})")
-                self.options[name] = Setting(value, where, self.layers)
-            case neox.NoEffect():
+                    self.notes.append(
+                        f"{name} {format_value(old.value)} ({old.where}) replaced by {format_value(value)} ({where})"
+                    )
+                self.options[name] = SourcedValue(value, where, self.layers)
+            case neox.Ignored():
                 ignored.setdefault(rule.reason, []).append(name)
-            case neox.Refused():
+            case neox.Unsupported():
                 if value not in rule.harmless:
-                    self.problems.append(f"{where}: {name}: {show(value)} is refused: {rule.instead}")
+                    self.problems.append(f"{where}: {name}: {format_value(value)} is refused: {rule.instead}")
 
-    def _own(self, path: Path_, setting: Setting) -> Iterator[tuple[Path_, Any]]:
+    def _to_own_key(self, path: Path_, setting: SourcedValue) -> Iterator[tuple[Path_, Any]]:
         """A key of ours (or an unknown one), with other projects' names of its values."""
         name, value, where = ".".join(path), setting.value, setting.where
-        key = keys().get(path)
-        parent = keys().get(path[:-1])
+        key = list_config_keys().get(path)
+        parent = list_config_keys().get(path[:-1])
         if path == FP16_TYPE:
             if isinstance(value, str) and value in FP16_TYPES:
                 yield path, value
             else:
-                self.problems.append(f"{where}: {name} is {show(value)}; choose from {', '.join(FP16_TYPES)}")
+                self.problems.append(f"{where}: {name} is {format_value(value)}; choose from {', '.join(FP16_TYPES)}")
             return
-        if key is None and not (parent and parent.free):
-            self.problems.append(f"{where}: {unknown(path)}")
+        if key is None and not (parent and parent.allows_free_values):
+            self.problems.append(f"{where}: {describe_unknown_key(path)}")
             return
-        if key is not None and (key.opens or key.free) and not isinstance(value, dict):
-            self.problems.append(f"{where}: {name} is {show(value)}; it must be a mapping of keys to values")
+        if key is not None and (key.opens or key.allows_free_values) and not isinstance(value, dict):
+            self.problems.append(f"{where}: {name} is {format_value(value)}; it must be a mapping of keys to values")
             return
-        if key is not None and (key.opens or key.free):
+        if key is not None and (key.opens or key.allows_free_values):
             return  # an empty mapping says nothing
         if not isinstance(value, str):
             yield path, value
-        elif name == "pos_emb" and value in neox.POSITIONS:
-            alias = neox.POSITIONS[value]
+        elif name == "pos_emb" and value in neox.POSITION_ALIASES:
+            alias = neox.POSITION_ALIASES[value]
             meaning = alias.encoding + (f" with score_processor {alias.processor}" if alias.processor else "")
             meaning += ", pos_emb_per_layer: true" if alias.per_layer else ""
-            meaning += "".join(f", pos_emb_options.{key}: {show(given)}" for key, given in alias.options.items())
+            meaning += "".join(
+                f", pos_emb_options.{key}: {format_value(given)}" for key, given in alias.options.items()
+            )
             self.notes.append(f"{where}: pos_emb {value} is {meaning} here")
             yield from alias.keys().items()
         elif value in neox.ADVICE.get(name, {}):
@@ -200,7 +211,7 @@ class Settings:
         else:
             yield path, neox.VALUES.get(name, {}).get(value, value)
 
-    def _settle_precision(self, layer: dict[Path_, Setting]) -> None:
+    def _resolve_precision(self, layer: dict[Path_, SourcedValue]) -> None:
         """Make one `precision` of what a layer says in `precision`, `fp16` and `bf16`.
 
         A layer that switches one format on switches the other off, so that an overlay can change the precision of a
@@ -211,7 +222,7 @@ class Settings:
         for path in said:
             if path in ENABLED:
                 layer.pop(path)
-        on: dict[str, tuple[str, Setting]] = {}
+        on: dict[str, tuple[str, SourcedValue]] = {}
         for path, setting in said.items():
             if path == PRECISION and isinstance(setting.value, str):
                 on.setdefault(setting.value, (f"precision {setting.value}", setting))
@@ -222,38 +233,42 @@ class Settings:
                 on.setdefault(name, (f"{'.'.join(path)} true", setting))
             elif path in ENABLED and not isinstance(setting.value, bool):
                 self.problems.append(
-                    f"{setting.where}: {'.'.join(path)} is {show(setting.value)}; it must be true or false"
+                    f"{setting.where}: {'.'.join(path)} is {format_value(setting.value)}; it must be true or false"
                 )
         if len(on) > 1:
             (first, one), (second, two), *_ = on.values()
             self.problems.append(f"{two.where}: {second} contradicts {first} ({one.where}); choose one precision")
         elif on:
             ((value, (_, setting)),) = on.items()
-            layer[PRECISION] = Setting(value, setting.where, setting.layer)
+            layer[PRECISION] = SourcedValue(value, setting.where, setting.layer)
         else:
             current = self.values.get(PRECISION)
             for path, setting in said.items():
                 if path in ENABLED and setting.value is False and current and current.value == ENABLED[path]:
-                    layer[PRECISION] = Setting("fp32", setting.where, setting.layer)
+                    layer[PRECISION] = SourcedValue("fp32", setting.where, setting.layer)
 
-    def _drop_options(self, chooser: Path_, options: str, layer: dict[Path_, Setting]) -> None:
+    def _drop_options(self, chooser: Path_, options: str, layer: dict[Path_, SourcedValue]) -> None:
         new, old = layer.get(chooser), self.values.get(chooser)
         if new is None or old is None or new.value == old.value:
             return
         for path in [path for path in self.values if path[0] == options]:
             gone = self.values.pop(path)
-            self.notes.append(f"{'.'.join(path)} {show(gone.value)} ({gone.where}) dropped: it belongs to {old.value}")
+            self.notes.append(
+                f"{'.'.join(path)} {format_value(gone.value)} ({gone.where}) dropped: it belongs to {old.value}"
+            )
 
 
-def unknown(path: Path_) -> str:
+def describe_unknown_key(path: Path_) -> str:
     """`unknown key 'num_layrs'; did you mean num_layers?`"""
     name = ".".join(path)
     if path == ("sweep",):
         return "sweep: files that hold one are for `./deepy.py sweep`"
-    siblings = {key[-1]: ".".join(key) for key in keys() if key[:-1] == path[:-1]}
+    siblings = {key[-1]: ".".join(key) for key in list_config_keys() if key[:-1] == path[:-1]}
     if len(path) == 1:
-        siblings |= {key: key for key, rule in neox.RULES.items() if isinstance(rule, neox.Renamed | neox.Option)}
-    everywhere = [".".join(key) for key in keys()]
+        siblings |= {
+            key: key for key, rule in neox.RULES.items() if isinstance(rule, neox.Alias | neox.MethodOptionAlias)
+        }
+    everywhere = [".".join(key) for key in list_config_keys()]
     same = [other for other in everywhere if other.split(".")[-1] == path[-1]]  # a bare `stage`, or `params.lr`
     hint = f"did you mean {' or '.join(same)}?" if same else ""
     hint = hint or suggest_names(path[-1], siblings, max_suggestions=2, cutoff=0.63, shown=siblings)

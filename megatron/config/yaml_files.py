@@ -30,42 +30,42 @@ from ruamel.yaml.representer import SafeRepresenter
 
 from megatron.utils.errors import UserError
 
-HARMLESS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
+ALLOWED_TAGS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE = "tag:yaml.org,2002:merge"
 TEXT = "tag:yaml.org,2002:str"
 
-MOST_BYTES = 1 << 20
-MOST_NODES = 10_000
+MAX_BYTES = 1 << 20
+MAX_NODES = 10_000
 """Keys, values, lists and mappings, with those that an alias stands for. The zoo, the largest file here, has 500."""
-DEEPEST = 50
+MAX_DEPTH = 50
 """Lists and mappings inside each other."""
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """One file: its mapping, and the line (counted from 1) on which each key stands, by path of keys."""
 
     source: str
     values: dict[str, Any]
     lines: dict[tuple[str, ...], int]
 
-    def where(self, path: tuple[str, ...]) -> str:
+    def locate(self, path: tuple[str, ...]) -> str:
         """`file:line` of a key."""
         return f"{self.source}:{self.lines[path]}" if path in self.lines else self.source
 
 
-def _plain() -> YAML:
+def _build_loader() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
-def _loader(source: str) -> YAML:
+def _create_loader(source: str) -> YAML:
     """Reads what has no more values, and no deeper ones, than a person writes; `source` is how messages name it."""
-    found = _plain()
-    found.Parser = partial(_Bounded, source=source)
+    found = _build_loader()
+    found.Parser = partial(_BoundedParser, source=source)
     return found
 
 
-class _Bounded(Parser):
+class _BoundedParser(Parser):
     """Refuses what has too many values, or too deep ones, before they are built."""
 
     def __init__(self, loader: YAML, source: str) -> None:
@@ -89,17 +89,17 @@ class _Bounded(Parser):
         elif isinstance(event, MappingEndEvent | SequenceEndEvent):
             anchor, before = self.opened.pop()
             self.anchors |= {anchor: self.nodes - before} if anchor else {}
-        if self.nodes > MOST_NODES:
-            raise self._refusal(event, f"more than {MOST_NODES:,} values, aliases counted as what they stand for")
-        if len(self.opened) > DEEPEST:
-            raise self._refusal(event, f"nested too deeply to be a configuration: more than {DEEPEST} times")
+        if self.nodes > MAX_NODES:
+            raise self._build_error(event, f"more than {MAX_NODES:,} values, aliases counted as what they stand for")
+        if len(self.opened) > MAX_DEPTH:
+            raise self._build_error(event, f"nested too deeply to be a configuration: more than {MAX_DEPTH} times")
         return event
 
-    def _refusal(self, event: Event, why: str) -> UserError:
+    def _build_error(self, event: Event, why: str) -> UserError:
         return UserError(f"{self.source}:{event.start_mark.line + 1}: {why}")
 
 
-def _one_line(source: str, error: YAMLError) -> UserError:
+def _format_yaml_error(source: str, error: YAMLError) -> UserError:
     """ruamel's several lines with carets as one line with a place."""
     if not isinstance(error, MarkedYAMLError) or error.problem is None:
         return UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}")
@@ -120,22 +120,22 @@ def _one_line(source: str, error: YAMLError) -> UserError:
     return UserError(f"{place}: not valid YAML: {problem}")
 
 
-def _place_of_bad_scalar(node: Node | None, source: str) -> str:
+def _locate_bad_scalar(node: Node | None, source: str) -> str:
     """`file:line` of the first scalar that cannot be made a value."""
     if isinstance(node, ScalarNode):
         try:
-            _plain().constructor.construct_document(node)
+            _build_loader().constructor.construct_document(node)
         except ValueError:
             return f"{source}:{node.start_mark.line + 1}"
     elif isinstance(node, SequenceNode | MappingNode):
         parts = node.value if isinstance(node, SequenceNode) else [part for pair in node.value for part in pair]
         for part in parts:
-            if (place := _place_of_bad_scalar(part, source)) != source:
+            if (place := _locate_bad_scalar(part, source)) != source:
                 return place
     return source
 
 
-def _lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> None:
+def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> None:
     """Note the line of every key. Raises UserError for a key that is no text, of which the values no longer say how it
     was written."""
     if not isinstance(node, MappingNode):
@@ -144,17 +144,19 @@ def _lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int],
         if key_node.tag == MERGE:  # `<<: *anchor`: its keys stand where the anchor was written
             merged = [value_node] if isinstance(value_node, MappingNode) else value_node.value
             for item in merged:
-                _lines(item, path, lines, source)
+                _collect_lines(item, path, lines, source)
             continue
         inner = (*path, str(key_node.value))
         if isinstance(key_node, ScalarNode) and str(key_node.tag) != TEXT:
             place = f"{source}:{key_node.start_mark.line + 1}"
             raise UserError(f"{place}: key {key_node.value} is not text; put it in quotes")
         lines[inner] = key_node.start_mark.line + 1
-        _lines(value_node, inner, lines, source)
+        _collect_lines(value_node, inner, lines, source)
 
 
-def _check_plain(value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]) -> None:
+def _check_plain_value(
+    value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]
+) -> None:
     """Refuse what a configuration cannot hold and JSON could not write: dates, sets, binary, keys that are no text, and
     null characters, which no path and no variable of the environment can hold. `line` is 0 on the command line."""
     line = lines.get(path, line)
@@ -166,10 +168,10 @@ def _check_plain(value: Any, source: str, line: int, lines: dict[tuple[str, ...]
                 raise UserError(f"{place}: key {key!r} is not text; put it in quotes")
             if "\0" in key:
                 raise UserError(f"{place}: key {key!r} holds a null character; leave it out")
-            _check_plain(inner, source, line, lines, (*path, key))
+            _check_plain_value(inner, source, line, lines, (*path, key))
     elif isinstance(value, list):
         for inner in value:
-            _check_plain(inner, source, line, lines, path)
+            _check_plain_value(inner, source, line, lines, path)
     elif isinstance(value, str) and "\0" in value:
         raise UserError(f"{place}: {name} is {value!r}; text cannot hold a null character")
     elif value is not None and not isinstance(value, bool | int | float | str):
@@ -180,9 +182,9 @@ def read_text(path: Path) -> str:
     """A small text file. Raises UserError if it is large or cannot be read as UTF-8."""
     try:
         with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise UserError(f"{path}: larger than {MOST_BYTES:,} bytes, which no configuration is")
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes, which no configuration is")
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
@@ -190,51 +192,51 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def parse(text: str, source: str) -> Document:
+def parse_yaml(text: str, source: str) -> YamlDocument:
     """The mapping written in `text`; `source` is how messages name it. An empty text is an empty mapping."""
-    return deepcopy(_parsed(text, source))
+    return deepcopy(_parse_with_lines(text, source))
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str, source: str) -> Document:
+def _parse_with_lines(text: str, source: str) -> YamlDocument:
     """A sweep and its runs read the same configurations again and again, each for a fiftieth of a second."""
     try:
-        loader = _loader(source)
+        loader = _create_loader(source)
         node = loader.compose(io.StringIO(text))
         values = None if node is None else loader.constructor.construct_document(node)
     except YAMLError as error:
-        raise _one_line(source, error) from error
+        raise _format_yaml_error(source, error) from error
     except ValueError as error:  # a scalar that looks like a date but is none, for example
         # Python advises programmers in the same breath.
-        raise UserError(f"{_place_of_bad_scalar(node, source)}: not valid YAML: {str(error).split(';')[0]}") from error
+        raise UserError(f"{_locate_bad_scalar(node, source)}: not valid YAML: {str(error).split(';')[0]}") from error
     except RecursionError as error:
         raise UserError(f"{source}: nested too deeply to be a configuration") from error
     if values is None:
-        return Document(source, {}, {})
+        return YamlDocument(source, {}, {})
     if not isinstance(values, dict):
         kind = {list: "a list"}.get(type(values), "a single value")
         raise UserError(f"{source}: holds {kind}; a configuration is a mapping of keys to values")
     lines: dict[tuple[str, ...], int] = {}
     try:
-        _lines(node, (), lines, source)
-        _check_plain(values, source, 1, lines, ())
+        _collect_lines(node, (), lines, source)
+        _check_plain_value(values, source, 1, lines, ())
     except RecursionError as error:  # an anchor that contains itself
         raise UserError(f"{source}: nested too deeply to be a configuration") from error
-    return Document(source, values, lines)
+    return YamlDocument(source, values, lines)
 
 
-def read_yaml(path: Path) -> Document:
+def read_yaml(path: Path) -> YamlDocument:
     """Read one configuration file. Raises UserError with file and line for whatever is wrong with it."""
-    return parse(read_text(path), str(path))
+    return parse_yaml(read_text(path), str(path))
 
 
-def parse_value(text: str, source: str) -> Any:
+def parse_scalar(text: str, source: str) -> Any:
     """A single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; nothing is null."""
     try:
-        value = _loader(source).load(io.StringIO(text))
+        value = _create_loader(source).load(io.StringIO(text))
     except (YAMLError, ValueError) as error:
         raise UserError(f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as text") from error
-    _check_plain(value, source, 0, {}, ())
+    _check_plain_value(value, source, 0, {}, ())
     return value
 
 
@@ -246,16 +248,16 @@ class _Representer(SafeRepresenter):
 
     def represent_str(self, data: str) -> ScalarNode:
         # Double quotes escape whatever means something to YAML: line breaks of all scripts, `? `, `: `, `#` …
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if HARMLESS.fullmatch(data) else '"')
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if ALLOWED_TAGS.fullmatch(data) else '"')
 
 
 _Representer.add_representer(list, _Representer.represent_list)
 _Representer.add_representer(str, _Representer.represent_str)
 
 
-def dump(values: dict[str, Any]) -> str:
+def dump_yaml(values: dict[str, Any]) -> str:
     """Plain YAML 1.2 in the order of the mapping."""
-    writer = _plain()
+    writer = _build_loader()
     writer.Representer = _Representer
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]

@@ -18,8 +18,8 @@ from megatron.conversion.model_card import render_model_card, write_model_card
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
 from megatron.conversion.registry import find_exact_family
-from megatron.data.folders import whole_folder, written
-from megatron.data.run_tokenizer import run_tokenizer
+from megatron.data.folders import atomic_directory, describe_write_errors
+from megatron.data.run_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import padded_vocab_size
 from megatron.utils.atomic_io import parse_json
@@ -66,9 +66,9 @@ def export_model(
     _check_target(target, overwrite)
     if (problem := manifest.find_damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
         raise RunError(f"{run.checkpoint}: is damaged: {problem}")
-    tokenizer = run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
+    tokenizer = load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
     weights = HFWeights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else torch_dtype)
-    with written(target), whole_folder(target.resolve()) as folder:
+    with describe_write_errors(target), atomic_directory(target.resolve()) as folder:
         auto_map_keys = {} if native else {"auto_map": _write_code(run, folder)}
         _write_configs(run, tokenizer, family, dtype, folder, auto_map_keys)
         write_hf_tokenizer(tokenizer, folder, run.config.model.seq_length)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron.config.schema import Config
-from megatron.config.yaml_files import dump
+from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.families.farfield import TOKENIZER_TYPE_KEY
 from megatron.conversion.model_source import ModelSource, WeightReader
-from megatron.data.folders import whole_folder, written
-from megatron.data.run_tokenizer import keep_tokenizer
-from megatron.data.tokenizers import Tokenizer, open_tokenizer
+from megatron.data.folders import atomic_directory, describe_write_errors
+from megatron.data.run_tokenizer import save_tokenizer
+from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.options.data import TokenizerType
 from megatron.planning.parameter_count import count_parameters
 from megatron.utils.atomic_io import parse_json
@@ -79,7 +79,7 @@ def resolve_tokenizer(
     Raises UserError: there is none, or its files are not what they should be.
     """
     if tokenizer_type is not None:
-        return open_tokenizer(tokenizer_type, vocab_file, merge_file, end_token=end_token, bos=add_bos)
+        return tokenizer_from_files(tokenizer_type, vocab_file, merge_file, end_token=end_token, bos=add_bos)
     if vocab_file is not None or merge_file is not None:
         raise UserError("vocab_file: say which tokenizer it belongs to with --tokenizer")
     files_by_type = dict(TOKENIZER_FILES)
@@ -90,7 +90,7 @@ def resolve_tokenizer(
         ):
             if all((source.tokenizer_folder / file).is_file() for file in files):
                 bos = _resolve_bos(source.tokenizer_folder, candidate_type, add_bos)
-                return open_tokenizer(
+                return tokenizer_from_files(
                     candidate_type, *(source.tokenizer_folder / file for file in files), end_token=end_token, bos=bos
                 )
     names = "; ".join(" and ".join(files) for _, files in TOKENIZER_FILES)
@@ -110,7 +110,7 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _resolve_bos(folder: Path, tokenizer_type: str, add_bos: bool | None) -> bool | str | None:
-    """What stands before every text, as transformers does it: `bos` of `open_tokenizer`.
+    """What stands before every text, as transformers does it: `bos` of `tokenizer_from_files`.
 
     A tokenizer.json says so itself, but for classes that do not ask it; other files leave it to `add_bos_token`.
     """
@@ -177,7 +177,11 @@ def write_imported_run(source: ModelSource, run: Path, tokenizer: Tokenizer) -> 
             left then.
     """
     check_parameter_count(source)
-    with written(run), source.open_weights(source.build_config()) as weights, whole_folder(run.resolve()) as new_folder:
+    with (
+        describe_write_errors(run),
+        source.open_weights(source.build_config()) as weights,
+        atomic_directory(run.resolve()) as new_folder,
+    ):
         check_vocab_size(tokenizer.vocab_size, weights.num_embeddings, source.path)
         # The multiple that pads any number of tokens to these rows, whatever ranks can divide them.
         config = source.build_config(make_vocab_size_divisible_by=weights.num_embeddings)
@@ -200,7 +204,7 @@ def _write_run_files(
     weights.check_names(list(tensor_headers))
     config_text = _format_config(source, config)
     (new_folder / layout.CONFIG).write_text(config_text, encoding="utf-8")
-    keep_tokenizer(tokenizer, new_folder)
+    save_tokenizer(tokenizer, new_folder)
     checkpoint = new_folder / layout.CHECKPOINTS / layout.format_checkpoint_name(0)
     checkpoint.mkdir(parents=True)
     weights_checksum = tensor_writer.write_tensor_stream(
@@ -242,4 +246,4 @@ def _format_config(source: ModelSource, config: Config) -> str:
         name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()
     }
     header = f"# A {source.format_name} model, imported. A training says the rest: train_iters, train_data_paths …"
-    return f"{header}\n{dump(config_keys)}"
+    return f"{header}\n{dump_yaml(config_keys)}"

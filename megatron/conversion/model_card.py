@@ -153,7 +153,7 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
             ("steps", f"{progress.step:,}"),
             ("tokens seen", f"{progress.consumed_tokens:,}"),
             ("batch", f"{training.train_batch_size:,} sequences" if training.train_batch_size else "as configured"),
-            ("precision", training.compute_type),
+            ("precision", training.compute_dtype),
             ("optimizer", f"{optimizer.optimizer.type}, learning rate {optimizer.optimizer.params.lr:g}"),
         ]
     return rows

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
-from megatron.config.checks import check
-from megatron.config.problems import describe
+from megatron.config.checks import validate_config
+from megatron.config.problems import describe_validation_error
 from megatron.config.schema import Config
 from megatron.utils.errors import UserError
 
@@ -52,9 +52,9 @@ class ModelSource:
         Raises UserError: it cannot be one of ours.
         """
         try:
-            config = Config.of({**self.config_keys, **overrides})
+            config = Config.from_flat({**self.config_keys, **overrides})
         except ValidationError as error:
-            raise UserError(f"{self.path}: {next(describe(error, lambda _: None))}") from None
-        for _, problem in check(config):
+            raise UserError(f"{self.path}: {next(describe_validation_error(error, lambda _: None))}") from None
+        for _, problem in validate_config(config):
             raise UserError(f"{self.path}: {problem}")
         return config

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import neox as vocabulary
-from megatron.config.load import merge
-from megatron.config.schema import Config, owners
-from megatron.config.yaml_files import Document, read_yaml
+from megatron.config.load import merge_documents
+from megatron.config.schema import Config, map_key_owners
+from megatron.config.yaml_files import YamlDocument, read_yaml
 from megatron.conversion.model_source import ModelSource
 from megatron.conversion.transforms import SeparateQKV
 from megatron.options.model import GATED, ffn_hidden_size, intermediate_size_of, num_kv_heads
@@ -99,7 +99,7 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
     files = list(configs) or sorted((checkpoint / CONFIGS_FOLDER).glob("*.y*ml"))
     if not files:
         raise UserError(f"{checkpoint}: holds no {CONFIGS_FOLDER}/*.yml; name the model's configuration with --config")
-    loaded = merge([_select_model_keys(read_yaml(path)) for path in files])
+    loaded = merge_documents([_select_model_keys(read_yaml(path)) for path in files])
     config = loaded.config
     sections = (config.model, config.position)
     keys = {name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()}
@@ -123,20 +123,20 @@ def _read_gated_ffn_size(checkpoint: Path) -> int:
     return sum(shard.shape[0] for shard in shards[f"2.{name}.weight"]) // 2
 
 
-def _select_model_keys(document: Document) -> Document:
+def _select_model_keys(document: YamlDocument) -> YamlDocument:
     """Of a configuration the keys that say what the model is; those of its training do not matter any more."""
     model_values = {name: value for name, value in document.values.items() if _is_model_key(name.replace("-", "_"))}
-    return Document(document.source, model_values, document.lines)
+    return YamlDocument(document.source, model_values, document.lines)
 
 
 def _is_model_key(name: str) -> bool:
     rule = vocabulary.RULES.get(name)
     match rule:
         case None:
-            return owners().get(name) in MODEL_SECTIONS and name not in TRAINING_KEYS
-        case vocabulary.Renamed() | vocabulary.Share():
-            return owners().get(rule.to.split(".")[0]) in MODEL_SECTIONS
-        case vocabulary.Option() | vocabulary.Variant() | vocabulary.Checked():
+            return map_key_owners().get(name) in MODEL_SECTIONS and name not in TRAINING_KEYS
+        case vocabulary.Alias() | vocabulary.FractionOf():
+            return map_key_owners().get(rule.to.split(".")[0]) in MODEL_SECTIONS
+        case vocabulary.MethodOptionAlias() | vocabulary.ValueSwitch() | vocabulary.ValidatedNoop():
             return True
     return name in UNSUPPORTED_MODEL_KEYS
 

@@ -23,44 +23,46 @@ from megatron.utils.errors import RunError, UserError
 Batch = dict[str, torch.Tensor]
 
 
-class GlobalOrder(Sampler[list[int]]):
+class DistributedBatchSampler(Sampler[list[int]]):
     """Sample indices of one data index's micro-batches. A last round that cannot be filled for all is left out."""
 
-    def __init__(self, samples: int, *, micro_batch: int, data: Axis, start: int) -> None:
-        if micro_batch < 1 or start < 0:
-            raise ValueError(f"micro_batch {micro_batch}, start {start}")
-        self.micro_batch, self.data, self.start = micro_batch, data, start
-        self.rounds = max(0, samples - start) // (micro_batch * data.size)
+    def __init__(self, samples: int, *, micro_batch_size: int, data: Axis, start: int) -> None:
+        if micro_batch_size < 1 or start < 0:
+            raise ValueError(f"micro_batch {micro_batch_size}, start {start}")
+        self.micro_batch_size, self.data, self.start = micro_batch_size, data, start
+        self.rounds = max(0, samples - start) // (micro_batch_size * data.size)
 
     def __len__(self) -> int:
         return self.rounds
 
     def __iter__(self) -> Iterator[list[int]]:
         for g in range(self.rounds):
-            first = self.start + (g * self.data.size + self.data.index) * self.micro_batch
-            yield list(range(first, first + self.micro_batch))
+            first = self.start + (g * self.data.size + self.data.index) * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
 
 
-def batches(dataset: Dataset, *, micro_batch: int, mesh: Mesh, start: int = 0, num_workers: int = 0) -> Iterator[Batch]:
+def build_dataloader(
+    dataset: Dataset, *, micro_batch_size: int, mesh: Mesh, start: int = 0, num_workers: int = 0
+) -> Iterator[Batch]:
     """The micro-batches of one rank from global sample `start` to the end of the dataset.
 
     Yields dictionaries of stacked samples: `tokens` and `labels` int64 [B, T], `loss_mask` float32 [B, T], B =
     micro_batch and T the places that the rank holds; in pinned memory where there is a GPU. `num_workers` processes
     read ahead; they change no batch. Drawing batches leaves torch's random state as it was.
     """
-    order = GlobalOrder(len(dataset), micro_batch=micro_batch, data=mesh.data, start=start)  # type: ignore[arg-type]
+    order = DistributedBatchSampler(len(dataset), micro_batch_size=micro_batch_size, data=mesh.data, start=start)  # type: ignore[arg-type]
     loader = DataLoader(
         dataset,
         batch_sampler=order,
         num_workers=num_workers,
-        collate_fn=partial(_stacked, context=mesh.context),
+        collate_fn=partial(collate, context=mesh.context),
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
     )
-    return _plain_errors(loader)
+    return unwrap_worker_errors(loader)
 
 
-def _stacked(samples: list[Batch], context: Axis) -> Batch:
+def collate(samples: list[Batch], context: Axis) -> Batch:
     """Samples as rows [B, T], of which a context-parallel rank keeps its places."""
     batch: Batch = default_collate(samples)
     if context.size == 1:
@@ -70,7 +72,7 @@ def _stacked(samples: list[Batch], context: Axis) -> Batch:
     return {name: torch.cat([rows[:, chunk] for chunk in chunks], dim=1) for name, rows in batch.items()}
 
 
-def _plain_errors(loader: DataLoader) -> Iterator[Batch]:
+def unwrap_worker_errors(loader: DataLoader) -> Iterator[Batch]:
     """A worker's error comes wrapped into its whole traceback; its last line is the message."""
     try:
         yield from loader

@@ -20,38 +20,38 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from megatron.data.corpus_folder import Corpus, Progress, already_there, read_corpus
+from megatron.data.corpus_folder import CorpusInfo, Progress, find_existing_corpus, read_corpus
 from megatron.data.description import (
     CORPUS_FILE,
     TOKENIZER_FILES,
-    Description,
+    CorpusMetadata,
     SplitCounts,
     SplitName,
     file_facts,
 )
-from megatron.data.documents import Division, Text, divide, holding
-from megatron.data.encode import Encoder, chunks, encode_all
-from megatron.data.folders import recover, whole_folder, written
+from megatron.data.documents import CorpusDocuments, SplitAssignment, assign_splits, limit_tokens
+from megatron.data.encode import Encoder, encode_chunks, iter_chunks
+from megatron.data.folders import atomic_directory, describe_write_errors, recover_abandoned
 from megatron.data.hub import UnfinishedError
-from megatron.data.paths import SPLITS, WHOLE
-from megatron.data.recipe import Recipe, read_recipe
-from megatron.data.sources import SourceFile, decode
-from megatron.data.tokenizers import Tokenizer, open_tokenizer, train_bpe
-from megatron.data.writing import PROGRESS, CorpusWriter, read_progress
+from megatron.data.paths import ALL_SPLITS, SPLITS
+from megatron.data.recipe import CorpusRecipe, read_corpus_recipe
+from megatron.data.sources import SourceFile, decode_document
+from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
+from megatron.data.writing import PROGRESS_FILE, CorpusWriter, read_progress
 from megatron.options.data import CorpusOptions
 from megatron.utils.atomic_io import get_farfield_version
 from megatron.utils.errors import UserError
 from megatron.utils.signals import StoppedBySignal
 
 
-def prepare(
+def prepare_corpus(
     options: CorpusOptions,
     output: str | Path,
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> Corpus:
+    log: Callable[[str], None] = lambda line: None,
+) -> CorpusInfo:
     """Make a corpus folder from sources of text, or find it made already.
 
     The corpus is the same for any number of workers. Work that is interrupted, by Ctrl-C, by a kill or because the hub
@@ -63,7 +63,7 @@ def prepare(
         output: the folder.
         overwrite: replace a corpus that was made differently.
         progress: told how far the work is.
-        say: gets lines worth telling before the work.
+        log: gets lines worth telling before the work.
 
     Raises:
         UserError: sources, tokenizers and choices that are wrong.
@@ -71,48 +71,54 @@ def prepare(
         In either case nothing is left behind, and a corpus that was there stays.
     """
     output, report = Path(output), progress or (lambda stage, done, total: None)
-    recipe = read_recipe(options)
-    recover(output.resolve(), recipe.key)
-    if (found := already_there(output, options.sources, recipe.made_from, overwrite, report)) is not None:
+    recipe = read_corpus_recipe(options)
+    recover_abandoned(output.resolve(), recipe.key)
+    if (found := find_existing_corpus(output, options.sources, recipe.made_from, overwrite, report)) is not None:
         return found
-    for note in recipe.notes():
-        say(note)
-    with _building(output, recipe.key) as folder:
-        _make(recipe, folder, report)
+    for note in recipe.list_notes():
+        log(note)
+    with _open_work_folder(output, recipe.key) as folder:
+        _write_corpus(recipe, folder, report)
     return read_corpus(output)
 
 
-def _make(recipe: Recipe, folder: Path, report: Progress) -> None:
+def _write_corpus(recipe: CorpusRecipe, folder: Path, report: Progress) -> None:
     """Write all files of a corpus, or those that earlier work has left to do."""
     options, work = recipe.options, folder.parent
     before = read_progress(work)
-    _clear(folder, keep=before is not None)
-    text = Text(recipe.files, options.column, work / "read", report, options.documents)
+    _remove_unfinished(folder, keep=before is not None)
+    text = CorpusDocuments(recipe.files, options.column, work / "read", report, options.documents)
     if options.tokens is not None:
         assert recipe.tokenizer is not None
-        counted = holding(options.tokens, text, recipe.tokenizer, recipe.workers) if before is None else before["limit"]
+        counted = (
+            limit_tokens(options.tokens, text, recipe.tokenizer, recipe.choose_num_workers)
+            if before is None
+            else before["limit"]
+        )
         text = replace(text, limit=counted)
-    division = divide(text, recipe.shares, options.seed)
-    tokenizer = recipe.tokenizer or _trained(folder, division, options.vocab_size, found=before is not None)
+    division = assign_splits(text, recipe.split_fractions, options.seed)
+    tokenizer = recipe.tokenizer or _train_tokenizer(folder, division, options.vocab_size, found=before is not None)
     if recipe.tokenizer is not None:
         tokenizer.copy_files(folder)
     notes = []
     if options.vocab_size is not None and tokenizer.vocab_size < options.vocab_size:
         notes.append(f"the text gave {tokenizer.vocab_size} tokens of the {options.vocab_size} asked for")
-    writer = CorpusWriter(work, _splits(recipe.shares), tokenizer.vocab_size, {"limit": text.limit}, before)
+    writer = CorpusWriter(
+        work, _split_names(recipe.split_fractions), tokenizer.vocab_size, {"limit": text.limit}, before
+    )
     if before is None and (options.tokens is not None or recipe.tokenizer is None):
         writer.save()  # counting and training took long
-    _write(writer, tokenizer, division, recipe.workers)
-    _no_empty_split(writer.counted, recipe.files)
+    _write_splits(writer, tokenizer, division, recipe.choose_num_workers)
+    _refuse_empty_split(writer.split_counts, recipe.files)
     if writer.skipped:
         few = ", ".join(writer.skipped[:5])
         notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {few}")
-    described = Description(
+    described = CorpusMetadata(
         farfield=get_farfield_version(),
         sources=list(options.sources),
         made_from=recipe.made_from,
-        tokenizer=tokenizer.facts,
-        splits=writer.counted,
+        tokenizer=tokenizer.describe,
+        splits=writer.split_counts,
         notes=notes,
         files={path.name: file_facts(path) for path in sorted(folder.iterdir())},
     )
@@ -120,29 +126,29 @@ def _make(recipe: Recipe, folder: Path, report: Progress) -> None:
     (folder / CORPUS_FILE).write_text(content + "\n", encoding="utf-8")
 
 
-def _splits(shares: tuple[float, ...] | None) -> dict[int, SplitName]:
+def _split_names(shares: tuple[float, ...] | None) -> dict[int, SplitName]:
     """The splits that are written, by their number."""
-    return {0: WHOLE} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
+    return {0: ALL_SPLITS} if shares is None else {i: SPLITS[i] for i, share in enumerate(shares) if share > 0}
 
 
-def _clear(folder: Path, *, keep: bool) -> None:
+def _remove_unfinished(folder: Path, *, keep: bool) -> None:
     """Remove what earlier work left and is made anew: all of it, or all but tokens and a trained tokenizer."""
     for path in folder.iterdir():
         if not (keep and (path.suffix == ".bin" or path.name in TOKENIZER_FILES["HFTokenizer"])):
             path.unlink()
 
 
-def unfinished(output: str | Path) -> bool:
+def find_unfinished(output: str | Path) -> bool:
     """Is there work on a corpus that was interrupted, and that preparing the same again goes on with?"""
     real = Path(output).resolve()
-    return any(_goes_on(work) for work in real.parent.glob(f".{glob.escape(real.name)}.????????.tmp"))
+    return any(_can_continue(work) for work in real.parent.glob(f".{glob.escape(real.name)}.????????.tmp"))
 
 
-def _goes_on(work: Path) -> bool:
-    return (work / PROGRESS).exists() or any((work / "read").glob("*/*.json"))
+def _can_continue(work: Path) -> bool:
+    return (work / PROGRESS_FILE).exists() or any((work / "read").glob("*/*.json"))
 
 
-def _trained(folder: Path, division: Division, vocab_size: int | None, *, found: bool) -> Tokenizer:
+def _train_tokenizer(folder: Path, division: SplitAssignment, vocab_size: int | None, *, found: bool) -> Tokenizer:
     """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen; or `found` already,
     by work that was interrupted."""
     assert vocab_size is not None
@@ -152,30 +158,30 @@ def _trained(folder: Path, division: Division, vocab_size: int | None, *, found:
         done = 0
         for document, split in division.documents():
             done += document.size
-            if split == 0 and (decoded := decode(document, text.column)):
+            if split == 0 and (decoded := decode_document(document, text.column)):
                 yield decoded
-            text.tell("training the tokenizer", done)
+            text.report_progress("training the tokenizer", done)
 
     if not found:
         train_bpe(texts(), vocab_size, folder / "tokenizer.json")
-    return open_tokenizer("HFTokenizer", folder / "tokenizer.json")
+    return tokenizer_from_files("HFTokenizer", folder / "tokenizer.json")
 
 
-def _write(writer: CorpusWriter, tokenizer: Tokenizer, division: Division, workers: int) -> None:
+def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, division: SplitAssignment, workers: int) -> None:
     """Tokenize the documents that are not written yet into the datasets."""
     text = division.text
     try:
-        work = chunks(islice(division.documents(), writer.documents, None))
-        with contextlib.closing(encode_all(Encoder(tokenizer, writer.dtype, text.column), work, workers)) as results:
+        work = iter_chunks(islice(division.documents(), writer.documents, None))
+        with contextlib.closing(encode_chunks(Encoder(tokenizer, writer.dtype, text.column), work, workers)) as results:
             for result in results:
                 writer.add(result)
-                text.tell("tokenizing", writer.done)
+                text.report_progress("tokenizing", writer.documents_done)
         writer.finish()
     finally:
         writer.close()
 
 
-def _no_empty_split(counted: dict[SplitName, SplitCounts], files: list[SourceFile]) -> None:
+def _refuse_empty_split(counted: dict[SplitName, SplitCounts], files: list[SourceFile]) -> None:
     documents = sum(size.documents for size in counted.values())
     if documents == 0:
         raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it")
@@ -188,7 +194,7 @@ def _no_empty_split(counted: dict[SplitName, SplitCounts], files: list[SourceFil
 
 
 @contextlib.contextmanager
-def _building(output: Path, key: str) -> Iterator[Path]:
+def _open_work_folder(output: Path, key: str) -> Iterator[Path]:
     """A folder that becomes `output` if all goes well; a disk that refuses is one line that says what is kept.
 
     Work that was interrupted stays, if there is something to go on with, for a later call with the same key.
@@ -198,8 +204,8 @@ def _building(output: Path, key: str) -> Iterator[Path]:
 
     def stays(error: BaseException) -> bool:
         assert work is not None
-        return isinstance(error, KeyboardInterrupt | StoppedBySignal | UnfinishedError) and _goes_on(work)
+        return isinstance(error, KeyboardInterrupt | StoppedBySignal | UnfinishedError) and _can_continue(work)
 
-    with written(output, "the corpus that"), whole_folder(real, key=key, stays=stays) as folder:
+    with describe_write_errors(output, "the corpus that"), atomic_directory(real, key=key, stays=stays) as folder:
         work = folder.parent
         yield folder

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.lengths import sequence_lengths
-from megatron.data.parts import check_content, check_part, parts_of
-from megatron.data.vocabulary import vocabulary
+from megatron.data.lengths import list_sequence_lengths
+from megatron.data.parts import check_dataset_content, check_dataset_slice, list_dataset_slices
+from megatron.data.vocabulary import read_vocabulary
 from megatron.options.data import SPLITS, DataOptions, Split
-from megatron.tasks.chosen import exercise
+from megatron.tasks.chosen import read_task_config
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ INDEX_BYTES = 12
 """Of a sample, at least, while megatron-core builds the index: where it begins, and its place in the order."""
 
 
-def memory() -> int:
+def measure_memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -84,28 +84,30 @@ def build_datasets(
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
-    known = vocabulary(data)
+    known = read_vocabulary(data)
     wanted = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
     totals = {**wanted, "train": max(train_samples, extend_train_to or 0)}
     if data.task is not None:
-        return _of_task(data, totals, seed=seed, batch=batch, consumed=consumed)
-    chosen = {split: parts_of(data, split) for split in SPLITS if wanted[split] > 0}
+        return _build_task_datasets(data, totals, seed=seed, batch=batch, consumed=consumed)
+    chosen = {split: list_dataset_slices(data, split) for split in SPLITS if wanted[split] > 0}
     for split, parts in chosen.items():
         for part in parts:
-            check_part(part, split, seq_length, known)
+            check_dataset_slice(part, split, seq_length, known)
     for split, total in totals.items():
-        if (needed := INDEX_BYTES * total) > memory():
+        if (needed := INDEX_BYTES * total) > measure_memory():
             key = "train_iters" if split == "train" else "eval_iters"
-            sizes = f"{needed / 2**30:,.0f} GiB, more than the memory of this machine, {memory() / 2**30:,.0f} GiB"
+            sizes = (
+                f"{needed / 2**30:,.0f} GiB, more than the memory of this machine, {measure_memory() / 2**30:,.0f} GiB"
+            )
             raise UserError(f"{key}: {total:,} {split} samples need an index of {sizes}", key)
     if not 0 <= seed < 1 << 32:
         raise UserError(f"seed: {seed} is not between 0 and {(1 << 32) - 1}")
 
-    from megatron.data.samples import build_samples
+    from megatron.data.samples import build_training_dataset
 
     notes: list[str] = []
     built = {
-        split: build_samples(
+        split: build_training_dataset(
             parts,
             split=split,
             seq_length=seq_length,
@@ -122,36 +124,38 @@ def build_datasets(
         if parts
     }
     return Datasets(
-        built.get("train"), built.get("valid"), built.get("test"), sequence_lengths(data, seq_length), tuple(notes)
+        built.get("train"), built.get("valid"), built.get("test"), list_sequence_lengths(data, seq_length), tuple(notes)
     )
 
 
-def _of_task(data: DataOptions, totals: dict[Split, int], *, seed: int, batch: int, consumed: int) -> Datasets:
+def _build_task_datasets(
+    data: DataOptions, totals: dict[Split, int], *, seed: int, batch: int, consumed: int
+) -> Datasets:
     """What the task of a configuration draws: so many samples of each split."""
-    from megatron.data.task_samples import TaskSamples
+    from megatron.data.task_samples import TaskDataset
 
-    chosen = exercise(data)
+    chosen = read_task_config(data)
     train, valid, test = (
-        TaskSamples(chosen, split, total, seed=seed, batch=batch, start=consumed if split == "train" else 0)
+        TaskDataset(chosen, split, total, seed=seed, batch=batch, start=consumed if split == "train" else 0)
         if total
         else None
         for split, total in totals.items()
     )
-    return Datasets(train, valid, test, chosen.sequences)
+    return Datasets(train, valid, test, chosen.sequence_lengths)
 
 
-def token_stream(data: DataOptions, split: Split) -> np.ndarray:
+def load_token_stream(data: DataOptions, split: Split) -> np.ndarray:
     """All tokens of a split, [N] integers: documents in order, datasets one after the other, weights not applied.
 
     A view of the file where the split is one dataset. Raises UserError if the configuration has no data for the split.
     """
-    parts = parts_of(data, split)
+    parts = list_dataset_slices(data, split)
     if not parts:
         shares = f"data_path's split is {data.split!r}" if data.data_path else f"{split}_data_paths is not given"
         raise UserError(f"{split}_data_paths: no {split} data: {shares}")
-    known = vocabulary(data)
+    known = read_vocabulary(data)
     for part in parts:
-        check_part(part, split, 1, known)
-        check_content(part.dataset)
-    streams = [part.dataset.stream(part.first, part.last) for part in parts]
+        check_dataset_slice(part, split, 1, known)
+        check_dataset_content(part.dataset)
+    streams = [part.dataset.read_stream(part.first, part.last) for part in parts]
     return streams[0] if len(streams) == 1 else np.concatenate(streams)

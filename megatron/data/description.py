@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from megatron.options.data import LARGEST_VOCABULARY, TokenizerType
+from megatron.options.data import MAX_VOCAB_SIZE, TokenizerType
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError
 
 CORPUS_FILE, TOKENIZER_FILE = "corpus.json", "description.json"
-LARGEST_FILE = 1 << 26
+MAX_JSON_BYTES = 1 << 26
 """Bytes of a description: a corpus.json with a hundred thousand sources has fewer."""
 
-CHECKED_WHOLE = 1 << 32
+MAX_CHECKED_WHOLE = 1 << 32
 """Bytes of the largest .bin whose content is compared with its checksum when a run first uses it: about 4 to 8 seconds.
 Of a larger one that is left to `prepare`, and a run looks at its size."""
 
@@ -35,7 +35,7 @@ TOKENIZER_FILES: dict[TokenizerType, tuple[str, ...]] = {
 """The names of a tokenizer's files in a corpus folder."""
 
 PREPARE_AGAIN = "prepare the corpus again"
-_TAKE_THE_DATAS = "delete the folder, and the tokenizer of the run's data is taken"
+_USE_DATA_TOKENIZER = "delete the folder, and the tokenizer of the run's data is taken"
 
 SplitName = Literal["train", "valid", "test", "all"]
 Count = Annotated[int, Field(ge=0)]
@@ -43,7 +43,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _STRICT = ConfigDict(strict=True, frozen=True, protected_namespaces=())  # what a later version adds is passed over
 
 
-Described = TypeVar("Described", bound=BaseModel)
+CorpusContent = TypeVar("CorpusContent", bound=BaseModel)
 
 
 class SplitCounts(BaseModel):
@@ -72,7 +72,7 @@ class TokenizerFacts(BaseModel):
 
     type: TokenizerType
     name: str
-    vocab_size: Annotated[int, Field(ge=1, le=LARGEST_VOCABULARY)]
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
     eod: Count
     files: list[str]
     checksum: Sha256
@@ -91,7 +91,7 @@ class TokenizerFacts(BaseModel):
         return self
 
 
-class Description(BaseModel):
+class CorpusMetadata(BaseModel):
     """The content of a corpus.json."""
 
     model_config = _STRICT
@@ -123,33 +123,33 @@ class TokenizerFolder:
     remedy: str  # if it is not
 
 
-def read_description(folder: str | Path) -> Description:
+def read_corpus_metadata(folder: str | Path) -> CorpusMetadata:
     """The content of a corpus folder's corpus.json. UserError if there is none, RunError if it is damaged."""
-    return _read(Path(folder) / CORPUS_FILE, Description, "a corpus description", PREPARE_AGAIN)
+    return _read(Path(folder) / CORPUS_FILE, CorpusMetadata, "a corpus description", PREPARE_AGAIN)
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
     """What a folder says of the tokenizer in it: one of a tokenizer alone, or else of a corpus. Errors as above."""
     own = folder / TOKENIZER_FILE
     if own.is_file():
-        facts = _read(own, TokenizerFacts, "the description of a tokenizer", _TAKE_THE_DATAS)
-        return TokenizerFolder(facts, own, "it was written", _TAKE_THE_DATAS)
+        facts = _read(own, TokenizerFacts, "the description of a tokenizer", _USE_DATA_TOKENIZER)
+        return TokenizerFolder(facts, own, "it was written", _USE_DATA_TOKENIZER)
     return TokenizerFolder(
-        read_description(folder).tokenizer, folder / CORPUS_FILE, "the corpus was made", PREPARE_AGAIN
+        read_corpus_metadata(folder).tokenizer, folder / CORPUS_FILE, "the corpus was made", PREPARE_AGAIN
     )
 
 
-def _read(path: Path, kind: type[Described], what: str, remedy: str) -> Described:
+def _read(path: Path, kind: type[CorpusContent], what: str, remedy: str) -> CorpusContent:
     try:
         with open(path, "rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise ValueError(f"it is larger than {LARGEST_FILE:,} bytes")
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise ValueError(f"it is larger than {MAX_JSON_BYTES:,} bytes")
         return kind.model_validate(parse_json(content.decode("utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; `./deepy.py prepare` makes a corpus folder, which has one") from None
     except ValidationError as error:
-        problem = _problem(error)
+        problem = _describe_problem(error)
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError as error:
@@ -157,7 +157,7 @@ def _read(path: Path, kind: type[Described], what: str, remedy: str) -> Describe
     raise RunError(f"{path}: not {what} ({problem}); {remedy}")
 
 
-def _problem(error: ValidationError) -> str:
+def _describe_problem(error: ValidationError) -> str:
     """The first of pydantic's problems in a line: `tokenizer.vocab_size is 'many'; it must be a valid integer`."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -175,7 +175,7 @@ def file_facts(path: Path) -> FileFacts:
     return FileFacts(size=path.stat().st_size, sha256=_sha256(path))
 
 
-def check_files(folder: Path, described: Description, names: Iterable[str], *, content: bool) -> None:
+def check_files(folder: Path, described: CorpusMetadata, names: Iterable[str], *, content: bool) -> None:
     """Compare files of a corpus with what its description recorded: sizes, and with `content` their checksums.
 
     A content is read once by a process, again only if size or time of the file change. Older corpora, of which no
@@ -193,7 +193,7 @@ def check_files(folder: Path, described: Description, names: Iterable[str], *, c
             changed = now.st_size != then.size
             how = f"has {now.st_size} bytes, and had {then.size} when the corpus was made"
             if content and not changed:
-                changed = _sha256_once(path, now.st_size, now.st_mtime_ns) != then.sha256
+                changed = _cached_sha256(path, now.st_size, now.st_mtime_ns) != then.sha256
                 how = "is not what it was when the corpus was made: its checksum is another"
         except OSError as error:
             raise RunError(f"{path}: cannot be read: {error.strerror}") from None
@@ -207,7 +207,7 @@ def _sha256(path: Path) -> str:
 
 
 @cache
-def _sha256_once(path: Path, size: int, modified: int) -> str:
+def _cached_sha256(path: Path, size: int, modified: int) -> str:
     return _sha256(path)
 
 

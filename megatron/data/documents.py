@@ -10,10 +10,10 @@ from typing import TypeVar
 import numpy as np
 
 from megatron.data.corpus_folder import Progress
-from megatron.data.encode import Encoder, chunks, encode_all
+from megatron.data.encode import Encoder, encode_chunks, iter_chunks
 from megatron.data.paths import SPLITS
-from megatron.data.sources import RawDocument, SourceFile, cut, document_names, raw_documents
-from megatron.data.splits import assign
+from megatron.data.sources import RawDocument, SourceFile, iter_raw_documents, limit_source, list_document_names
+from megatron.data.splits import assign_documents
 from megatron.data.tokenizers import Tokenizer
 from megatron.utils.errors import RunError
 
@@ -23,12 +23,12 @@ Documents = Iterator[tuple[RawDocument, int]]
 
 
 @dataclass(frozen=True)
-class Text:
+class CorpusDocuments:
     """The documents that a corpus is made of."""
 
     files: list[SourceFile]
     column: str  # where a line or a row holds its text
-    kept: Path  # a folder for what is read of the hub
+    download_folder: Path  # a folder for what is read of the hub
     report: Progress
     limit: int | None = None  # the first so many documents alone
 
@@ -39,42 +39,46 @@ class Text:
 
     def names(self) -> Iterator[str]:
         """Of all documents."""
-        return _first(self._names(), self.limit)
+        return take_items(self._names(), self.limit)
 
     def _names(self) -> Generator[str, None, None]:
         done = 0
         for file in self.files:
-            yield from document_names(file, self.column, self.kept, self._said)
+            yield from list_document_names(file, self.column, self.download_folder, self._report_each)
             done += file.size
-            self.tell("listing", done)
+            self.report_progress("listing", done)
 
     def documents(self) -> Iterator[RawDocument]:
         """All documents, in the order of their names."""
-        every = (doc for file in self.files for doc in raw_documents(file, self.column, self.kept, self._said))
-        return _first(every, self.limit)
+        every = (
+            doc
+            for file in self.files
+            for doc in iter_raw_documents(file, self.column, self.download_folder, self._report_each)
+        )
+        return take_items(every, self.limit)
 
-    def tell(self, stage: str, done: int) -> None:
+    def report_progress(self, stage: str, done: int) -> None:
         """Report how much is done, in bytes of the sources."""
         if any(file.hub is not None and file.size == 0 for file in self.files):
             self.report(f"{stage} ({done / 1e6:,.0f} MB)", 0, 1)
         else:
             self.report(stage, done, self.size)
 
-    def _said(self, documents: int) -> None:
+    def _report_each(self, documents: int) -> None:
         self.report(f"reading ({documents:,} documents)", 0, 1)
 
 
-def _first(items: Generator[Item, None, None], limit: int | None) -> Iterator[Item]:
+def take_items(items: Generator[Item, None, None], limit: int | None) -> Iterator[Item]:
     with contextlib.closing(items):
         yield from islice(items, limit)
 
 
 @dataclass(frozen=True)
-class Division:
+class SplitAssignment:
     """Which split each document goes to."""
 
-    text: Text
-    assigned: np.ndarray | None
+    text: CorpusDocuments
+    split_by_name: np.ndarray | None
     """uint8 [documents]: its split; None: all in one."""
     parts: list[bytes]
     """Of a lone text file its three parts, which are documents then; else empty."""
@@ -84,9 +88,9 @@ class Division:
         if self.parts:
             yield from self._parts()
             return
-        splits = repeat(0) if self.assigned is None else self.assigned.tolist()
+        splits = repeat(0) if self.split_by_name is None else self.split_by_name.tolist()
         try:
-            yield from zip(self.text.documents(), splits, strict=self.assigned is not None)
+            yield from zip(self.text.documents(), splits, strict=self.split_by_name is not None)
         except ValueError as error:
             if "zip()" not in str(error):
                 raise
@@ -101,33 +105,33 @@ class Division:
             line, offset = line + content.count(b"\n"), offset + len(content)
 
 
-def is_one_text(files: list[SourceFile]) -> bool:
+def is_single_text(files: list[SourceFile]) -> bool:
     """Is there a lone text file, which is cut at line ends?"""
     return len(files) == 1 and files[0].format == "text"
 
 
-def divide(text: Text, shares: tuple[float, ...] | None, seed: int) -> Division:
+def assign_splits(text: CorpusDocuments, shares: tuple[float, ...] | None, seed: int) -> SplitAssignment:
     """The split of each document; None for shares puts all into one."""
     if shares is None:
-        return Division(text, None, [])
-    if is_one_text(text.files):
-        return Division(text, np.arange(3, dtype=np.uint8), cut(text.files[0], shares))
-    return Division(text, assign(text.names(), shares, seed), [])
+        return SplitAssignment(text, None, [])
+    if is_single_text(text.files):
+        return SplitAssignment(text, np.arange(3, dtype=np.uint8), limit_source(text.files[0], shares))
+    return SplitAssignment(text, assign_documents(text.names(), shares, seed), [])
 
 
-def holding(tokens: int, text: Text, tokenizer: Tokenizer, workers: int) -> int | None:
+def limit_tokens(tokens: int, text: CorpusDocuments, tokenizer: Tokenizer, workers: int) -> int | None:
     """How many documents, of those within the limit, hold so many tokens; that limit if all together do not.
 
     Which split a document goes to follows from how many there are, so that they are counted before any is written.
     """
     found, count, done = 0, 0, 0
-    work = chunks((document, 0) for document in text.documents())
-    with contextlib.closing(encode_all(Encoder(tokenizer, np.int32, text.column), work, workers)) as results:
+    work = iter_chunks((document, 0) for document in text.documents())
+    with contextlib.closing(encode_chunks(Encoder(tokenizer, np.int32, text.column), work, workers)) as results:
         for result in results:
             for length in result.lengths:
                 found, count = found + length, count + 1
                 if found >= tokens:
                     return count
             done += result.size
-            text.tell("counting tokens", done)
+            text.report_progress("counting tokens", done)
     return text.limit

@@ -14,8 +14,8 @@ from multiprocessing import get_context, parent_process
 
 import numpy as np
 
-from megatron.data.sources import RawDocument, decode
-from megatron.data.tokenizers import Tokenizer, open_tokenizer
+from megatron.data.sources import RawDocument, decode_document
+from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.utils.errors import RunError
 
 CHUNK_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class EncodedChunk:
     size: int
 
 
-def chunks(documents: Iterable[tuple[RawDocument, int]]) -> Iterator[Chunk]:
+def iter_chunks(documents: Iterable[tuple[RawDocument, int]]) -> Iterator[Chunk]:
     """Group (document, split) pairs; where groups end has no influence on the corpus."""
     chunk = Chunk()
     for document, split in documents:
@@ -74,9 +74,9 @@ class Encoder:
         skipped = []
         for document, split in zip(chunk.documents, chunk.splits, strict=True):
             try:
-                text = decode(document, self.jsonl_key)
+                text = decode_document(document, self.jsonl_key)
             except MemoryError:
-                raise _too_large(document) from None
+                raise describe_too_large(document) from None
             owners.append(split if text else None)
             if text is None:
                 skipped.append(document.name)
@@ -85,7 +85,7 @@ class Encoder:
         try:
             by_split = {split: self._encode(texts[split]) for split in texts}
         except MemoryError:
-            raise _too_large(max(chunk.documents, key=lambda document: document.size)) from None
+            raise describe_too_large(max(chunk.documents, key=lambda document: document.size)) from None
         left = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
         lengths = [0 if split is None else next(left[split]) for split in owners]
         return EncodedChunk(by_split, lengths, skipped, chunk.size)
@@ -105,11 +105,11 @@ class Encoder:
         return Encoded(tokens, lengths, sum(len(text.encode("utf-8")) for text in texts))
 
 
-def _too_large(document: RawDocument) -> RunError:
+def describe_too_large(document: RawDocument) -> RunError:
     return RunError(f"{document.where}: a document of {document.size:,} bytes does not fit into memory; divide it")
 
 
-def encode_all(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Generator[EncodedChunk, None, None]:
+def encode_chunks(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Generator[EncodedChunk, None, None]:
     """Encode chunks with some processes; the results come in the order of the chunks, whatever their number."""
     if workers == 1:
         yield from map(encoder, chunks)
@@ -118,11 +118,11 @@ def encode_all(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Gener
     files = [str(path) for path in tokenizer.files.values()]
     recipe = (tokenizer.type, files, tokenizer.end_token, tokenizer.bos, encoder.dtype.str, encoder.jsonl_key)
     # spawn, not fork: the parent may have threads (a progress display, torch's, a tokenizer's)
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start, initargs=recipe)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=recipe)
     pending: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            pending.append(pool.submit(_work, chunk))
+            pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) > 4 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -136,11 +136,13 @@ def encode_all(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Gener
 _encoder: Encoder | None = None  # of this worker process
 
 
-def _start(type: str, files: list[str], end_token: str | None, bos: int | None, dtype: str, jsonl_key: str) -> None:
+def _start_worker(
+    type: str, files: list[str], end_token: str | None, bos: int | None, dtype: str, jsonl_key: str
+) -> None:
     global _encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    tokenizer = open_tokenizer(type, *files, end_token=end_token, bos=False)
+    tokenizer = tokenizer_from_files(type, *files, end_token=end_token, bos=False)
     tokenizer.bos = bos
     _encoder = Encoder(tokenizer, np.dtype(dtype).type, jsonl_key)
 
@@ -153,6 +155,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(chunk: Chunk) -> EncodedChunk:
+def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
     assert _encoder is not None
     return _encoder(chunk)

@@ -26,15 +26,15 @@ from pathlib import Path
 from megatron.utils.errors import RunError, describe_cause
 from megatron.utils.signals import cleanup_on_signal
 
-FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+DISK_FULL_ERRORS = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's words for it: of libraries' errors the words are all that is known (`errors.reason`)."""
 
-KEPT_BESIDE = ("read", "progress.json", "lengths")
+BACKUP_SUFFIX = ("read", "progress.json", "lengths")
 """Names of what long work may keep beside its new folder."""
 
 
 @contextlib.contextmanager
-def whole_folder(
+def atomic_directory(
     target: Path, *, replace: bool = True, key: str | None = None, stays: Callable[[BaseException], bool] | None = None
 ) -> Iterator[Path]:
     """A folder that takes the place of `target` when the block ends without an exception.
@@ -47,39 +47,42 @@ def whole_folder(
         lies in. While another process does that work, this one begins anew.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    recover(target, key)
+    recover_abandoned(target, key)
     work, lock = _begin(target, key)
     keep = False
     try:
         (work / "new").mkdir(exist_ok=True)  # not mkdtemp's permissions, which are for its owner alone
-        with cleanup_on_signal(lambda: _settle(work, target, keep=stays is not None and stays(KeyboardInterrupt()))):
+        with cleanup_on_signal(
+            lambda: _replace_target(work, target, keep=stays is not None and stays(KeyboardInterrupt()))
+        ):
             yield work / "new"
         if replace or not target.exists():
             if target.exists():
                 target.rename(work / "old")
             (work / "new").rename(target)
     except BaseException as error:
-        keep = key is not None and work == _keyed(target, key) and stays is not None and stays(error)
+        keep = key is not None and work == _work_prefix(target, key) and stays is not None and stays(error)
         raise
     finally:
-        _settle(work, target, keep=keep)
+        _replace_target(work, target, keep=keep)
         if lock is not None:
             os.close(lock)
 
 
 @contextlib.contextmanager
-def written(target: Path, what: str = "what") -> Iterator[None]:
-    """Around `whole_folder`. Raises RunError where the disk refuses, which says what is kept of `what` was there."""
+def describe_write_errors(target: Path, what: str = "what") -> Iterator[None]:
+    """Around `atomic_directory`. Raises RunError where the disk refuses, which says what is kept of `what` was
+    there."""
     there = target.exists()
     try:
         yield
     except OSError as error:
-        why = "the disk is full" if describe_cause(error) in FULL else describe_cause(error)
+        why = "the disk is full" if describe_cause(error) in DISK_FULL_ERRORS else describe_cause(error)
         kept = f"{what} was there is kept as it was" if there else "nothing was kept of it"
         raise RunError(f"{target}: cannot be written: {why}; {kept}") from error
 
 
-def recover(target: Path, key: str | None = None) -> None:
+def recover_abandoned(target: Path, key: str | None = None) -> None:
     """Put right what killed processes left of their work on `target`; what they left of the work `key` stays."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.tmp")
     left: list[Path] = []
@@ -87,22 +90,22 @@ def recover(target: Path, key: str | None = None) -> None:
         left = [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
     for work in left:
         with contextlib.suppress(OSError):  # nor does what is no folder, or another's; the next one may be ours
-            if {path.name for path in work.iterdir()} <= {"new", "old", *KEPT_BESIDE}:
-                _settle_if_abandoned(work, target, keep=key is not None and work == _keyed(target, key))
+            if {path.name for path in work.iterdir()} <= {"new", "old", *BACKUP_SUFFIX}:
+                _finish_if_abandoned(work, target, keep=key is not None and work == _work_prefix(target, key))
 
 
-def _keyed(target: Path, key: str) -> Path:
+def _work_prefix(target: Path, key: str) -> Path:
     return target.with_name(f".{target.name}.{key}.tmp")
 
 
-def _settle_if_abandoned(work: Path, target: Path, *, keep: bool) -> None:
+def _finish_if_abandoned(work: Path, target: Path, *, keep: bool) -> None:
     descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # somebody works there, or the file system has no locks
         return
     else:
-        _settle(work, target, keep=keep)
+        _replace_target(work, target, keep=keep)
     finally:
         os.close(descriptor)
 
@@ -113,7 +116,7 @@ def _begin(target: Path, key: str | None) -> tuple[Path, int | None]:
     No lock where the file system has none.
     """
     while key is not None:
-        work = _keyed(target, key)
+        work = _work_prefix(target, key)
         work.mkdir(exist_ok=True)
         descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -140,7 +143,7 @@ def _begin(target: Path, key: str | None) -> tuple[Path, int | None]:
         os.close(descriptor)
 
 
-def _settle(work: Path, target: Path, *, keep: bool) -> None:
+def _replace_target(work: Path, target: Path, *, keep: bool) -> None:
     """The end of a working folder, however its work ended: what stood in the place goes back if the place is empty."""
     old = work / "old"
     if old.exists() and not target.exists():

@@ -26,8 +26,8 @@ from megatron.utils.optional_packages import require_package
 from megatron.utils.suggestions import format_choices
 
 PREFIX = "hf:"
-PIECE_BYTES = 1 << 24
-PIECE_SECONDS = 30.0
+SHARD_BYTES = 1 << 24
+SHARD_SECONDS = 30.0
 """A piece is written when there is so much text for it, or after so long."""
 
 
@@ -36,7 +36,7 @@ class UnfinishedError(RunError):
 
 
 @dataclass(frozen=True)
-class Hub:
+class HubDataset:
     """A split of a dataset, as a source of text."""
 
     source: str  # as it was written: hf:NAME or hf:NAME:CONFIG
@@ -58,31 +58,33 @@ class Hub:
         folder = Path(self.name)
         return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
 
-    def texts(self, column: str, kept: Path, said: Callable[[int], None] = lambda documents: None) -> Iterator[str]:
+    def iter_texts(
+        self, column: str, download_folder: Path, report: Callable[[int], None] = lambda documents: None
+    ) -> Iterator[str]:
         """The text of every row, empty where there is none.
 
         Args:
             column: that holds the text.
-            kept: a folder for what was read; what is there is not fetched again.
-            said: called with the number of documents whenever some are kept.
+            download_folder: a folder for what was read; what is there is not fetched again.
+            report: called with the number of documents whenever some are kept.
 
         Raises:
             UserError: there is no such dataset, configuration, split, or column of text; datasets is not installed.
             UnfinishedError: it cannot be reached any more; what was read is kept.
         """
-        pieces = _Pieces(kept)
-        yield from pieces.texts()
+        pieces = _DownloadedShards(download_folder)
+        yield from pieces.iter_texts()
         if pieces.ended:
             return
-        stream = self._opened()
+        stream = self._open_stream()
         if pieces.state is not None:
             stream.load_state_dict(pieces.state)
         try:
-            yield from self._read(stream, column, pieces, said)
+            yield from self._read(stream, column, pieces, report)
         finally:  # also where the reader has enough
             pieces.write(stream.state_dict())
 
-    def _read(self, stream: Any, column: str, pieces: _Pieces, said: Callable[[int], None]) -> Iterator[str]:
+    def _read(self, stream: Any, column: str, pieces: _DownloadedShards, said: Callable[[int], None]) -> Iterator[str]:
         rows = iter(stream)
         while True:
             try:
@@ -95,13 +97,13 @@ class Hub:
                     f"{self.source}: ended after {pieces.documents:,} documents: {type(error).__name__}: "
                     f"{describe_cause(error)}; the same command goes on there"
                 ) from error
-            text = _text(row, column, f"{self.source}, row {pieces.documents + 1}")
+            text = _read_text(row, column, f"{self.source}, row {pieces.documents + 1}")
             if pieces.add(text):
                 pieces.write(stream.state_dict())
                 said(pieces.documents)
             yield text
 
-    def _opened(self) -> Any:
+    def _open_stream(self) -> Any:
         require_package("datasets", self.source)
         import datasets
 
@@ -114,7 +116,7 @@ class Hub:
             raise UserError(f"{self.source} (--hf-split {self.split}): {describe_cause(error)}") from error
 
 
-def _text(row: dict[str, Any], column: str, where: str) -> str:
+def _read_text(row: dict[str, Any], column: str, where: str) -> str:
     if column not in row:
         raise UserError(f"{where}: no column {column!r}; {format_choices(column, list(row))} (--column)")
     value = row[column]
@@ -123,7 +125,7 @@ def _text(row: dict[str, Any], column: str, where: str) -> str:
     return value or ""
 
 
-class _Pieces:
+class _DownloadedShards:
     """What was read of a dataset."""
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +143,7 @@ class _Pieces:
             self.documents, self.ended, self.state = found["documents"], found["ended"], found["state"]
             self._number += 1
 
-    def texts(self) -> Iterator[str]:
+    def iter_texts(self) -> Iterator[str]:
         """Of all pieces, in order."""
         for number in range(self._number):
             content = (self._folder / f"{number:06d}.jsonl.zst").read_bytes()
@@ -153,7 +155,7 @@ class _Pieces:
         self._held.append(json.dumps(text).encode())  # ASCII: a line holds no other kind of line break
         self._size += len(self._held[-1])
         self.documents += 1
-        return self._size >= PIECE_BYTES or time.monotonic() - self._since >= PIECE_SECONDS
+        return self._size >= SHARD_BYTES or time.monotonic() - self._since >= SHARD_SECONDS
 
     def write(self, state: dict[str, Any]) -> None:
         """Keep what was taken, and where the library stands."""

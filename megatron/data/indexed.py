@@ -31,7 +31,7 @@ _TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 
 
 @dataclass(frozen=True)
-class Indexed:
+class IndexedTokens:
     """A dataset whose files fit together. The tokens are memory-mapped."""
 
     prefix: Path
@@ -40,7 +40,7 @@ class Indexed:
     starts: np.ndarray  # int64 [sequences], in tokens
     documents: np.ndarray  # int64 [documents + 1], in sequences
 
-    def stream(self, first: int = 0, last: int | None = None) -> np.ndarray:
+    def read_stream(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """The tokens of sequences first … last − 1 in order; a view of the file where they lie one after the other."""
         starts, lengths = self.starts[first:last], self.lengths[first:last]
         if len(starts) == 0:
@@ -50,17 +50,17 @@ class Indexed:
             return self.tokens[starts[0] : ends[-1]]
         return np.concatenate([self.tokens[start:end] for start, end in zip(starts, ends, strict=True)])
 
-    def largest_token(self, look_at: int = 1 << 24) -> int:
-        """The largest token id; in a dataset of more than `look_at` tokens, that of blocks spread evenly over it."""
+    def find_largest_token(self, max_tokens: int = 1 << 24) -> int:
+        """The largest token id; in a dataset of more than `max_tokens` tokens, that of blocks spread evenly over it."""
         blocks, size = 256, len(self.tokens)
-        if size <= look_at:
+        if size <= max_tokens:
             return int(self.tokens.max()) if size else -1
-        length = look_at // blocks
+        length = max_tokens // blocks
         begins = np.linspace(0, size - length, blocks).astype(np.int64)
         return max(int(self.tokens[begin : begin + length].max()) for begin in begins)
 
 
-def open_indexed(prefix: str | Path) -> Indexed:
+def open_indexed(prefix: str | Path) -> IndexedTokens:
     """Open a dataset. UserError if a file is missing or of another format, RunError if one is cut short."""
     bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for file in (bin_file, idx_file):
@@ -93,15 +93,15 @@ def open_indexed(prefix: str | Path) -> Indexed:
         size = bin_file.stat().st_size
         if size < needed:
             raise RunError(f"{bin_file}: truncated: {size} bytes, but {idx_file.name} needs {needed}; prepare it again")
-        if size != needed or not _consistent(lengths, starts, documents, dtype.itemsize):
+        if size != needed or not _is_consistent(lengths, starts, documents, dtype.itemsize):
             raise RunError(f"{bin_file}, {idx_file.name}: do not belong together or are damaged; prepare them again")
         tokens = np.memmap(bin_file, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
     except OSError as error:
         raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
-    return Indexed(Path(prefix), tokens, lengths, starts // dtype.itemsize, documents)
+    return IndexedTokens(Path(prefix), tokens, lengths, starts // dtype.itemsize, documents)
 
 
-def _consistent(lengths: np.ndarray, starts: np.ndarray, documents: np.ndarray, itemsize: int) -> bool:
+def _is_consistent(lengths: np.ndarray, starts: np.ndarray, documents: np.ndarray, itemsize: int) -> bool:
     """Do the sequences cover the tokens, each token once, and the documents the sequences?"""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         return False

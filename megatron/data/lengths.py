@@ -1,9 +1,9 @@
 """How long training sequences are."""
 
 from megatron.options.data import DataOptions
-from megatron.tasks.chosen import exercise
+from megatron.tasks.chosen import read_task_config
 
 
-def sequence_lengths(data: DataOptions, seq_length: int) -> tuple[int, ...]:
+def list_sequence_lengths(data: DataOptions, seq_length: int) -> tuple[int, ...]:
     """Tokens of training sequences, each length as often as it stands here: seq_length, or those of the task."""
-    return (seq_length,) if data.task is None else exercise(data).sequences
+    return (seq_length,) if data.task is None else read_task_config(data).sequence_lengths

@@ -11,16 +11,16 @@ import contextlib
 from pathlib import Path
 
 from megatron.data.description import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
-from megatron.data.folders import whole_folder, written
-from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of_keys
+from megatron.data.folders import atomic_directory, describe_write_errors
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_from_config
 from megatron.options.data import DataOptions
 from megatron.utils.errors import FarfieldError, UserError
 
-FOLDER = "tokenizer"
-_OWN = {TOKENIZER_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)}
+TOKENIZER_FOLDER = "tokenizer"
+_OWNER_FILE = {TOKENIZER_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)}
 
 
-def keep_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
+def save_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
     """Write a run's copy of its tokenizer, whole or not at all; one that is there already and is right stays.
 
     Returns:
@@ -30,33 +30,35 @@ def keep_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
         UserError: there is a folder of that name which is something else; it stays as it is.
         RunError: the disk refuses.
     """
-    folder = Path(run) / FOLDER
+    folder = Path(run) / TOKENIZER_FOLDER
     with contextlib.suppress(FarfieldError):
-        if (folder / TOKENIZER_FILE).is_file() and _is_same(load_tokenizer(folder), tokenizer, folder):
+        if (folder / TOKENIZER_FILE).is_file() and _is_same_tokenizer(load_tokenizer(folder), tokenizer, folder):
             return folder
-    with written(folder):
+    with describe_write_errors(folder):
         there = {path.name for path in folder.iterdir()} if folder.exists() else set()
-        if there - _OWN or (there and TOKENIZER_FILE not in there):
+        if there - _OWNER_FILE or (there and TOKENIZER_FILE not in there):
             raise UserError(f"{folder}: is not a run's copy of its tokenizer, which belongs there; move it away")
-        with whole_folder(folder.resolve()) as new:
+        with atomic_directory(folder.resolve()) as new:
             tokenizer.copy_files(new)
-            (new / TOKENIZER_FILE).write_text(tokenizer.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            (new / TOKENIZER_FILE).write_text(tokenizer.describe.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return folder
 
 
-def _is_same(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> bool:
+def _is_same_tokenizer(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> bool:
     """Is a copy of this tokenizer? One from before copies said what begins a text stays: nothing did then."""
     said = read_tokenizer_folder(folder).facts
-    return copy.checksum == tokenizer.checksum and (copy.facts == tokenizer.facts or "bos" not in said.model_fields_set)
+    return copy.checksum == tokenizer.checksum and (
+        copy.describe == tokenizer.describe or "bos" not in said.model_fields_set
+    )
 
 
-def keep_run_tokenizer(data: DataOptions, run: str | Path) -> None:
-    """Keep a copy of the tokenizer of a run's data, if they are a text. Raises as `keep_tokenizer`."""
+def save_run_tokenizer(data: DataOptions, run: str | Path) -> None:
+    """Keep a copy of the tokenizer of a run's data, if they are a text. Raises as `save_tokenizer`."""
     if data.task is None:
-        keep_tokenizer(load_tokenizer(data), run)
+        save_tokenizer(load_tokenizer(data), run)
 
 
-def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -> Tokenizer:
+def load_run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -> Tokenizer:
     """The tokenizer that a run was trained with: its copy, else that of its data, else `bytes` where it was that.
 
     Args:
@@ -68,15 +70,15 @@ def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -
         UserError: there is none, also because the run learned a task, or it is another than `name`.
         RunError: its files changed since they were described.
     """
-    if run is not None and (Path(run) / FOLDER / TOKENIZER_FILE).is_file():
-        copy = load_tokenizer(Path(run) / FOLDER)
+    if run is not None and (Path(run) / TOKENIZER_FOLDER / TOKENIZER_FILE).is_file():
+        copy = load_tokenizer(Path(run) / TOKENIZER_FOLDER)
         if name in (None, copy.name):
             return copy  # else the run began anew with another, and this checkpoint is from before
     whose = "the run" if run is None else str(run)
     if data.task is not None:
         raise UserError(f"{whose} was trained on the task {data.task}: it has no tokenizer, and knows no text")
     try:
-        found = _of_data(data)
+        found = _load_data_tokenizer(data)
     except UserError as error:
         if name == ByteTokenizer.type:
             return ByteTokenizer()
@@ -86,10 +88,10 @@ def run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -
     return found
 
 
-def _of_data(data: DataOptions) -> Tokenizer:
+def _load_data_tokenizer(data: DataOptions) -> Tokenizer:
     try:
         return load_tokenizer(data)
     except UserError:
         if data.tokenizer_type is None:
             raise
-        return tokenizer_of_keys(data)  # whether the data are there or not
+        return tokenizer_from_config(data)  # whether the data are there or not

@@ -55,7 +55,7 @@ class IndexedSamples(GPTDataset):
         return self._index
 
 
-def write_index(folder: Path, build: Callable[[Path], GPTDataset]) -> None:
+def write_sample_index(folder: Path, build: Callable[[Path], GPTDataset]) -> None:
     """Let `build` have megatron-core write an index into an empty folder, then name and record the files."""
     build(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -69,12 +69,12 @@ def write_index(folder: Path, build: Callable[[Path], GPTDataset]) -> None:
     (folder / MANIFEST).write_text(_Manifest(**found).model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def read_index(folder: Path) -> SampleIndex:
+def read_sample_index(folder: Path) -> SampleIndex:
     """Map an index. Raises one of UNREADABLE for files that cannot be one."""
     return SampleIndex(*(open_memmap(folder / f"{name}.npy", mode="r") for name in SampleIndex._fields))
 
 
-def damage(folder: Path, samples: int, lengths: np.ndarray, first: int, last: int) -> str | None:
+def find_index_damage(folder: Path, samples: int, lengths: np.ndarray, first: int, last: int) -> str | None:
     """What is wrong with the index in a folder, which must have at least `samples` samples of the sequences
     first … last − 1 of the given lengths; None if nothing is."""
     try:
@@ -82,17 +82,17 @@ def damage(folder: Path, samples: int, lengths: np.ndarray, first: int, last: in
         for name in SampleIndex._fields:
             if file_facts(folder / f"{name}.npy") != getattr(manifest, name):
                 return f"{name}.npy is not what {MANIFEST} recorded"
-        index = read_index(folder)
+        index = read_sample_index(folder)
     except ValidationError:
         return f"{MANIFEST} does not describe one"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except UNREADABLE as error:
         return " ".join(str(error).split())
-    return None if _fits(index, samples, lengths, first, last) else "its arrays do not fit the data"
+    return None if _fits_dataset(index, samples, lengths, first, last) else "its arrays do not fit the data"
 
 
-def _fits(index: SampleIndex, samples: int, lengths: np.ndarray, first: int, last: int) -> bool:
+def _fits_dataset(index: SampleIndex, samples: int, lengths: np.ndarray, first: int, last: int) -> bool:
     documents, begins, shuffled = index
     kinds = documents.dtype == np.int32 and begins.dtype in (np.int32, np.int64) and shuffled.dtype.kind in "iu"
     shapes = documents.ndim == shuffled.ndim == 1 and begins.ndim == 2 and begins.shape[1:] == (2,)

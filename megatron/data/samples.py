@@ -26,12 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.data.folders import whole_folder
-from megatron.data.indexed import Indexed
+from megatron.data.folders import atomic_directory
+from megatron.data.indexed import IndexedTokens
 from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
 from megatron.data.megatron_core import Split as CoreSplit
-from megatron.data.parts import Part, check_content
-from megatron.data.sample_index import UNREADABLE, IndexedSamples, damage, read_index, write_index
+from megatron.data.parts import DatasetSlice, check_dataset_content
+from megatron.data.sample_index import (
+    UNREADABLE,
+    IndexedSamples,
+    find_index_damage,
+    read_sample_index,
+    write_sample_index,
+)
 from megatron.data.vocabulary import Vocabulary
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split
@@ -49,11 +55,11 @@ class _TokenizerFacts:
     unique_identifiers: dict[str, Any]  # part of the name of megatron-core's files; `_key` has taken care of that
 
 
-class ChainedSamples(torch.utils.data.Dataset):
+class ChainedGPTDataset(torch.utils.data.Dataset):
     """The samples of one dataset, see the module. `unique_identifiers` and `index_split` are for BlendedDataset."""
 
     def __init__(self, prefix: Path, links: Sequence[GPTDataset], vocab_size: int) -> None:
-        self.prefix, self.links, self.vocab_size = prefix, list(links), vocab_size
+        self.prefix, self.datasets, self.vocab_size = prefix, list(links), vocab_size
         self.ends = np.cumsum([len(link) for link in links]).tolist()
         self.index_split = links[0].index_split
         self.unique_identifiers = {"links": [link.unique_identifiers for link in links]}
@@ -66,7 +72,7 @@ class ChainedSamples(torch.utils.data.Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         link = bisect_right(self.ends, index)
-        sample = self.links[link][index - (self.ends[link - 1] if link else 0)]
+        sample = self.datasets[link][index - (self.ends[link - 1] if link else 0)]
         tokens, labels = sample["tokens"], sample["labels"]
         # Only part of a large dataset was looked at before; here every token passes.
         largest = max(int(tokens.max()), int(labels.max()))
@@ -77,11 +83,11 @@ class ChainedSamples(torch.utils.data.Dataset):
         return {"tokens": tokens, "labels": labels, "loss_mask": sample["loss_mask"].clone()}
 
 
-class Samples(torch.utils.data.Dataset):
+class TrainingDataset(torch.utils.data.Dataset):
     """The first `total` samples of a chain or a blend of chains, as dictionaries of three tensors."""
 
-    def __init__(self, source: ChainedSamples | BlendedDataset, total: int) -> None:
-        self.source, self.total = source, total
+    def __init__(self, source: ChainedGPTDataset | BlendedDataset, total: int) -> None:
+        self.dataset, self.total = source, total
 
     def __len__(self) -> int:
         return self.total
@@ -89,12 +95,12 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self.total:
             raise IndexError(f"sample {index} of {self.total}")
-        sample = self.source[index]
+        sample = self.dataset[index]
         return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
 
 
-def build_samples(
-    parts: Sequence[Part],
+def build_training_dataset(
+    dataset_slices: Sequence[DatasetSlice],
     *,
     split: Split,
     seq_length: int,
@@ -106,34 +112,34 @@ def build_samples(
     vocabulary: Vocabulary,
     eod_mask_loss: bool,
     notes: list[str],
-) -> Samples:
+) -> TrainingDataset:
     """`total` samples of a split, in the order that a run of `ordered` samples began with.
 
     What a person should know is added to `notes`.
     """
-    weights = np.array([part.weight for part in parts]) / sum(part.weight for part in parts)
+    weights = np.array([part.weight for part in dataset_slices]) / sum(part.weight for part in dataset_slices)
     chains = []
-    for part, weight in zip(parts, weights, strict=True):
+    for part, weight in zip(dataset_slices, weights, strict=True):
         # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
-        share = (lambda n: n) if len(parts) == 1 else (lambda n, weight=weight: int(weight * n) + 2)
-        build = _LinkBuilder(part, split, seq_length, cache, groups, vocabulary, eod_mask_loss, notes)
+        share = (lambda n: n) if len(dataset_slices) == 1 else (lambda n, weight=weight: int(weight * n) + 2)
+        build = _GPTDatasetBuilder(part, split, seq_length, cache, groups, vocabulary, eod_mask_loss, notes)
         links = [build(share(ordered), seed)]
         while (length := sum(len(link) for link in links)) < share(total):
             mixed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
             links.append(build(length, int(mixed)))
-        chains.append(ChainedSamples(part.dataset.prefix, links, vocabulary.size))
+        chains.append(ChainedGPTDataset(part.dataset.prefix, links, vocabulary.size))
     if len(chains) == 1:
-        return Samples(chains[0], total)
+        return TrainingDataset(chains[0], total)
     config = build.config(seed, None)  # without a cache: the interleaving is computed in less time than it is read
-    return Samples(BlendedDataset(chains, weights.tolist(), total, config), total)
+    return TrainingDataset(BlendedDataset(chains, weights.tolist(), total, config), total)
 
 
-class _LinkBuilder:
+class _GPTDatasetBuilder:
     """Builds GPTDatasets of one part. All ranks must make the same calls."""
 
     def __init__(
         self,
-        part: Part,
+        dataset_slice: DatasetSlice,
         split: Split,
         seq_length: int,
         cache: Path | None,
@@ -142,10 +148,10 @@ class _LinkBuilder:
         eod_mask_loss: bool,
         notes: list[str],
     ) -> None:
-        self.part, self.split, self.seq_length, self.cache = part, CoreSplit[split], seq_length, cache
+        self.dataset_slice, self.split, self.seq_length, self.cache = dataset_slice, CoreSplit[split], seq_length, cache
         self.groups, self.eod_mask_loss, self.notes = groups, eod_mask_loss, notes
         self.tokenizer = _TokenizerFacts(vocabulary.size, vocabulary.eod, {})
-        self.prefix = str(part.dataset.prefix.resolve())  # however it is written, the index is the same
+        self.prefix = str(dataset_slice.dataset.prefix.resolve())  # however it is written, the index is the same
         self.dataset = IndexedDataset(self.prefix)
 
     def config(self, seed: int, folder: Path | None) -> GPTDatasetConfig:
@@ -166,7 +172,7 @@ class _LinkBuilder:
     def __call__(self, samples: int, seed: int) -> GPTDataset:
         """At least `samples` samples. The index comes from the cache, or is built there by the first process."""
         if self.cache is None:
-            check_content(self.part.dataset)
+            check_dataset_content(self.dataset_slice.dataset)
             try:
                 with tempfile.TemporaryDirectory(prefix="farfield-samples-") as passing:
                     return GPTDataset(*self._arguments(samples, seed, Path(passing)))  # maps outlive files' names
@@ -174,31 +180,31 @@ class _LinkBuilder:
                 place = f"{tempfile.gettempdir()}: the sample index cannot be written: {describe_cause(error)}"
                 raise RunError(f"{place}; data_cache or TMPDIR names another folder") from None
         folder = self.cache / self._key(samples, seed)
-        problem = self._fill(folder, samples, seed) if self.groups.is_main else None
+        problem = self._write_index(folder, samples, seed) if self.groups.is_main else None
         if (problem := self.groups.find_first_error(problem)) is not None:
             raise RunError(problem)
         try:
-            return IndexedSamples(read_index(folder), *self._arguments(samples, seed, None))
+            return IndexedSamples(read_sample_index(folder), *self._arguments(samples, seed, None))
         except UNREADABLE as error:  # by a rank that the first one's repair does not reach
             raise RunError(f"{folder}: a damaged sample index ({error}); delete the folder") from None
 
     def _arguments(self, samples: int, seed: int, folder: Path | None) -> tuple[Any, ...]:
         """What a GPTDataset is made from; `folder` is where it writes its index."""
-        indices = np.arange(self.part.first, self.part.last, dtype=np.int32)
+        indices = np.arange(self.dataset_slice.first, self.dataset_slice.last, dtype=np.int32)
         return self.dataset, self.prefix, indices, samples, self.split, self.config(seed, folder)
 
-    def _fill(self, folder: Path, samples: int, seed: int) -> str | None:
+    def _write_index(self, folder: Path, samples: int, seed: int) -> str | None:
         """Build the index unless a whole one is there. Returns what went wrong."""
-        part = self.part
+        part = self.dataset_slice
         harm = None
         if folder.exists():
-            harm = damage(folder, samples, part.dataset.lengths, part.first, part.last)
+            harm = find_index_damage(folder, samples, part.dataset.lengths, part.first, part.last)
             if harm is None:
                 return None
         try:
-            check_content(part.dataset)  # once: the index belongs to the files' sizes and times
-            with whole_folder(folder, replace=harm is not None) as new:
-                write_index(new, lambda place: GPTDataset(*self._arguments(samples, seed, place)))
+            check_dataset_content(part.dataset)  # once: the index belongs to the files' sizes and times
+            with atomic_directory(folder, replace=harm is not None) as new:
+                write_sample_index(new, lambda place: GPTDataset(*self._arguments(samples, seed, place)))
         except OSError as error:
             return f"{folder}: the sample index cannot be written: {describe_cause(error)}"
         except FarfieldError as error:
@@ -209,12 +215,12 @@ class _LinkBuilder:
 
     def _key(self, samples: int, seed: int) -> str:
         """Everything that the index depends on. A dataset is recognised by its place, its size and its time."""
-        part = self.part
-        facts = [self.prefix, _stat(part.dataset), part.first, part.last]
+        part = self.dataset_slice
+        facts = [self.prefix, _stat_files(part.dataset), part.first, part.last]
         facts += [self.split.name, self.seq_length, samples, seed, self.eod_mask_loss]
         return f"{self.split.name}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
-def _stat(dataset: Indexed) -> list[int]:
+def _stat_files(dataset: IndexedTokens) -> list[int]:
     stats = [Path(f"{dataset.prefix}{ending}").stat() for ending in (".idx", ".bin")]
     return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns)]

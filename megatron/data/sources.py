@@ -10,7 +10,7 @@ A source is written as one word on the command line:
 - `hf:NAME` or `hf:NAME:CONFIG`: a dataset on Hugging Face's hub, or of a folder that its library reads (`hub.py`);
 - a folder: every file below it that has one of the suffixes, hidden ones excepted, in a fixed order.
 
-Reading happens in two places. `scan` and `raw_documents` run in the parent process and touch only names, sizes and
+Reading happens in two places. `scan` and `iter_raw_documents` run in the parent process and touch only names, sizes and
 undecoded bytes; `decode` turns one raw document into text and runs in the workers. So decompression is sequential,
 as the formats demand, while decoding and tokenizing use all cores.
 """
@@ -28,19 +28,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from megatron.data.hub import PREFIX, Hub
-from megatron.data.tables import TABLES, row_count, texts
+from megatron.data.hub import PREFIX, HubDataset
+from megatron.data.tables import TABLE_SUFFIXES, count_rows, iter_texts
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import UserError
 from megatron.utils.optional_packages import require_package
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-SUFFIXES = (".txt", *JSON_LINES, *TABLES)
-BLOCK = 1 << 20  # bytes read at a time
-LARGEST_LINE = 1 << 30
+SUFFIXES = (".txt", *JSON_LINES, *TABLE_SUFFIXES)
+BLOCK_BYTES = 1 << 20  # bytes read at a time
+MAX_LINE_BYTES = 1 << 30
 """Bytes of a document in JSON. What is longer is a damaged file, or one that was compressed to fill a memory."""
 
-Format = Literal["text", "json", "python", "table", "hub"]
+SourceFormat = Literal["text", "json", "python", "table", "hub"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class SourceFile:
 
     path: Path
     name: str
-    format: Format
+    format: SourceFormat
     size: int  # bytes on disk
     modified: int  # nanoseconds
-    hub: Hub | None = None  # where it comes from, if that is no file
+    hub: HubDataset | None = None  # where it comes from, if that is no file
 
 
 @dataclass(frozen=True)
@@ -61,35 +61,35 @@ class RawDocument:
 
     name: str
     where: str  # file, or file:line, for messages
-    format: Format
+    format: SourceFormat
     content: bytes | Path
     size: int  # bytes of the source that it stands for, for progress
     first_line: int = 1  # its line and offset (bytes) in the file, if it is a part of a text file
     offset: int = 0
 
 
-def scan(
+def scan_sources(
     sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[str] | None = None, hf_split: str = "train"
 ) -> list[SourceFile]:
     """All files of the sources, in a fixed order. UserError if a source is missing, unreadable, or has no such file."""
     if not sources:
         raise UserError("sources: none given; name files, folders or `python`")
-    suffixes = _suffixes(suffixes)
+    suffixes = _normalize_suffixes(suffixes)
     files: list[SourceFile] = []
     for source in sources:
         if source == "python":
-            files += _python_library(packages)
+            files += _list_library_files(packages)
         elif source.startswith(PREFIX):
-            files.append(_of_hub(Hub(source, hf_split)))
+            files.append(_list_hub_files(HubDataset(source, hf_split)))
         elif (path := Path(source)).is_dir():
-            files += _folder(path, suffixes)
+            files += _list_folder(path, suffixes)
         elif path.is_file():
             if not path.name.endswith(suffixes):
                 raise UserError(
                     f"{path}: its suffix is none of {', '.join(suffixes)}; --suffixes {path.suffix or 'SUFFIX'} reads "
                     "such files as text"
                 )
-            files.append(source_file(path))
+            files.append(describe_source_file(path))
         else:
             raise UserError(f"{path}: no such file or folder (a source is a file, a folder or `python`)")
     if packages and "python" not in sources:
@@ -103,50 +103,56 @@ def scan(
     return files
 
 
-Said = Callable[[int], None]
+ReportFunction = Callable[[int], None]
 
 
-def document_names(
-    file: SourceFile, key: str = "text", kept: Path | None = None, said: Said = lambda documents: None
+def list_document_names(
+    file: SourceFile,
+    key: str = "text",
+    download_folder: Path | None = None,
+    report: ReportFunction = lambda documents: None,
 ) -> Generator[str, None, None]:
     """The names of a file's documents, in order, without reading more than needed to number them.
 
-    Arguments as for `raw_documents`.
+    Arguments as for `iter_raw_documents`.
     """
     if file.format == "hub":
-        for document in raw_documents(file, key, kept, said):
+        for document in iter_raw_documents(file, key, download_folder, report):
             yield document.name
     elif file.format == "table":
-        for number in range(1, row_count(file.path) + 1):
+        for number in range(1, count_rows(file.path) + 1):
             yield f"{file.name}:{number}"
     elif file.format != "json":
         yield file.name
     else:
-        for number, (line, _) in enumerate(_lines(file.path), start=1):
+        for number, (line, _) in enumerate(_iter_lines(file.path), start=1):
             if line.strip():
                 yield f"{file.name}:{number}"
 
 
-def raw_documents(
-    file: SourceFile, key: str = "text", kept: Path | None = None, said: Said = lambda documents: None
+def iter_raw_documents(
+    file: SourceFile,
+    key: str = "text",
+    download_folder: Path | None = None,
+    report: ReportFunction = lambda documents: None,
 ) -> Generator[RawDocument, None, None]:
-    """A file's documents, undecoded, in the order of `document_names`; their sizes add up to the file's.
+    """A file's documents, undecoded, in the order of `list_document_names`; their sizes add up to the file's.
 
     key: the column of a table that holds the text.
-    kept: where what is read of the hub is kept; needed for that alone.
-    said: called now and then with the number of documents that were read of the hub.
+    download_folder: where what is read of the hub is kept; needed for that alone.
+    report: called now and then with the number of documents that were read of the hub.
     """
     if file.hub is not None:
-        assert kept is not None
-        own = kept / hashlib.sha256(file.name.encode()).hexdigest()[:12]
-        for number, text in enumerate(file.hub.texts(key, own, said), start=1):
+        assert download_folder is not None
+        own = download_folder / hashlib.sha256(file.name.encode()).hexdigest()[:12]
+        for number, text in enumerate(file.hub.iter_texts(key, own, report), start=1):
             content = text.encode()
             where = f"{file.path}, row {number}"
             yield RawDocument(f"{file.name}:{number}", where, "table", content, len(content))
         return
     if file.format == "table":
-        rows, before = row_count(file.path), 0
-        for number, text in enumerate(texts(file.path, key), start=1):
+        rows, before = count_rows(file.path), 0
+        for number, text in enumerate(iter_texts(file.path, key), start=1):
             name, where, until = f"{file.name}:{number}", f"{file.path}: row {number}", file.size * number // rows
             yield RawDocument(name, where, "table", text.encode(), until - before)
             before = until
@@ -155,14 +161,14 @@ def raw_documents(
         yield RawDocument(file.name, str(file.path), file.format, file.path, file.size)
         return
     before = 0
-    for number, (line, position) in enumerate(_lines(file.path), start=1):
+    for number, (line, position) in enumerate(_iter_lines(file.path), start=1):
         if line.strip():
             name, where = f"{file.name}:{number}", f"{file.path}:{number}"
             yield RawDocument(name, where, "json", line, position - before)
             before = position
 
 
-def decode(document: RawDocument, jsonl_key: str = "text") -> str | None:
+def decode_document(document: RawDocument, jsonl_key: str = "text") -> str | None:
     """The text of a document; None for a Python file that Python itself cannot decode.
 
     Raises UserError, naming file and line or byte, for bytes that are not UTF-8, a line that is not a JSON object with
@@ -187,10 +193,10 @@ def decode(document: RawDocument, jsonl_key: str = "text") -> str | None:
         raise UserError(
             f"{place}: not UTF-8: byte 0x{content[at]:02x} at offset {document.offset + at} ({error.reason})"
         ) from None
-    return text if document.format == "text" else _json_text(text, document.where, jsonl_key)
+    return text if document.format == "text" else _read_json_text(text, document.where, jsonl_key)
 
 
-def cut(file: SourceFile, shares: Sequence[float]) -> list[bytes]:
+def limit_source(file: SourceFile, shares: Sequence[float]) -> list[bytes]:
     """A lone text file cut into consecutive parts of about the given shares (they add up to 1), at line ends."""
     try:
         content = file.path.read_bytes()
@@ -208,7 +214,7 @@ def cut(file: SourceFile, shares: Sequence[float]) -> list[bytes]:
     return [content[start:end] for start, end in pairwise(edges)]
 
 
-def _of_hub(hub: Hub) -> SourceFile:
+def _list_hub_files(hub: HubDataset) -> SourceFile:
     """A source on the hub; of a local folder, size and time of its files tell whether it is the same."""
     require_package("datasets", hub.source)
     facts = [path.stat() for path in hub.files]
@@ -217,7 +223,7 @@ def _of_hub(hub: Hub) -> SourceFile:
     return SourceFile(Path(hub.source), name, "hub", size, modified, hub)
 
 
-def _suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
+def _normalize_suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
     if suffixes is None:
         return SUFFIXES
     if not suffixes:
@@ -228,7 +234,7 @@ def _suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(suffixes)
 
 
-def source_file(path: Path, name: str | None = None, format: Format | None = None) -> SourceFile:
+def describe_source_file(path: Path, name: str | None = None, format: SourceFormat | None = None) -> SourceFile:
     """One file by its path, its own name where none is given. UserError if it cannot be read."""
     try:
         stat = path.stat()
@@ -238,11 +244,11 @@ def source_file(path: Path, name: str | None = None, format: Format | None = Non
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     name = path.name if name is None else name
     if format is None:
-        format = "json" if name.endswith(JSON_LINES) else "table" if name.endswith(TABLES) else "text"
+        format = "json" if name.endswith(JSON_LINES) else "table" if name.endswith(TABLE_SUFFIXES) else "text"
     return SourceFile(path, name, format, stat.st_size, stat.st_mtime_ns)
 
 
-def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _walk_folder(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Files below a folder, each folder's sorted by name; hidden ones, `skip` and links to folders are left out."""
 
     def unreadable(error: OSError) -> None:
@@ -255,11 +261,11 @@ def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
                 yield path
 
 
-def _folder(folder: Path, suffixes: tuple[str, ...]) -> list[SourceFile]:
+def _list_folder(folder: Path, suffixes: tuple[str, ...]) -> list[SourceFile]:
     base = folder.resolve().name
     files = [
-        source_file(path, f"{base}/{path.relative_to(folder).as_posix()}")
-        for path in _walk(folder)
+        describe_source_file(path, f"{base}/{path.relative_to(folder).as_posix()}")
+        for path in _walk_folder(folder)
         if path.name.endswith(suffixes)
     ]
     if not files:
@@ -267,26 +273,26 @@ def _folder(folder: Path, suffixes: tuple[str, ...]) -> list[SourceFile]:
     return files
 
 
-_NOT_SOURCE = frozenset({"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages"})
+_NON_SOURCE_FOLDERS = frozenset({"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
-def _python_library(packages: bool) -> list[SourceFile]:
+def _list_library_files(packages: bool) -> list[SourceFile]:
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])
-    files = _python_files(library, "python")
+    files = _list_python_files(library, "python")
     if not files:
         raise UserError(f"python: {library} has no Python source; this interpreter's library is not installed as files")
     if packages:
         for folder in sorted({Path(paths["purelib"]).resolve(), Path(paths["platlib"]).resolve()}):
             if folder.is_dir():
-                files += _python_files(folder, "site-packages")
+                files += _list_python_files(folder, "site-packages")
     return files
 
 
-def _python_files(folder: Path, base: str) -> list[SourceFile]:
+def _list_python_files(folder: Path, base: str) -> list[SourceFile]:
     return [
-        source_file(path, f"{base}/{path.relative_to(folder).as_posix()}", "python")
-        for path in _walk(folder, _NOT_SOURCE)
+        describe_source_file(path, f"{base}/{path.relative_to(folder).as_posix()}", "python")
+        for path in _walk_folder(folder, _NON_SOURCE_FOLDERS)
         if path.suffix == ".py"
     ]
 
@@ -300,7 +306,7 @@ def _decode_python(content: bytes) -> str | None:
         return None
 
 
-def _json_text(line: str, where: str, key: str) -> str:
+def _read_json_text(line: str, where: str, key: str) -> str:
     try:
         value = parse_json(line)
     except ValueError as error:
@@ -319,17 +325,17 @@ def _json_text(line: str, where: str, key: str) -> str:
     return text
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+def _iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     """Lines of a plain or compressed file, with the position reached in the file on disk (bytes)."""
     rest: list[bytes] = []
     position = size = 0
     number = 1
-    for block, position in _blocks(path):
+    for block, position in _iter_blocks(path):
         first, *others = block.split(b"\n")
         rest.append(first)
         size += len(first)
-        if size > LARGEST_LINE:
-            raise UserError(f"{path}:{number}: a line of more than {LARGEST_LINE:,} bytes; a document has one line")
+        if size > MAX_LINE_BYTES:
+            raise UserError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes; a document has one line")
         if others:
             number, size = number + len(others), len(others[-1])
             yield b"".join(rest), position
@@ -340,18 +346,18 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
         yield last, position
 
 
-def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+def _iter_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """Decompressed content block by block. UserError if it is damaged or cut short."""
     try:
         with open(path, "rb") as file:
             if path.name.endswith(".gz"):
                 with gzip.open(file) as unzipped:
-                    while block := unzipped.read(BLOCK):
+                    while block := unzipped.read(BLOCK_BYTES):
                         yield block, file.tell()
             elif path.name.endswith(".zst"):
-                yield from _zstandard_blocks(file, path)
+                yield from _iter_zstandard_blocks(file, path)
             else:
-                while block := file.read(BLOCK):
+                while block := file.read(BLOCK_BYTES):
                     yield block, file.tell()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: broken gzip file: {error}") from None
@@ -359,13 +365,13 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _zstandard_blocks(file: io.BufferedReader, path: Path) -> Iterator[tuple[bytes, int]]:
+def _iter_zstandard_blocks(file: io.BufferedReader, path: Path) -> Iterator[tuple[bytes, int]]:
     # The library's stream reader takes a cut file for a finished one; the object knows where a frame ends.
     import zstandard
 
     decompressor, frame = zstandard.ZstdDecompressor(), None
     try:
-        while block := file.read(BLOCK // 8):
+        while block := file.read(BLOCK_BYTES // 8):
             while block:
                 frame = frame or decompressor.decompressobj()
                 if output := frame.decompress(block):

@@ -19,29 +19,29 @@ from megatron.utils.suggestions import format_choices
 if TYPE_CHECKING:
     import pyarrow as pa
 
-TABLES = (".parquet", ".arrow")
-ROWS = 1024
+TABLE_SUFFIXES = (".parquet", ".arrow")
+ROWS_PER_BATCH = 1024
 """Of a Parquet file, read at a time; an Arrow file is mapped into memory, and its batches are read as they are."""
 
 
-def row_count(path: Path) -> int:
+def count_rows(path: Path) -> int:
     """How many rows a file has. UserError if it is damaged."""
-    with _opened(path) as table:
+    with _open_table(path) as table:
         return table.rows if table.rows is not None else sum(batch.num_rows for batch in table.batches(None))
 
 
-def texts(path: Path, column: str) -> Iterator[str]:
+def iter_texts(path: Path, column: str) -> Iterator[str]:
     """The text of each row, empty where there is none.
 
     Raises UserError, naming file and row, if the file is damaged, or has no such column of text.
     """
     import pyarrow as pa
 
-    with _opened(path) as table:
+    with _open_table(path) as table:
         names = table.schema.names
         if column not in names:
             raise UserError(f"{path}: no column {column!r}; {format_choices(column, names)} (--column)")
-        if not _is_text(table.schema.field(column).type):
+        if not _is_text_type(table.schema.field(column).type):
             raise UserError(f"{path}: column {column!r} holds {table.schema.field(column).type}, not text (--column)")
         number = 0
         for batch in table.batches(column):
@@ -53,7 +53,7 @@ def texts(path: Path, column: str) -> Iterator[str]:
                     raise UserError(f"{path}: row {number}: not UTF-8 at byte {error.start} ({error.reason})") from None
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def _is_text_type(kind: pa.DataType) -> bool:
     import pyarrow.types as of
 
     value = kind.value_type if of.is_dictionary(kind) else kind
@@ -70,35 +70,35 @@ class _Table:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[_Table]:
+def _open_table(path: Path) -> Iterator[_Table]:
     """UserError for what goes wrong until the file is closed again."""
     require_package("pyarrow", str(path))
     import pyarrow as pa
 
     try:
         if path.name.endswith(".parquet"):
-            with _parquet(path) as table:
+            with _open_parquet(path) as table:
                 yield table
         else:
             with pa.memory_map(str(path)) as source:
-                yield _arrow(source)
+                yield _open_arrow(source)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: broken {path.suffix[1:]} file: {describe_cause(error)}") from None
 
 
 @contextlib.contextmanager
-def _parquet(path: Path) -> Iterator[_Table]:
+def _open_parquet(path: Path) -> Iterator[_Table]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         yield _Table(
             file.schema_arrow,
             file.metadata.num_rows,
-            lambda column: file.iter_batches(batch_size=ROWS, columns=None if column is None else [column]),
+            lambda column: file.iter_batches(batch_size=ROWS_PER_BATCH, columns=None if column is None else [column]),
         )
 
 
-def _arrow(source: Any) -> _Table:
+def _open_arrow(source: Any) -> _Table:
     import pyarrow as pa
 
     try:

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 
 from megatron.options.data import SPLITS, Split
-from megatron.tasks.chosen import Exercise
-from megatron.tasks.task import Drawn
+from megatron.tasks.chosen import TaskConfig
+from megatron.tasks.task import TaskBatch
 
 
-class TaskSamples(torch.utils.data.Dataset):
+class TaskDataset(torch.utils.data.Dataset):
     """Samples as dictionaries of `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T], 1 at what is asked.
 
     Labels are not one token ahead: each is what is asked where it stands.
 
     Args:
-        exercise: the task and its lengths.
+        task_config: the task and its lengths.
         split: another one draws other sequences.
         total: number of samples.
         seed: of the run.
@@ -29,10 +29,12 @@ class TaskSamples(torch.utils.data.Dataset):
         start: the first global sample of some step: steps begin there and at every `batch` from there.
     """
 
-    def __init__(self, exercise: Exercise, split: Split, total: int, *, seed: int, batch: int, start: int = 0) -> None:
-        self.exercise, self.split, self.total = exercise, split, total
+    def __init__(
+        self, task_config: TaskConfig, split: Split, total: int, *, seed: int, batch: int, start: int = 0
+    ) -> None:
+        self.task_config, self.split, self.total = task_config, split, total
         self.seed, self.batch, self.start = seed, batch, start
-        self._drawn: tuple[int, Drawn] | None = None
+        self._drawn: tuple[int, TaskBatch] | None = None
 
     def __len__(self) -> int:
         return self.total
@@ -42,17 +44,17 @@ class TaskSamples(torch.utils.data.Dataset):
             raise IndexError(f"sample {index} of {self.total}")
         first = index - (index - self.start) % self.batch
         if self._drawn is None or self._drawn[0] != first:
-            self._drawn = first, self._step(first)
+            self._drawn = first, self._draw_step(first)
         drawn, row = self._drawn[1], index - first
         return {
             "tokens": torch.from_numpy(drawn.tokens[row]),
             "labels": torch.from_numpy(drawn.labels[row]),
-            "loss_mask": torch.from_numpy(drawn.asked[row].astype(np.float32)),
+            "loss_mask": torch.from_numpy(drawn.loss_mask[row].astype(np.float32)),
         }
 
-    def _step(self, first: int) -> Drawn:
+    def _draw_step(self, first: int) -> TaskBatch:
         """The sequences of the step whose first sample this is, or would be."""
         origin = [self.seed, SPLITS.index(self.split), first + self.batch]  # not negative, also before a changed batch
         generator = np.random.Generator(np.random.PCG64(origin))
-        length = self.exercise.lengths[generator.integers(len(self.exercise.lengths))]
-        return self.exercise.task.draw(generator, self.batch, length)
+        length = self.task_config.lengths[generator.integers(len(self.task_config.lengths))]
+        return self.task_config.task.sample_batch(generator, self.batch, length)

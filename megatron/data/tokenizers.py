@@ -10,7 +10,7 @@ Four kinds, under GPT-NeoX's names where it has one:
 | `SPMTokenizer` | `tokenizer.model` | SentencePiece |
 
 A corpus folder holds a copy of its tokenizer's files, with a checksum, so that it can be moved and read anywhere.
-So does a run's folder (`run_tokenizer.py`).
+So does a run's folder (`load_run_tokenizer.py`).
 A tokenizer's `name` contains that checksum: two corpora fit together exactly if their tokenizers' names are equal.
 
 Some tokenizers put a token before every text (Llama's `<s>`, OPT's `</s>`). Whether that is done is decided once, when
@@ -34,8 +34,8 @@ import numpy as np
 import tokenizers as hf
 
 from megatron.data.description import TokenizerFacts, read_tokenizer_folder
-from megatron.data.paths import all_prefixes, description_of
-from megatron.options.data import LARGEST_VOCABULARY, DataOptions, TokenizerType
+from megatron.data.paths import find_corpus_metadata, list_all_prefixes
+from megatron.options.data import MAX_VOCAB_SIZE, DataOptions, TokenizerType
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
@@ -67,7 +67,7 @@ class Tokenizer(ABC):
         return f"{self.type}-{self.checksum[:12]}" if self.files else self.type
 
     @property
-    def facts(self) -> TokenizerFacts:
+    def describe(self) -> TokenizerFacts:
         """What a description says of this tokenizer."""
         return TokenizerFacts(
             type=self.type,
@@ -109,7 +109,7 @@ class Tokenizer(ABC):
         return [np.asarray(self.encode(text), dtype=np.int64) for text in texts]
 
     def copy_files(self, folder: Path) -> None:
-        """Write the tokenizer's files into a folder, under the names that `open_tokenizer` reads."""
+        """Write the tokenizer's files into a folder, under the names that `tokenizer_from_files` reads."""
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
 
@@ -144,13 +144,13 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._tokenizer = hf.Tokenizer.from_file(str(vocab_file))
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{vocab_file}: not a tokenizer.json of Hugging Face's: {_line(error)}") from None
+            raise UserError(f"{vocab_file}: not a tokenizer.json of Hugging Face's: {_first_line(error)}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._has_regex = b'"Regex"' in vocab_file.read_bytes()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = _vocab_size(ids, vocab_file)
-        self.eod, self.end_token = _end_of_document(ids, vocab_file, end_token), end_token
+        self.vocab_size = _check_vocab_size(ids, vocab_file)
+        self.eod, self.end_token = _find_eod(ids, vocab_file, end_token), end_token
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _regex_errors(self) -> AbstractContextManager[None]:
         """A regular expression of a foreign file may need more steps than the library allows."""
-        return explain_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
+        return translate_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         with self._regex_errors():
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 @contextmanager
-def explain_panics(file: Path) -> Iterator[None]:
+def translate_panics(file: Path) -> Iterator[None]:
     """Say in a line what the library, which is written in Rust, tells by a panic: a report on descriptor 2, and an
     exception that is no Exception.
 
@@ -202,7 +202,7 @@ def explain_panics(file: Path) -> Iterator[None]:
             panicked = type(error).__name__ == "PanicException"
             if panicked:
                 raise UserError(
-                    f"{file}: its regular expressions cannot be applied to a text: {_line(error)}"
+                    f"{file}: its regular expressions cannot be applied to a text: {_first_line(error)}"
                 ) from None
             raise
         finally:
@@ -224,11 +224,11 @@ class GPT2Tokenizer(Tokenizer):
             ids, merges = hf.models.BPE.read_file(str(vocab_file), str(merge_file))
             self._tokenizer = hf.Tokenizer(hf.models.BPE(ids, merges))
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{vocab_file}, {merge_file}: not GPT-2 vocab and merges: {_line(error)}") from None
+            raise UserError(f"{vocab_file}, {merge_file}: not GPT-2 vocab and merges: {_first_line(error)}") from None
         self._tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = hf.decoders.ByteLevel()
-        self.vocab_size = _vocab_size(ids, vocab_file)
-        self.eod, self.end_token = _end_of_document(ids, vocab_file, end_token), end_token
+        self.vocab_size = _check_vocab_size(ids, vocab_file)
+        self.eod, self.end_token = _find_eod(ids, vocab_file, end_token), end_token
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -255,12 +255,12 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
         except Exception as error:  # RuntimeError or OSError, by what is wrong with the file
-            raise UserError(f"{vocab_file}: not a SentencePiece model: {_line(error)}") from None
+            raise UserError(f"{vocab_file}: not a SentencePiece model: {_first_line(error)}") from None
         self.vocab_size = self._tokenizer.get_piece_size()
         pieces = {self._tokenizer.id_to_piece(i): i for i in range(self.vocab_size)}
         eos, self._pieces = self._tokenizer.eos_id(), pieces
         named = end_token is not None or eos < 0
-        self.eod, self.end_token = _end_of_document(pieces, vocab_file, end_token) if named else eos, end_token
+        self.eod, self.end_token = _find_eod(pieces, vocab_file, end_token) if named else eos, end_token
 
     def token_id(self, token: str) -> int | None:
         return self._pieces.get(token)
@@ -277,7 +277,7 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 }
 
 
-def open_tokenizer(
+def tokenizer_from_files(
     type: str,
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
@@ -317,12 +317,12 @@ def open_tokenizer(
     if end_token is not None and not files:
         raise UserError(f"end_token: {end_token!r}: tokenizer {type} has an end of its own")
     tokenizer = TOKENIZERS[type](*files) if end_token is None else TOKENIZERS[type](*files, end_token=end_token)
-    tokenizer.bos = _beginning_of_text(tokenizer, bos)
+    tokenizer.bos = _find_bos(tokenizer, bos)
     return tokenizer
 
 
-def _beginning_of_text(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
-    """The token that stands before every text, see `open_tokenizer`."""
+def _find_bos(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
+    """The token that stands before every text, see `tokenizer_from_files`."""
     if bos is False:
         return None
     if bos is None:
@@ -351,16 +351,16 @@ def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
     Raises UserError if there is no tokenizer to be found, RunError if its files changed since they were described.
     """
     if isinstance(source, DataOptions):
-        described = [prefix.parent for prefix in all_prefixes(source) if description_of(prefix) is not None]
+        described = [prefix.parent for prefix in list_all_prefixes(source) if find_corpus_metadata(prefix) is not None]
         if described:
             return load_tokenizer(described[0])
         if source.tokenizer_type is None:
             raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
-        return tokenizer_of_keys(source)
+        return tokenizer_from_config(source)
     folder = Path(source)
     said = read_tokenizer_folder(folder)
     paths = (folder / name for name in said.facts.files)
-    tokenizer = open_tokenizer(said.facts.type, *paths, end_token=said.facts.end_token, bos=False)
+    tokenizer = tokenizer_from_files(said.facts.type, *paths, end_token=said.facts.end_token, bos=False)
     tokenizer.bos = said.facts.bos
     if tokenizer.checksum != said.facts.checksum:
         files = ", ".join(said.facts.files)
@@ -374,10 +374,10 @@ def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_of_keys(data: DataOptions) -> Tokenizer:
-    """The tokenizer that the keys of a configuration name. Raises UserError as `open_tokenizer`."""
+def tokenizer_from_config(data: DataOptions) -> Tokenizer:
+    """The tokenizer that the keys of a configuration name. Raises UserError as `tokenizer_from_files`."""
     assert data.tokenizer_type is not None
-    return open_tokenizer(
+    return tokenizer_from_files(
         data.tokenizer_type, data.vocab_file, data.merge_file, end_token=data.end_token, bos=data.add_bos
     )
 
@@ -404,7 +404,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
 
 
-def _end_of_document(ids: dict[str, int], path: Path, end_token: str | None) -> int:
+def _find_eod(ids: dict[str, int], path: Path, end_token: str | None) -> int:
     if end_token is not None:
         if end_token not in ids:
             raise UserError(
@@ -420,11 +420,11 @@ def _end_of_document(ids: dict[str, int], path: Path, end_token: str | None) -> 
     )
 
 
-def _vocab_size(ids: dict[str, int], path: Path) -> int:
+def _check_vocab_size(ids: dict[str, int], path: Path) -> int:
     """One more than the largest id; ids may have gaps."""
     size = max(ids.values(), default=-1) + 1
-    if size > LARGEST_VOCABULARY:
-        raise UserError(f"{path}: a token has id {size - 1}; at most {LARGEST_VOCABULARY:,} tokens are supported")
+    if size > MAX_VOCAB_SIZE:
+        raise UserError(f"{path}: a token has id {size - 1}; at most {MAX_VOCAB_SIZE:,} tokens are supported")
     return size
 
 
@@ -438,5 +438,5 @@ def _checksum(type: str, files: dict[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return " ".join(str(error).split())

@@ -20,23 +20,23 @@ import numpy as np
 
 from megatron.data.description import SplitCounts, SplitName
 from megatron.data.encode import EncodedChunk
-from megatron.data.paths import basename
+from megatron.data.paths import split_basename
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 
-SAVED_EVERY = 30.0
+SAVE_INTERVAL = 30.0
 """Seconds."""
 
-LONGEST_SEQUENCE = 1 << 30  # tokens; the index stores lengths as int32, so a longer document is several sequences
-PROGRESS = "progress.json"
+MAX_SEQUENCE_TOKENS = 1 << 30  # tokens; the index stores lengths as int32, so a longer document is several sequences
+PROGRESS_FILE = "progress.json"
 
 
 def read_progress(work: Path) -> dict[str, Any] | None:
     """How far a working folder is; None if that is nowhere, or its files are not what is said of them."""
     try:
-        found: dict[str, Any] = parse_json((work / PROGRESS).read_text(encoding="utf-8"))
+        found: dict[str, Any] = parse_json((work / PROGRESS_FILE).read_text(encoding="utf-8"))
         for name, size in found["bytes"].items():
             count = found["counted"][name]["documents"]
-            if (work / "new" / f"{basename(name)}.bin").stat().st_size < size:
+            if (work / "new" / f"{split_basename(name)}.bin").stat().st_size < size:
                 return None
             if (work / "lengths" / name).stat().st_size < 8 * count:
                 return None
@@ -71,24 +71,26 @@ class CorpusWriter:
         self.dtype = DType.optimal_dtype(vocab_size)
         self.documents: int = before["documents"]
         """Of the sources, those without text included."""
-        self.done: int = before["done"]
+        self.documents_done: int = before["done"]
         """Bytes of the sources."""
         self.skipped: list[str] = list(before["skipped"])
-        self.counted: dict[SplitName, SplitCounts] = {}
+        self.split_counts: dict[SplitName, SplitCounts] = {}
         self._builders: dict[int, Any] = {}
         self._lengths: dict[int, BinaryIO] = {}
         self._since = time.monotonic()
         (work / "lengths").mkdir(exist_ok=True)
         for number, name in names.items():
-            self.counted[name] = SplitCounts(**before["counted"].get(name, {"documents": 0, "tokens": 0, "bytes": 0}))
+            self.split_counts[name] = SplitCounts(
+                **before["counted"].get(name, {"documents": 0, "tokens": 0, "bytes": 0})
+            )
             builder = IndexedDatasetBuilder(os.devnull, self.dtype)  # it would empty the file
             builder.data_file.close()
-            path = work / "new" / f"{basename(name)}.bin"
-            builder.data_file = _open_at(path, before["bytes"].get(name, 0))
+            path = work / "new" / f"{split_basename(name)}.bin"
+            builder.data_file = _open_truncated(path, before["bytes"].get(name, 0))
             lengths = work / "lengths" / name
-            self._lengths[number] = _open_at(lengths, 8 * self.counted[name].documents)
+            self._lengths[number] = _open_truncated(lengths, 8 * self.split_counts[name].documents)
             for length in np.fromfile(lengths, dtype="<i8"):
-                builder.sequence_lengths += _sequences(int(length))
+                builder.sequence_lengths += _split_long_document(int(length))
                 builder.document_indices.append(len(builder.sequence_lengths))
             self._builders[number] = builder
 
@@ -98,19 +100,19 @@ class CorpusWriter:
             start = 0
             for length in encoded.lengths:
                 tokens = encoded.tokens[start : start + length]
-                self._builders[number].add_document(tokens, _sequences(length))
+                self._builders[number].add_document(tokens, _split_long_document(length))
                 start += length
             np.asarray(encoded.lengths, dtype="<i8").tofile(self._lengths[number])
-            before = self.counted[self._names[number]]
-            self.counted[self._names[number]] = SplitCounts(
+            before = self.split_counts[self._names[number]]
+            self.split_counts[self._names[number]] = SplitCounts(
                 documents=before.documents + len(encoded.lengths),
                 tokens=before.tokens + len(encoded.tokens),
                 bytes=before.bytes + encoded.bytes,
             )
         self.skipped += result.skipped
         self.documents += len(result.lengths)
-        self.done += result.size
-        if time.monotonic() - self._since >= SAVED_EVERY:
+        self.documents_done += result.size
+        if time.monotonic() - self._since >= SAVE_INTERVAL:
             self.save()
 
     def save(self) -> None:
@@ -122,18 +124,18 @@ class CorpusWriter:
         found = {
             **self._said,
             "documents": self.documents,
-            "done": self.done,
+            "done": self.documents_done,
             "skipped": self.skipped,
             "bytes": {name: self._builders[number].data_file.tell() for number, name in self._names.items()},
-            "counted": {name: count.model_dump() for name, count in self.counted.items()},
+            "counted": {name: count.model_dump() for name, count in self.split_counts.items()},
         }
-        write_text_atomically(self._work / PROGRESS, json.dumps(found))
+        write_text_atomically(self._work / PROGRESS_FILE, json.dumps(found))
         self._since = time.monotonic()
 
     def finish(self) -> None:
         """Write the indices."""
         for number, name in self._names.items():
-            self._builders[number].finalize(str(self._work / "new" / f"{basename(name)}.idx"))
+            self._builders[number].finalize(str(self._work / "new" / f"{split_basename(name)}.idx"))
 
     def close(self) -> None:
         """Close all files, as far as the disk lets them."""
@@ -142,7 +144,7 @@ class CorpusWriter:
                 file.close()
 
 
-def _open_at(path: Path, size: int) -> BinaryIO:
+def _open_truncated(path: Path, size: int) -> BinaryIO:
     """A file that is cut to a size, to be written from there on."""
     file = open(path, "r+b" if size else "wb")  # noqa: SIM115
     file.truncate(size)
@@ -150,7 +152,7 @@ def _open_at(path: Path, size: int) -> BinaryIO:
     return file
 
 
-def _sequences(length: int) -> list[int]:
+def _split_long_document(length: int) -> list[int]:
     """How a document is stored: as one sequence, or as several where it is too long for one."""
-    pieces = [LONGEST_SEQUENCE] * (length // LONGEST_SEQUENCE)
-    return [*pieces, length % LONGEST_SEQUENCE] if length % LONGEST_SEQUENCE else pieces
+    pieces = [MAX_SEQUENCE_TOKENS] * (length // MAX_SEQUENCE_TOKENS)
+    return [*pieces, length % MAX_SEQUENCE_TOKENS] if length % MAX_SEQUENCE_TOKENS else pieces

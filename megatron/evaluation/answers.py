@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.evaluation.batching import in_batches
-from megatron.tasks.task import Drawn
+from megatron.evaluation.batching import run_batched
+from megatron.tasks.task import TaskBatch
 
 
-def answers(
+def score_answers(
     model: nn.Module,
-    drawn: Drawn,
+    batch: TaskBatch,
     choices: range,
     *,
     batch_tokens: int | None = None,
@@ -28,7 +28,7 @@ def answers(
 
     Args:
         model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V].
-        drawn: the sequences.
+        batch: the sequences.
         choices: ids that may be answered.
         batch_tokens: input tokens per forward pass; at least one sequence is always taken.
         after_batch: called with the share of the sequences that is done.
@@ -41,14 +41,14 @@ def answers(
         RunError: the device's memory is too small for a single sequence.
     """
     device = next(model.parameters()).device
-    sequences, places = drawn.tokens.shape
-    last = places - int(drawn.asked.any(axis=0).argmax())  # nothing is asked before
-    losses, correct = np.zeros(drawn.labels.shape), np.zeros(drawn.labels.shape, dtype=bool)
+    sequences, places = batch.tokens.shape
+    last = places - int(batch.loss_mask.any(axis=0).argmax())  # nothing is asked before
+    losses, correct = np.zeros(batch.labels.shape), np.zeros(batch.labels.shape, dtype=bool)
     done = 0
 
     @torch.inference_mode()
     def take(rows: slice) -> None:
-        tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (drawn.tokens, drawn.labels))
+        tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (batch.tokens, batch.labels))
         logits = model(tokens, num_logits=last)[:, :, choices.start : choices.stop].float()
         wanted = labels[:, -last:] - choices.start
         chances = logits.log_softmax(dim=2).gather(2, wanted[:, :, None])[:, :, 0]
@@ -61,5 +61,5 @@ def answers(
         after_batch(done / sequences)
 
     too_large = f"one sequence of {places:,} tokens does not fit the memory of {device}; use shorter lengths"
-    in_batches(sequences, places, device, take, too_large=too_large, batch_tokens=batch_tokens, after=after)
-    return np.where(drawn.asked, losses, 0.0), correct & drawn.counted
+    run_batched(sequences, places, device, take, too_large=too_large, batch_tokens=batch_tokens, after=after)
+    return np.where(batch.loss_mask, losses, 0.0), correct & batch.accuracy_mask

@@ -10,16 +10,16 @@ BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
 
 
-def batch_tokens_on(device: torch.device, wanted: int | None) -> int:
+def choose_batch_tokens(device: torch.device, wanted: int | None) -> int:
     """Input tokens of a forward pass on a device; what is usual there if nothing is wanted."""
     return wanted or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])
 
 
-def in_batches(
+def run_batched(
     rows: int,
     length: int,
     device: torch.device,
-    take: Callable[[slice], None],
+    forward: Callable[[slice], None],
     *,
     too_large: str,
     batch_tokens: int | None = None,
@@ -31,7 +31,7 @@ def in_batches(
         rows: how many there are.
         length: tokens of each.
         device: where they are computed.
-        take: computes some of them, and keeps what it finds.
+        forward: computes some of them, and keeps what it finds.
         too_large: what is said when a single row does not fit.
         batch_tokens: of a batch; at least one row is always taken.
         after: called with the number of rows of each finished batch.
@@ -39,12 +39,12 @@ def in_batches(
     Raises:
         RunError: the device's memory is too small for a single row.
     """
-    size = max(1, batch_tokens_on(device, batch_tokens) // length)
+    size = max(1, choose_batch_tokens(device, batch_tokens) // length)
     done = 0
     while done < rows:
         chosen = slice(done, min(done + size, rows))
         try:
-            take(chosen)
+            forward(chosen)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -23,9 +23,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.batching import batch_tokens_on
-from megatron.generation.decode import padded
-from megatron.generation.writer import Writer
+from megatron.evaluation.batching import choose_batch_tokens
+from megatron.generation.decode import pad_left
+from megatron.generation.writer import TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import RunError, is_out_of_memory
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class Requests:
+class RequestBatch:
     """What a task asked of a model."""
 
     tokens: int = 0
@@ -84,9 +84,9 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.model, self.tokens_of, self.max_length = model, tokenizer, max_length
         self._device = next(model.parameters()).device
-        self.batch_tokens = batch_tokens_on(self._device, batch_tokens)
+        self.batch_tokens = choose_batch_tokens(self._device, batch_tokens)
         self._after = after or (lambda done, total: None)
-        self.asked: dict[str, Requests] = {}
+        self.asked: dict[str, RequestBatch] = {}
         """By the names of tasks."""
         self._counts: list[tuple[int, bool]] = []
 
@@ -109,7 +109,7 @@ class HarnessModel(TemplateLM):
         if empty is not None:
             raise RunError(f"{empty.task_name}: document {empty.doc_id} has an empty choice, which has no likelihood")
         answers = super().loglikelihood(requests, disable_tqdm=True)
-        self._note(requests, self._counts)
+        self._record_requests(requests, self._counts)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
         sums = [0.0] * len(requests)
         for number, answer in zip(owners, self._loglikelihood_tokens(windows), strict=True):
             sums[number] += answer.loglikelihood
-        self._note(requests, counts)
+        self._record_requests(requests, counts)
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
@@ -136,21 +136,21 @@ class HarnessModel(TemplateLM):
             kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         done = 0
         for numbers in kinds.values():
-            options = self._generation(requests[numbers[0]])
+            options = self._read_generation_options(requests[numbers[0]])
             room = self.max_length - options.maximum_tokens
             contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
-            writer = Writer(self.model, self.tokens_of, options)
-            for written, _ in writer.write([context[-room:] for context in contexts]):
+            writer = TextGenerator(self.model, self.tokens_of, options)
+            for written, _ in writer.generate([context[-room:] for context in contexts]):
                 if written.reason is not None:
                     number = numbers[written.prompt]
                     texts[number] = written.text
                     counts[number] = (max(len(written.tokens), 1), len(contexts[written.prompt]) > room)
                     done += 1
                     self._after(done, len(requests))
-        self._note(requests, counts)
+        self._record_requests(requests, counts)
         return texts
 
-    def _generation(self, request: Instance) -> GenerationOptions:
+    def _read_generation_options(self, request: Instance) -> GenerationOptions:
         """How a task wants text to be written. Raises RunError where that cannot be done here."""
         given: Any = normalize_gen_kwargs(dict(request.args[1]), GENERATED)
         name, foreign = request.task_name, sorted(set(given) - _KNOWN)
@@ -173,10 +173,10 @@ class HarnessModel(TemplateLM):
             batch_size=max(1, self.batch_tokens // self.max_length),
         )
 
-    def _note(self, requests: Sequence[Instance], counts: Sequence[tuple[int, bool]]) -> None:
+    def _record_requests(self, requests: Sequence[Instance], counts: Sequence[tuple[int, bool]]) -> None:
         """Remember what was asked, by task."""
         for request, (tokens, cut) in zip(requests, counts, strict=True):
-            asked = self.asked.setdefault(request.task_name, Requests())
+            asked = self.asked.setdefault(request.task_name, RequestBatch())
             asked.tokens += tokens
             asked.requests += 1
             asked.cut += cut
@@ -200,7 +200,7 @@ class HarnessModel(TemplateLM):
         done = 0
         for batch in self._batches(sorted(rows, key=len, reverse=True)):
             wanted = [[requests[number][2] for number in rows[row]] for row in batch]
-            for row, found in zip(batch, self._answers(batch, wanted), strict=True):
+            for row, found in zip(batch, self._score_rows(batch, wanted), strict=True):
                 for number, answer in zip(rows[row], found, strict=True):
                     answers[number] = answer
                 done += len(rows[row])
@@ -215,7 +215,7 @@ class HarnessModel(TemplateLM):
             yield list(rows[start : start + size])
             start += size
 
-    def _answers(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
+    def _score_rows(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
         """For each row the answers to the continuations that end it. A batch that is too large is divided."""
         try:
             return self._forward(rows, wanted)
@@ -225,12 +225,12 @@ class HarnessModel(TemplateLM):
             if len(rows) == 1:
                 raise RunError(f"{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None
         half = len(rows) // 2
-        return self._answers(rows[:half], wanted[:half]) + self._answers(rows[half:], wanted[half:])
+        return self._score_rows(rows[:half], wanted[:half]) + self._score_rows(rows[half:], wanted[half:])
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
         last = max(len(continuation) for continuations in wanted for continuation in continuations)
-        tokens, paddings = padded(rows, self._device)
+        tokens, paddings = pad_left(rows, self._device)
         mask = torch.arange(tokens.shape[1], device=self._device) >= paddings if paddings.any() else None
         logits = self.model(tokens, num_logits=last, attention_mask=mask)
         found: list[list[Answer]] = []

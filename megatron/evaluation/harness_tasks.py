@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from megatron.data.run_tokenizer import run_tokenizer
+from megatron.data.run_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.changes import with_changes
-from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.provenance import about_model, stopwatch
-from megatron.evaluation.request import read_runs
-from megatron.evaluation.run import Candidate, Say, about_run, candidates_of, measured, saying
-from megatron.evaluation.sketch import ending, outline
-from megatron.evaluation.subject import Progress, Scoring
-from megatron.evaluation.work import known_lengths
+from megatron.evaluation.changes import add_relative_changes
+from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.provenance import describe_model, start_stopwatch
+from megatron.evaluation.request import read_eval_request
+from megatron.evaluation.run import EvalJob, LogFunction, build_jobs, describe_run, make_log_function, run_jobs
+from megatron.evaluation.sketch import build_meta_model, describe_length_limit
+from megatron.evaluation.subject import Progress, ScoringContext
+from megatron.evaluation.work import limit_lengths
 from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_choices_of_text
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
@@ -39,12 +39,12 @@ from megatron.utils.suggestions import suggest_names
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.evaluation.harness import Requests
+    from megatron.evaluation.harness import RequestBatch
 
 OF_TEXTS = ("data", "protocol", "windows", "targets", "stride", "measures")
 """Options that have no meaning for tasks."""
 
-OURS = {"perplexity": "target_perplexity"}
+OWN_METRIC_NAMES = {"perplexity": "target_perplexity"}
 """The harness's names of metrics that mean something else here."""
 
 BOOTSTRAPS = 1000
@@ -78,34 +78,39 @@ def evaluate_tasks(
     options = options or EvaluationOptions()
     refuse_choices_of_text(options, OF_TEXTS, "tasks bring their own")
     require_package("lm_eval", "--tasks")
-    asked = read_runs(runs, options, output)
-    tokenizers = {run.checkpoint: run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in asked.runs}
+    asked = read_eval_request(runs, options, output)
+    tokenizers = {
+        run.checkpoint: load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in asked.runs
+    }
     if options.lengths is None and options.multiples is None:
         options = options.replace(multiples=[1.0])
-    lengths = wanted_lengths(options, [run.config.model.seq_length for run in asked.runs])
-    say = saying(console)
+    lengths = choose_lengths(options, [run.config.model.seq_length for run in asked.runs])
+    say = make_log_function(console)
     say("reading the list of tasks")
-    given = Given(load_tasks(tasks, say), tasks.limit, lengths, say)
-    notes = [ending(run.name, run.config, outline(run.config, options), lengths) for run in asked.runs]
-    candidates = candidates_of(asked, [(float(len(lengths)), note) for note in notes])
+    given = HarnessRequest(load_tasks(tasks, say), tasks.limit, lengths, say)
+    notes = [
+        describe_length_limit(run.name, run.config, build_meta_model(run.config, options), lengths)
+        for run in asked.runs
+    ]
+    candidates = build_jobs(asked, [(float(len(lengths)), note) for note in notes])
 
-    def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
-        scoring = Scoring(about_run(candidate, options), options.batch_tokens, report)
+    def score(candidate: EvalJob, loaded: LoadedModel, report: Progress) -> list[Record]:
+        scoring = ScoringContext(describe_run(candidate, options), options.batch_tokens, report)
         return given.score(loaded, tokenizers[candidate.run.checkpoint], scoring)
 
-    return measured(asked, candidates, score, console)
+    return run_jobs(asked, candidates, score, console)
 
 
 @dataclass(frozen=True)
-class Given:
+class HarnessRequest:
     """What every run is given."""
 
     tasks: Any  # as `load_tasks` returns them
     limit: int | None  # documents of each task
     lengths: Sequence[int]
-    say: Say
+    log: LogFunction
 
-    def score(self, loaded: LoadedModel, tokenizer: Tokenizer, scoring: Scoring) -> list[Record]:
+    def score(self, loaded: LoadedModel, tokenizer: Tokenizer, scoring: ScoringContext) -> list[Record]:
         """The records of a run, by task, with their changes from the shortest length.
 
         Args:
@@ -121,9 +126,9 @@ class Given:
 
         from megatron.evaluation.harness import HarnessModel
 
-        about = {**about_model(loaded), **scoring.about, "tokenizer": tokenizer.name}
+        about = {**describe_model(loaded), **scoring.about, "tokenizer": tokenizer.name}
         about["software"] = f"{about['software']}, lm_eval {version('lm_eval')}"
-        known = known_lengths(loaded.model, self.lengths)
+        known = limit_lengths(loaded.model, self.lengths)
         found: list[Record] = []
         for number, length in enumerate(known):
 
@@ -131,8 +136,8 @@ class Given:
                 scoring.progress(length, number + min(done / max(total, 1), 0.999), float(len(known)))
 
             model = HarnessModel(loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, after=after)
-            taken = stopwatch()
-            with _as_the_harness_does():
+            taken = start_stopwatch()
+            with _preserve_random_state():
                 results = evaluator.evaluate(
                     model, self.tasks, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
                 )
@@ -141,12 +146,12 @@ class Given:
             for name, each in model.asked.items():
                 if each.cut:
                     cut = f"{each.cut:,} of {each.requests:,} requests were cut on the left to {length:,} tokens"
-                    self.say(f"{name}: {cut}")
-            found += records_of(results, model.asked, here, self.say)
-        return with_changes(found)
+                    self.log(f"{name}: {cut}")
+            found += build_task_records(results, model.asked, here, self.log)
+        return add_relative_changes(found)
 
 
-def load_tasks(options: TaskOptions, say: Say) -> Any:
+def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
     """The tasks that are named, as the harness has them.
 
     Raises:
@@ -180,15 +185,15 @@ def load_tasks(options: TaskOptions, say: Say) -> Any:
             raise UserError(f"--tasks {name}: {what}, which is not done here")
         own = task.get_config("num_fewshot")
         if own == 0 and options.num_fewshot:
-            say(f"{name}: always without examples, whatever --num-fewshot says")
+            log(f"{name}: always without examples, whatever --num-fewshot says")
         elif options.num_fewshot is not None or own is None:
             task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=1234)
     return loaded
 
 
-def records_of(
-    results: Mapping[str, Any], asked: Mapping[str, Requests], about: Mapping[str, Any], say: Say
+def build_task_records(
+    results: Mapping[str, Any], asked: Mapping[str, RequestBatch], about: Mapping[str, Any], log: LogFunction
 ) -> list[Record]:
     """Records of what the harness found.
 
@@ -196,15 +201,15 @@ def records_of(
         results: the harness's.
         asked: what its tasks asked, by their names.
         about: fields that are the same for all, the length among them.
-        say: told of values that no record holds.
+        log: told of values that no record holds.
     """
     parts = results.get("group_subtasks", {})
-    inside = {part for group in results.get("groups", {}) for part in _leaves(group, parts)}
+    inside = {part for group in results.get("groups", {}) for part in _list_leaf_tasks(group, parts)}
     found: list[Record] = []
     for name, values in {**results["results"], **results.get("groups", {})}.items():
         if name in inside or (name in parts and name not in results.get("groups", {})):
             continue
-        leaves = [asked[part] for part in _leaves(name, parts) if part in asked]
+        leaves = [asked[part] for part in _list_leaf_tasks(name, parts) if part in asked]
         digest = sha256("".join(each.digest.hexdigest() for each in leaves).encode()).hexdigest()[:16]
         shared = {
             "tokens": max(sum(each.tokens for each in leaves), 1),
@@ -212,13 +217,13 @@ def records_of(
             "text_digest": digest,
             **about,
         }
-        for metric, value, stderr, filter_ in _values(values):
-            ours = OURS.get(metric, metric)
+        for metric, value, stderr, filter_ in _list_metric_values(values):
+            ours = OWN_METRIC_NAMES.get(metric, metric)
             protocol = ", ".join([name, f"{results['n-shot'].get(name, 0)}-shot", *filter_])
             if metric == "bits_per_byte":
                 continue  # said of the perplexity per byte
             if ours not in METRICS or METRICS[ours].invalid_reason(value) is not None or not math.isfinite(value):
-                say(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
+                log(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
                 continue
             if METRICS[ours].comparison == "ratio":
                 stderr = None  # the harness has that of the value, which says little of its logarithm's
@@ -227,7 +232,7 @@ def records_of(
     return found
 
 
-def _values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None, list[str]]]:
+def _list_metric_values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None, list[str]]]:
     """What stands under `acc,none` and `acc_stderr,none`: metric, value, standard error, and the filter if any."""
     for key, value in values.items():
         metric, _, filter_ = key.partition(",")
@@ -238,13 +243,13 @@ def _values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | Non
         yield metric, float(value), known, [] if filter_ == "none" else [filter_]
 
 
-def _leaves(name: str, parts: Mapping[str, Sequence[str]]) -> list[str]:
+def _list_leaf_tasks(name: str, parts: Mapping[str, Sequence[str]]) -> list[str]:
     """The tasks that a group consists of; a task is its own."""
-    return [leaf for part in parts[name] for leaf in _leaves(part, parts)] if parts.get(name) else [name]
+    return [leaf for part in parts[name] for leaf in _list_leaf_tasks(part, parts)] if parts.get(name) else [name]
 
 
 @contextmanager
-def _as_the_harness_does() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     """Its seeds for whatever tasks draw; and standard errors by this process alone, for forks of it hold its GPU."""
     import numpy as np
     import torch

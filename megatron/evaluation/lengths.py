@@ -9,7 +9,7 @@ from megatron.utils.errors import UserError
 DEFAULT_MULTIPLES = (1, 2, 4, 8, 16, 32)
 
 
-def wanted_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> tuple[int, ...]:
+def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> tuple[int, ...]:
     """Window lengths in tokens, ascending.
 
     Args:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.evaluation.protocols import Cut, Plan
+from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.metrics import MAX_NLL, clamped_exp
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError
 
-MOST_BLOCKS = 4096
+MAX_BLOCKS = 4096
 """Records keep the sums of their blocks up to so many."""
 
 
@@ -36,7 +36,7 @@ class Summary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Targets:
+class TargetCounts:
     """The tokens that a cut of a plan scores: the same at every length."""
 
     counted: np.ndarray
@@ -47,7 +47,7 @@ class Targets:
     """Equal digests, equal targets."""
 
 
-class Scored(NamedTuple):
+class ScoredLength(NamedTuple):
     """One length of a cut, scored."""
 
     length: int
@@ -55,7 +55,7 @@ class Scored(NamedTuple):
     about: Mapping[str, Any]  # fields of records: what the scoring took
 
 
-class Row(NamedTuple):
+class LengthSummary(NamedTuple):
     """What is kept of one length."""
 
     summary: Summary
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     about: Mapping[str, Any]  # fields of its records
 
 
-def summary_of(sums: np.ndarray, counts: np.ndarray) -> Summary:
+def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> Summary:
     """Mean and standard error of losses that are summed over blocks.
 
     The standard error treats blocks as the independent samples: neighbouring tokens share their context and their
@@ -81,7 +81,7 @@ def summary_of(sums: np.ndarray, counts: np.ndarray) -> Summary:
     return Summary(nll, math.sqrt(blocks / (blocks - 1) * float((residuals**2).sum())) / tokens, tokens)
 
 
-def check_measures(options: EvaluationOptions, plan: Plan) -> None:
+def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
     """Refuse measures that a plan has no losses for. Raises UserError."""
     wanted = options.measures or []
     if "position" in wanted and plan.protocol != "nonoverlapping":
@@ -89,7 +89,7 @@ def check_measures(options: EvaluationOptions, plan: Plan) -> None:
     if "delta_perplexity" in wanted:
         if plan.protocol != "last":
             raise UserError("measures: delta_perplexity needs protocol last: the same targets, with more before them")
-        for cut in plan.cuts:
+        for cut in plan.target_sets:
             if cut.lengths[0] != cut.targets or len(cut.lengths) < 2:
                 raise UserError(
                     f"measures: delta_perplexity of the last {cut.targets} tokens compares longer contexts with those "
@@ -97,7 +97,7 @@ def check_measures(options: EvaluationOptions, plan: Plan) -> None:
                 )
 
 
-class Sheet:
+class RecordBuilder:
     """All that is told of one cut of a plan: it is handed the losses of one length after the other.
 
     Args:
@@ -111,9 +111,9 @@ class Sheet:
 
     def __init__(
         self,
-        plan: Plan,
-        cut: Cut,
-        targets: Targets,
+        plan: ScoringPlan,
+        cut: TargetSet,
+        targets: TargetCounts,
         train_length: int,
         measures: Sequence[str],
         about: Mapping[str, Any],
@@ -121,13 +121,13 @@ class Sheet:
         self.plan, self.cut, self.targets, self.train_length, self.measures = plan, cut, targets, train_length, measures
         self.about = {"protocol": plan.protocol, "blocks": cut.blocks, "target_digest": targets.digest, **about}
         self.counts = targets.counted.sum(axis=1)
-        self.rows: list[Row] = []
+        self.rows: list[LengthSummary] = []
         self.by_position: list[Record] = []
 
-    def add(self, scored: Scored) -> None:
+    def add(self, scored: ScoredLength) -> None:
         """Take the losses of the next length, which are not kept. Raises RunError if they have no perplexity."""
         sums = np.where(self.targets.counted, scored.losses, 0.0).sum(axis=1)
-        summary = summary_of(sums, self.counts)
+        summary = summarize_losses(sums, self.counts)
         # Such a model predicts nothing, and a table could not hold it.
         if not math.isfinite(summary.nll) or summary.nll > MAX_NLL:
             where = f"{self.about['method']}: the loss at length {scored.length:,}"
@@ -136,35 +136,35 @@ class Sheet:
             **scored.about,
             "length": scored.length,
             "targets": self.cut.scored[scored.length],
-            "windows": self.plan.windows(scored.length),
+            "windows": self.plan.select_windows(scored.length),
         }
-        self.rows.append(Row(summary, sums, about))
+        self.rows.append(LengthSummary(summary, sums, about))
         if "position" in self.measures:
-            self.by_position += self._by_position(scored, about)
+            self.by_position += self._build_position_records(scored, about)
 
-    def records(self) -> list[Record]:
+    def build_records(self) -> list[Record]:
         """What is told, in the order of the measures that were asked for; nothing if no length was scored."""
         if not self.rows:
             return []
         draws = draw_bootstrap_means(np.stack([row.sums for row in self.rows]), self.counts)
         told: dict[str, Callable[[], list[Record]]] = {
-            "perplexity": lambda: list(self._perplexity(draws)),
-            "delta_perplexity": lambda: list(self._gains(draws)),
+            "perplexity": lambda: list(self._build_perplexity_records(draws)),
+            "delta_perplexity": lambda: list(self._build_gain_records(draws)),
             "position": lambda: self.by_position,
         }
         return [record for measure in self.measures for record in told[measure]()]
 
-    def _perplexity(self, draws: np.ndarray | None) -> Iterator[Record]:
+    def _build_perplexity_records(self, draws: np.ndarray | None) -> Iterator[Record]:
         first = self.rows[0]
         for number, (summary, sums, about) in enumerate(self.rows):
-            uncertain = self._blocks(sums)
+            uncertain = self._list_blocks(sums)
             if draws is not None:
-                uncertain |= _interval("", map(clamped_exp, compute_percentile_interval(draws[number])))
+                uncertain |= _format_interval("", map(clamped_exp, compute_percentile_interval(draws[number])))
             if number > 0:
                 change = clamped_exp(summary.nll - first.summary.nll)
                 uncertain |= {"change": change, "change_from": first.about["length"]}
                 if draws is not None:
-                    uncertain |= _interval(
+                    uncertain |= _format_interval(
                         "change_", map(clamped_exp, compute_percentile_interval(draws[number] - draws[0]))
                     )
             yield Record(
@@ -175,20 +175,20 @@ class Sheet:
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
-                bits_per_byte=self._bits(summary),
+                bits_per_byte=self._bits_per_byte(summary),
                 **uncertain,
             )
 
-    def _blocks(self, sums: np.ndarray) -> dict[str, Any]:
+    def _list_blocks(self, sums: np.ndarray) -> dict[str, Any]:
         """What records keep of blocks, to be compared with those of other methods."""
-        if not 2 <= self.cut.blocks <= MOST_BLOCKS:
+        if not 2 <= self.cut.blocks <= MAX_BLOCKS:
             return {}
         kept: dict[str, Any] = {"block_sums": [round(float(each), 6) for each in sums]}
         if np.ptp(self.counts) > 0:
             kept["block_tokens"] = self.counts.tolist()
         return kept
 
-    def _gains(self, draws: np.ndarray | None) -> Iterator[Record]:
+    def _build_gain_records(self, draws: np.ndarray | None) -> Iterator[Record]:
         """ΔP and the log-ratio, at every length but the first."""
         first = self.rows[0].summary
         for number, (summary, _, about) in enumerate(self.rows[1:], start=1):
@@ -202,22 +202,22 @@ class Sheet:
                 if draws is not None:
                     ours, local = draws[number], draws[0]
                     gains = local - ours if metric == "log_ratio" else np.exp(local) - np.exp(ours)
-                    uncertain = _interval("", compute_percentile_interval(gains))
+                    uncertain = _format_interval("", compute_percentile_interval(gains))
                 yield Record(**shared, metric=metric, value=value, **uncertain)
 
-    def _by_position(self, scored: Scored, about: Mapping[str, Any]) -> Iterator[Record]:
+    def _build_position_records(self, scored: ScoredLength, about: Mapping[str, Any]) -> Iterator[Record]:
         losses = scored.losses.reshape(self.cut.blocks, -1, scored.length)
         counted = self.targets.counted.reshape(losses.shape)
-        ends = position_bins(self.train_length, scored.length)
+        ends = list_position_bins(self.train_length, scored.length)
         parts = [np.s_[:, :, start:end] for start, end in zip([0, *ends], ends, strict=False)]
         for end, part in zip(ends, parts, strict=True):
             sums = np.where(counted[part], losses[part], 0.0).sum(axis=(1, 2))
             counts = counted[part].sum(axis=(1, 2))
             if not counts.any():
                 continue
-            summary, draws = summary_of(sums, counts), draw_bootstrap_means(sums[None], counts)
+            summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)
             uncertain: dict[str, Any] = (
-                {} if draws is None else _interval("", map(clamped_exp, compute_percentile_interval(draws[0])))
+                {} if draws is None else _format_interval("", map(clamped_exp, compute_percentile_interval(draws[0])))
             )
             yield Record(
                 **self.about,
@@ -232,11 +232,11 @@ class Sheet:
                 **uncertain,
             )
 
-    def _bits(self, summary: Summary) -> float | None:
+    def _bits_per_byte(self, summary: Summary) -> float | None:
         return summary.nll * summary.tokens / math.log(2) / self.targets.bytes if self.targets.bytes else None
 
 
-def position_bins(train_length: int, length: int) -> list[int]:
+def list_position_bins(train_length: int, length: int) -> list[int]:
     """The last position of each bin, ascending: the training length, halved and doubled, up to the window's length.
 
     A bin holds the positions above the bin before it. That the training length ends one keeps what was trained and
@@ -254,6 +254,6 @@ def position_bins(train_length: int, length: int) -> list[int]:
     return sorted(each for each in ends if each <= length)
 
 
-def _interval(prefix: str, ends: Iterable[float]) -> dict[str, float]:
+def _format_interval(prefix: str, ends: Iterable[float]) -> dict[str, float]:
     low, high = ends
     return {f"{prefix}low": low, f"{prefix}high": high}

@@ -22,14 +22,14 @@ from megatron.position.base import PositionModule
 from megatron.position.registry import load_encoding_class, load_processor_class
 
 
-def method_name(position: PositionOptions, window: int | None = None) -> str:
+def format_method_name(position: PositionOptions, window: int | None = None) -> str:
     """The name of a position configuration, as above.
 
     Args:
         position: what was trained.
         window: attention window of the evaluation; None is the run's own.
     """
-    options = _differing(position.pos_emb_options, load_encoding_class(position.pos_emb))
+    options = _list_differing_options(position.pos_emb_options, load_encoding_class(position.pos_emb))
     if position.pos_emb_per_layer:
         options.append("per_layer")
     if position.randomized_positions is not None:
@@ -38,17 +38,17 @@ def method_name(position: PositionOptions, window: int | None = None) -> str:
         options.append(f"window={window} at evaluation")
     elif position.attention_window is not None:
         options.append(f"window={position.attention_window}")
-    name = _called(position.pos_emb, options)
+    name = _format_name(position.pos_emb, options)
     if position.score_processor == "none":
         return name
-    options = _differing(position.score_processor_options, load_processor_class(position.score_processor))
-    return f"{_called(position.score_processor, options)}+{name}"
+    options = _list_differing_options(position.score_processor_options, load_processor_class(position.score_processor))
+    return f"{_format_name(position.score_processor, options)}+{name}"
 
 
-def distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int | None = None) -> list[str]:
+def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int | None = None) -> list[str]:
     """A name per run: equal for runs that differ in their seed alone, different for all others."""
-    names = [method_name(config.position, window) for config in configs]
-    trained = [{**config.training_as_such(), "seed": None} for config in configs]
+    names = [format_method_name(config.position, window) for config in configs]
+    trained = [{**config.training_fingerprint(), "seed": None} for config in configs]
     result = []
     for index, name in enumerate(names):
         same = [other for other in range(len(names)) if names[other] == name]
@@ -58,12 +58,12 @@ def distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int |
     return result
 
 
-def _differing(given: Mapping[str, Any], method: type[PositionModule]) -> list[str]:
+def _list_differing_options(given: Mapping[str, Any], method: type[PositionModule]) -> list[str]:
     """Options that are not the default's, except those that only say where training starts."""
     defaults = canonical_options(method, {})
     options = sorted(canonical_options(method, given).items())
     return [f"{key}={value}" for key, value in options if key not in defaults or defaults[key] != value]
 
 
-def _called(name: str, options: Sequence[str]) -> str:
+def _format_name(name: str, options: Sequence[str]) -> str:
     return f"{name}({', '.join(options)})" if options else name

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.evaluation.batching import in_batches
-from megatron.evaluation.measures import Scored, Sheet, Targets
-from megatron.evaluation.protocols import Cut, Plan
-from megatron.evaluation.provenance import about_model, stopwatch
-from megatron.evaluation.subject import Scoring
-from megatron.evaluation.texts import Text
-from megatron.evaluation.work import plan_flops
+from megatron.evaluation.batching import run_batched
+from megatron.evaluation.measures import RecordBuilder, ScoredLength, TargetCounts
+from megatron.evaluation.protocols import ScoringPlan, TargetSet
+from megatron.evaluation.provenance import describe_model, start_stopwatch
+from megatron.evaluation.subject import ScoringContext
+from megatron.evaluation.texts import EvalText
+from megatron.evaluation.work import count_plan_flops
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @torch.inference_mode()
-def window_losses(
+def compute_window_losses(
     model: nn.Module,
     stream: np.ndarray,
     starts: np.ndarray,
@@ -68,7 +68,7 @@ def window_losses(
         batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), num_logits=scored)
         losses[rows] = batch.double().cpu().numpy()
 
-    in_batches(
+    run_batched(
         len(starts),
         length,
         device,
@@ -81,7 +81,9 @@ def window_losses(
     return losses
 
 
-def scored_targets(text: Text, plan: Plan, cut: Cut, *, eod_mask_loss: bool = False) -> Targets:
+def find_scored_targets(
+    text: EvalText, plan: ScoringPlan, cut: TargetSet, *, eod_mask_loss: bool = False
+) -> TargetCounts:
     """Look up what a plan scores.
 
     Args:
@@ -100,18 +102,18 @@ def scored_targets(text: Text, plan: Plan, cut: Cut, *, eod_mask_loss: bool = Fa
         if not counted.any():
             raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
     digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + counted.tobytes()).hexdigest()
-    return Targets(
+    return TargetCounts(
         counted=counted,
         bytes=int((counted & (labels != eod)).sum()) if text.vocabulary.name == "bytes" else 0,
         digest=digest[:16],
     )
 
 
-def evaluate(
+def evaluate_perplexity(
     loaded: "LoadedModel",
-    text: Text,
-    plan: Plan,
-    scoring: Scoring,
+    text: EvalText,
+    plan: ScoringPlan,
+    scoring: ScoringContext,
     measures: Sequence[str] = ("perplexity",),
 ) -> list[Record]:
     """What is told of a model's losses at each length of a plan, every length scored on the same target tokens.
@@ -136,12 +138,12 @@ def evaluate(
     """
     config, model = loaded.config, loaded.model
     source = {"dataset": text.name, "text_digest": text.digest, "tokenizer": text.vocabulary.name}
-    shared = {**about_model(loaded), **scoring.about, **source}
+    shared = {**describe_model(loaded), **scoring.about, **source}
     sheets = []
-    for cut in plan.cuts:
-        targets = scored_targets(text, plan, cut, eod_mask_loss=config.data.eod_mask_loss)
-        sheets.append(Sheet(plan, cut, targets, config.model.seq_length, measures, shared))
-    work = plan_flops(model, plan)
+    for cut in plan.target_sets:
+        targets = find_scored_targets(text, plan, cut, eod_mask_loss=config.data.eod_mask_loss)
+        sheets.append(RecordBuilder(plan, cut, targets, config.model.seq_length, measures, shared))
+    work = count_plan_flops(model, plan)
     total, done = sum(work.values()), 0.0
     for length in work:
         finished = 0
@@ -149,10 +151,10 @@ def evaluate(
         def after_batch(count: int, length: int = length, before: float = done) -> None:
             nonlocal finished
             finished += count
-            scoring.progress(length, before + work[length] * finished / plan.windows(length), total)
+            scoring.progress(length, before + work[length] * finished / plan.select_windows(length), total)
 
-        taken = stopwatch()
-        losses = window_losses(
+        taken = start_stopwatch()
+        losses = compute_window_losses(
             model,
             text.tokens,
             plan.starts[length],
@@ -166,5 +168,5 @@ def evaluate(
         for sheet in sheets:
             if length not in sheet.cut.scored:
                 continue
-            sheet.add(Scored(length, sheet.cut.of(losses, length), cost))
-    return [record for sheet in sheets for record in sheet.records()]
+            sheet.add(ScoredLength(length, sheet.cut.from_rows(losses, length), cost))
+    return [record for sheet in sheets for record in sheet.build_records()]

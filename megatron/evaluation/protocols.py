@@ -41,7 +41,7 @@ from typing import get_args
 
 import numpy as np
 
-from megatron.evaluation.lengths import wanted_lengths
+from megatron.evaluation.lengths import choose_lengths
 from megatron.options.evaluation import PROBES, EvaluationOptions, Protocol
 from megatron.utils.errors import UserError
 
@@ -52,7 +52,7 @@ DEFAULT_WINDOWS = 64
 
 
 @dataclass(frozen=True)
-class Cut:
+class TargetSet:
     """Targets that are the same tokens at each of some lengths: what one table compares.
 
     A block is the piece of text behind one sample of the mean: a window's targets in `last`; in the others a piece of
@@ -64,45 +64,45 @@ class Cut:
     targets: int  # per block
     scored: dict[int, int]  # length → how many targets at the end of each window are among them
 
-    def of(self, rows: np.ndarray, length: int) -> np.ndarray:
+    def from_rows(self, rows: np.ndarray, length: int) -> np.ndarray:
         """What belongs to them, [blocks, targets], of rows [windows, at least so many] that say something of the last
         targets of each window."""
         return rows[:, -self.scored[length] :].reshape(self.blocks, self.targets)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScoringPlan:
     """What to score."""
 
     protocol: str
     starts: dict[int, np.ndarray]  # length → first input token of each window, int64 [windows]
-    cuts: tuple[Cut, ...]
+    target_sets: tuple[TargetSet, ...]
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Ascending."""
         return tuple(self.starts)
 
-    def windows(self, length: int) -> int:
+    def select_windows(self, length: int) -> int:
         """Windows of that length."""
         return len(self.starts[length])
 
     def scored(self, length: int) -> int:
         """Targets at the end of each window of that length that are scored."""
-        return max(cut.scored[length] for cut in self.cuts if length in cut.scored)
+        return max(cut.scored[length] for cut in self.target_sets if length in cut.scored)
 
-    def target_positions(self, cut: Cut, length: int) -> np.ndarray:
+    def target_positions(self, cut: TargetSet, length: int) -> np.ndarray:
         """Positions in the stream of a cut's targets, int64 [blocks, targets]; the same for every length."""
         ends = self.starts[length][:, None] + length
-        return cut.of(ends + np.arange(1 - cut.scored[length], 1), length)
+        return cut.from_rows(ends + np.arange(1 - cut.scored[length], 1), length)
 
 
-def default_targets(train_length: int, lengths: Sequence[int]) -> int:
+def choose_default_targets(train_length: int, lengths: Sequence[int]) -> int:
     """Targets per window of `last`: the training length, or the shortest length if that is shorter."""
     return min(train_length, min(lengths, default=train_length))
 
 
-def plan_of(options: EvaluationOptions, train_lengths: Sequence[int], stream_length: int) -> Plan:
+def plan_from_options(options: EvaluationOptions, train_lengths: Sequence[int], stream_length: int) -> ScoringPlan:
     """The plan that options ask for.
 
     Args:
@@ -111,19 +111,19 @@ def plan_of(options: EvaluationOptions, train_lengths: Sequence[int], stream_len
         stream_length: tokens in the stream.
 
     Raises:
-        UserError: as `wanted_lengths` and `make_plan`.
+        UserError: as `choose_lengths` and `build_scoring_plan`.
     """
-    lengths = wanted_lengths(options, train_lengths)
+    lengths = choose_lengths(options, train_lengths)
     for name, protocol in (("targets", "last"), ("stride", "strided")):
         if getattr(options, name) is not None and options.protocol != protocol:
             raise UserError(f"{name} is for protocol {protocol}, and this is {options.protocol}; leave it out")
-    targets = options.targets or [default_targets(min(train_lengths), lengths)]
-    return make_plan(
+    targets = options.targets or [choose_default_targets(min(train_lengths), lengths)]
+    return build_scoring_plan(
         stream_length, lengths, options.protocol, targets=targets, windows=options.windows, stride=options.stride
     )
 
 
-def make_plan(
+def build_scoring_plan(
     stream_length: int,
     lengths: Sequence[int],
     protocol: str = "last",
@@ -131,7 +131,7 @@ def make_plan(
     targets: Sequence[int] = (),
     windows: int | None = None,
     stride: int | None = None,
-) -> Plan:
+) -> ScoringPlan:
     """Choose the windows of every length.
 
     Args:
@@ -162,13 +162,15 @@ def make_plan(
             f"{lengths[-1] + 1:,}; use shorter lengths or more text"
         )
     if protocol == "last":
-        return _last(stream_length, lengths, tuple(sorted(set(targets))), windows)
+        return _plan_last(stream_length, lengths, tuple(sorted(set(targets))), windows)
     if protocol == "strided":
-        return _strided(stream_length, lengths, stride, windows)
-    return _nonoverlapping(stream_length, lengths, windows)
+        return _plan_strided(stream_length, lengths, stride, windows)
+    return _plan_nonoverlapping(stream_length, lengths, windows)
 
 
-def _last(stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...], windows: int | None) -> Plan:
+def _plan_last(
+    stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...], windows: int | None
+) -> ScoringPlan:
     if not targets or targets[0] < 1:
         raise UserError(f"targets = {', '.join(map(str, targets)) or 'none'}: at least 1 is needed")
     for count, length in ((targets[0], lengths[0]), (targets[-1], lengths[-1])):
@@ -177,7 +179,7 @@ def _last(stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...]
                 f"lengths: {length} is shorter than the {count} targets scored at the end of each window; "
                 f"use lengths of at least {count}, or fewer targets"
             )
-    first, final, most = _ends(stream_length, lengths, targets[-1])
+    first, final, most = _list_target_ends(stream_length, lengths, targets[-1])
     _check_windows(windows, most, stream_length, lengths, targets[-1])
     count = windows if windows is not None else min(DEFAULT_WINDOWS, most)
     # Spread over the whole stream; integer arithmetic, so every machine chooses the same tokens.
@@ -185,17 +187,17 @@ def _last(stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...]
     cuts = []
     for each in targets:
         known = tuple(length for length in lengths if length >= each)
-        cuts.append(Cut(known, blocks=count, targets=each, scored=dict.fromkeys(known, each)))
-    return Plan("last", {length: ends - length for length in lengths}, tuple(cuts))
+        cuts.append(TargetSet(known, blocks=count, targets=each, scored=dict.fromkeys(known, each)))
+    return ScoringPlan("last", {length: ends - length for length in lengths}, tuple(cuts))
 
 
-def _strided(stream_length: int, lengths: tuple[int, ...], stride: int | None, windows: int | None) -> Plan:
+def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | None, windows: int | None) -> ScoringPlan:
     if stride is None or stride < 1:
         given = "" if stride is None else f" {stride}"
         raise UserError(f"stride{given}: protocol strided needs it, tokens from one window to the next, at least 1")
     if lengths[0] < stride:
         raise UserError(f"lengths: {lengths[0]} is shorter than the stride of {stride}; tokens would be left out")
-    first, _, most = _ends(stream_length, lengths, stride)
+    first, _, most = _list_target_ends(stream_length, lengths, stride)
     _check_windows(windows, most, stream_length, lengths, stride)
     count = most if windows is None else windows
     # Targets of neighbouring windows are no independent samples: a block is as long as the largest window.
@@ -204,11 +206,11 @@ def _strided(stream_length: int, lengths: tuple[int, ...], stride: int | None, w
         raise UserError(f"windows = {windows}: with this stride and these lengths they come in groups of {together}")
     count -= count % together
     ends = first + np.arange(count, dtype=np.int64) * stride
-    cut = Cut(lengths, count // together, together * stride, dict.fromkeys(lengths, stride))
-    return Plan("strided", {length: ends - length for length in lengths}, (cut,))
+    cut = TargetSet(lengths, count // together, together * stride, dict.fromkeys(lengths, stride))
+    return ScoringPlan("strided", {length: ends - length for length in lengths}, (cut,))
 
 
-def _ends(stream_length: int, lengths: tuple[int, ...], targets: int) -> tuple[int, int, int]:
+def _list_target_ends(stream_length: int, lengths: tuple[int, ...], targets: int) -> tuple[int, int, int]:
     """Of windows whose last targets are scored: the first and the last possible end, and how many windows fit."""
     # Ends e: inputs x[e−L … e−1], targets x[e−n+1 … e].
     first, final = lengths[-1], stream_length - 1
@@ -223,7 +225,7 @@ def _check_windows(windows: int | None, most: int, stream_length: int, lengths: 
         )
 
 
-def _nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: int | None) -> Plan:
+def _plan_nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: int | None) -> ScoringPlan:
     block = math.lcm(*lengths)
     most = (stream_length - 1) // block
     per_block = block // lengths[-1]
@@ -244,4 +246,6 @@ def _nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: int |
         )
     blocks = most if windows is None else windows // per_block
     starts = {length: np.arange(0, blocks * block, length, dtype=np.int64) for length in lengths}
-    return Plan("nonoverlapping", starts, (Cut(lengths, blocks, block, {length: length for length in lengths}),))
+    return ScoringPlan(
+        "nonoverlapping", starts, (TargetSet(lengths, blocks, block, {length: length for length in lengths}),)
+    )

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 # torch is imported where it is used: a mistake in what was asked for is told at once.
 
 
-def about_model(loaded: LoadedModel) -> dict[str, Any]:
+def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     """What records say of a model."""
     import torch
 
-    from megatron.evaluation.names import method_name
+    from megatron.evaluation.names import format_method_name
 
     config, model = loaded.config, loaded.model
-    name = method_name(config.position, loaded.position.attention_window)
+    name = format_method_name(config.position, loaded.position.attention_window)
     parameter = next(model.parameters())
     device = parameter.device
     return {
@@ -41,7 +41,7 @@ def about_model(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def stopwatch() -> Callable[[], dict[str, Any]]:
+def start_stopwatch() -> Callable[[], dict[str, Any]]:
     """Begin a measurement. What is returned tells, when it has ended, the fields of records on its time."""
     begun = time.perf_counter()
 
@@ -52,7 +52,7 @@ def stopwatch() -> Callable[[], dict[str, Any]]:
     return taken
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Operating system, processor and threads."""
     import torch
 
@@ -65,7 +65,7 @@ def machine() -> str:
     return f"{platform.system()} {platform.machine()}, {processor}, {torch.get_num_threads()} threads"
 
 
-def software() -> str:
+def list_software_versions() -> str:
     """Versions."""
     import torch
 

@@ -15,17 +15,17 @@ from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalRequest:
     """Runs that are to be measured, and where the results go."""
 
     runs: tuple[TrainedRun, ...]
     options: EvaluationOptions
     folder: Path | None  # for the results
-    kept: tuple[Record, ...]  # which are there already
-    alone: bool  # the folder is that of the only run
+    saved_records: tuple[Record, ...]  # which are there already
+    is_single_run: bool  # the folder is that of the only run
 
 
-def read_runs(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> Asked:
+def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> EvalRequest:
     """The runs that are named, each once, and the results that are there.
 
     Arguments and errors as for `megatron.evaluation.run.evaluate_runs`.
@@ -35,13 +35,13 @@ def read_runs(runs: Sequence[str | Path], options: EvaluationOptions, output: st
     check_precision(options.precision, options.device)
     check_backend(options.backend)
     opened = open_runs(runs)
-    own = _own_folder(opened)
+    own = _default_folder(opened)
     folder = own if output is None else Path(output)
     alone = own is not None and folder is not None and folder.resolve() == own.resolve()
-    return Asked(opened, options, folder, _kept(folder), alone)
+    return EvalRequest(opened, options, folder, _read_saved_records(folder), alone)
 
 
-def _kept(folder: Path | None) -> tuple[Record, ...]:
+def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
     """The results that a folder holds. Raises UserError if it cannot take more, or they are not understood."""
     if folder is None:
         return ()
@@ -50,7 +50,7 @@ def _kept(folder: Path | None) -> tuple[Record, ...]:
     return tuple(record_files.read_records(folder / RESULTS_FILE)) if (folder / RESULTS_FILE).exists() else ()
 
 
-def _own_folder(runs: Sequence[TrainedRun]) -> Path | None:
+def _default_folder(runs: Sequence[TrainedRun]) -> Path | None:
     """A single run's folder. A checkpoint named directly keeps the results of its run as they are."""
     folder = Path(runs[0].name)
     return folder if len(runs) == 1 and folder.resolve() != runs[0].checkpoint.resolve() else None

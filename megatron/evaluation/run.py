@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from megatron.checkpoint.trained_run import TrainedRun
-from megatron.evaluation.provenance import machine, software
-from megatron.evaluation.request import Asked, read_runs
-from megatron.evaluation.sketch import sketch
-from megatron.evaluation.subject import Progress, Scoring
-from megatron.evaluation.subjects import subject_of
+from megatron.evaluation.provenance import describe_machine, list_software_versions
+from megatron.evaluation.request import EvalRequest, read_eval_request
+from megatron.evaluation.sketch import estimate_evaluation
+from megatron.evaluation.subject import Progress, ScoringContext
+from megatron.evaluation.subjects import build_eval_target
 from megatron.model.device_dtype import resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 # What needs torch or matplotlib is imported where it is used: a mistake in what was asked for is told at once.
 
-Say = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EvalJob:
     """A run that is about to be scored."""
 
     run: TrainedRun
@@ -52,7 +52,7 @@ class Candidate:
     note: str | None  # what is said of it before the work begins
 
 
-Score = Callable[[Candidate, "LoadedModel", "Progress"], list[Record]]
+ScoreFunction = Callable[[EvalJob, "LoadedModel", "Progress"], list[Record]]
 
 
 def evaluate_runs(
@@ -82,84 +82,87 @@ def evaluate_runs(
         UserError: anything that would keep the runs from being compared, before any work.
         RunError: what fails while scoring; the files of finished runs stay.
     """
-    asked = read_runs(runs, options or EvaluationOptions(), output)
-    subject = subject_of(asked.runs, asked.options)
-    sketches = [sketch(run.name, run.config, subject, asked.options) for run in asked.runs]
-    candidates = candidates_of(asked, [(sketched.flops, sketched.note) for sketched in sketches], names)
+    asked = read_eval_request(runs, options or EvaluationOptions(), output)
+    subject = build_eval_target(asked.runs, asked.options)
+    sketches = [estimate_evaluation(run.name, run.config, subject, asked.options) for run in asked.runs]
+    candidates = build_jobs(asked, [(sketched.flops, sketched.note) for sketched in sketches], names)
 
-    def score(candidate: Candidate, loaded: LoadedModel, report: Progress) -> list[Record]:
-        scoring = Scoring(about_run(candidate, asked.options), asked.options.batch_tokens, report)
+    def score(candidate: EvalJob, loaded: LoadedModel, report: Progress) -> list[Record]:
+        scoring = ScoringContext(describe_run(candidate, asked.options), asked.options.batch_tokens, report)
         found = subject.score(loaded, scoring)
-        return [*found, *(subject.beside() if candidate is candidates[-1] else ())]
+        return [*found, *(subject.baseline_records() if candidate is candidates[-1] else ())]
 
-    return measured(asked, candidates, score, console, progress)
+    return run_jobs(asked, candidates, score, console, progress)
 
 
-def measured(
-    asked: Asked,
-    candidates: Sequence[Candidate],
-    score: Score,
+def run_jobs(
+    request: EvalRequest,
+    jobs: Sequence[EvalJob],
+    score: ScoreFunction,
     console: Console | None,
     progress: Progress | None = None,
 ) -> list[Record]:
     """Load runs one after the other and measure each; show and write what is found.
 
     Args:
-        asked: what was asked for.
-        candidates: its runs.
+        request: what was asked for.
+        jobs: its runs.
         score: measures a loaded model.
         console, progress: as for `evaluate_runs`.
     """
-    say = saying(console)
-    say(_fate(asked))
-    for candidate in candidates:
+    say = make_log_function(console)
+    say(_describe_output(request))
+    for candidate in jobs:
         if candidate.note is not None:
             say(f"{candidate.run.name}: {candidate.note}")
     import torch
 
     found: list[Record] = []
-    with Meter(console if progress is None else None, [candidate.job for candidate in candidates]) as meter:
-        for candidate in candidates:
+    with Meter(console if progress is None else None, [candidate.job for candidate in jobs]) as meter:
+        for candidate in jobs:
             meter.begin(candidate.job, "loading")
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
-            loaded = _load(candidate, asked)
-            meter.log(_trust(candidate, loaded))
+            loaded = _load_model(candidate, request)
+            meter.log(_describe_verification(candidate, loaded))
             found += score(candidate, loaded, report)
             del loaded
             if candidate.device.type == "cuda":
                 torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
             meter.finish()
-            if asked.folder is not None:  # what is measured is kept whatever happens to the next run
+            if request.folder is not None:  # what is measured is kept whatever happens to the next run
                 record_files.write_records(
-                    asked.folder / RESULTS_FILE, merge_records(asked.kept, found, same_run=asked.alone)
+                    request.folder / RESULTS_FILE,
+                    merge_records(request.saved_records, found, same_run=request.is_single_run),
                 )
     if console is not None:
         table_formats.print_comparison_tables(console, found)
-    if asked.folder is not None:
-        written = write_results(asked.folder, merge_records(asked.kept, found, same_run=asked.alone))
+    if request.folder is not None:
+        written = write_results(
+            request.folder, merge_records(request.saved_records, found, same_run=request.is_single_run)
+        )
         say(f"written: {', '.join(map(str, written))}")
     return found
 
 
-def candidates_of(
-    asked: Asked, foreseen: Sequence[tuple[float, str | None]], names: Sequence[str] | None = None
-) -> list[Candidate]:
+def build_jobs(
+    request: EvalRequest, foreseen: Sequence[tuple[float, str | None]], names: Sequence[str] | None = None
+) -> list[EvalJob]:
     """The runs with their names, devices and types, which are refused before any model is loaded.
 
     Args:
-        asked: what was asked for.
+        request: what was asked for.
         foreseen: the work that each run will be, and what is to be said of it.
         names: as for `evaluate_runs`.
     """
-    from megatron.evaluation.names import distinct_names
+    from megatron.evaluation.names import assign_distinct_names
 
-    runs, options = asked.runs, asked.options
+    runs, options = request.runs, request.options
     device = resolve_device(options.device)
     dtypes = [resolve_dtype(options.precision, run.config.training.precision, device) for run in runs]
     if names is None:
-        names = distinct_names([run.config for run in runs], [run.name for run in runs], options.window)
+        names = assign_distinct_names([run.config for run in runs], [run.name for run in runs], options.window)
     return [
-        Candidate(
+        EvalJob(
             run=run,
             name=name,
             device=device,
@@ -171,7 +174,7 @@ def candidates_of(
     ]
 
 
-def _load(candidate: Candidate, asked: Asked) -> LoadedModel:
+def _load_model(candidate: EvalJob, asked: EvalRequest) -> LoadedModel:
     from megatron.checkpoint.load_model import load_model
 
     return load_model(
@@ -183,7 +186,7 @@ def _load(candidate: Candidate, asked: Asked) -> LoadedModel:
     )
 
 
-def _trust(candidate: Candidate, loaded: LoadedModel) -> str:
+def _describe_verification(candidate: EvalJob, loaded: LoadedModel) -> str:
     """Whether the model is known to be what training wrote."""
     step = f"{candidate.run.name}: {loaded.checkpoint.name}"
     if loaded.verified:
@@ -191,7 +194,7 @@ def _trust(candidate: Candidate, loaded: LoadedModel) -> str:
     return f"{step}, which has no manifest: whether its files are as they were written is not known"
 
 
-def about_run(candidate: Candidate, options: EvaluationOptions) -> dict[str, Any]:
+def describe_run(candidate: EvalJob, options: EvaluationOptions) -> dict[str, Any]:
     """What records say of a run, and of where and with what it was measured."""
     run = candidate.run
     return {
@@ -200,22 +203,22 @@ def about_run(candidate: Candidate, options: EvaluationOptions) -> dict[str, Any
         "step": run.progress.step,
         "train_tokens": run.progress.consumed_tokens,
         "backend": options.backend or run.config.model.attention_backend,
-        "machine": machine(),
-        "software": software(),
+        "machine": describe_machine(),
+        "software": list_software_versions(),
     }
 
 
-def _fate(asked: Asked) -> str:
+def _describe_output(asked: EvalRequest) -> str:
     """What will become of the results, said while they can still be given another place."""
     if asked.folder is None:
         return "results will not be written: give --output FOLDER to keep them"
     line = f"results will be written to {asked.folder}"
-    if asked.kept:
-        line += f"; the {len(asked.kept)} there stay, unless this measures the same again"
+    if asked.saved_records:
+        line += f"; the {len(asked.saved_records)} there stay, unless this measures the same again"
     return line
 
 
-def saying(console: Console | None) -> Say:
+def make_log_function(console: Console | None) -> LogFunction:
     """How lines are told; on no console, to nobody."""
     if console is None:
         return lambda line: None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.schema import Config
-from megatron.evaluation.subject import Subject
-from megatron.evaluation.subjects import subject_of_config
+from megatron.evaluation.subject import EvalTarget
+from megatron.evaluation.subjects import build_eval_target_of_config
 from megatron.model.device_dtype import check_backend
 from megatron.options.evaluation import EvaluationOptions
 from megatron.utils.errors import UserError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class EvalEstimate:
     """A configuration's model without weights, and what it will be asked."""
 
     model: GPT  # on the meta device: shapes alone
@@ -27,14 +27,16 @@ class Sketch:
     """One line if the model's positions end before the largest length."""
 
 
-def sketch(name: str, config: Config, subject: Subject, options: EvaluationOptions) -> Sketch:
+def estimate_evaluation(name: str, config: Config, subject: EvalTarget, options: EvaluationOptions) -> EvalEstimate:
     """Build the model without weights. Raises UserError if it cannot be scored at any of the lengths."""
-    model = outline(config, options)
-    note = ending(name, config, model, subject.tokens_at_once)  # refuses what has no length to score
-    return Sketch(model, sum(subject.work(model).values()), note)
+    model = build_meta_model(config, options)
+    note = describe_length_limit(
+        name, config, model, subject.max_tokens_per_batch
+    )  # refuses what has no length to score
+    return EvalEstimate(model, sum(subject.count_flops(model).values()), note)
 
 
-def outline(config: Config, options: EvaluationOptions) -> GPT:
+def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
     """A configuration's model without weights. Raises UserError if the backend cannot do it."""
     from megatron.distributed.process_groups import single_process
     from megatron.model.build import build_model
@@ -46,12 +48,12 @@ def outline(config: Config, options: EvaluationOptions) -> GPT:
     return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
 
 
-def foresee(name: str, config: Config, options: EvaluationOptions) -> Sketch:
+def estimate_untrained(name: str, config: Config, options: EvaluationOptions) -> EvalEstimate:
     """The sketch of a model that is still to be trained. Raises what scoring it would."""
-    return sketch(name, config, subject_of_config(name, config, options), options)
+    return estimate_evaluation(name, config, build_eval_target_of_config(name, config, options), options)
 
 
-def ending(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
+def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
     """What is said of a model whose positions end before the largest length. Raises UserError if all are past them."""
     if model.max_length is None or max(lengths) <= model.max_length:
         return None

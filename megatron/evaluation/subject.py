@@ -21,7 +21,7 @@ Progress = Callable[[int, float, float], None]
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoringContext:
     """What goes with the scoring of a model, whatever it is asked."""
 
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -31,17 +31,17 @@ class Scoring:
     progress: Progress = lambda length, done, total: None
 
 
-class Subject(Protocol):
+class EvalTarget(Protocol):
     """What models are asked."""
 
     @property
-    def tokens_at_once(self) -> Sequence[int]:
+    def max_tokens_per_batch(self) -> Sequence[int]:
         """How many tokens a model is given at once, at each length."""
 
-    def work(self, model: GPT) -> dict[int, float]:
+    def count_flops(self, model: GPT) -> dict[int, float]:
         """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
 
-    def score(self, loaded: LoadedModel, scoring: Scoring) -> list[Record]:
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
         """What a model answers, at each length that it has positions for.
 
         Raises:
@@ -49,5 +49,5 @@ class Subject(Protocol):
             RunError: a loss is not finite, or the memory is too small.
         """
 
-    def beside(self) -> list[Record]:
+    def baseline_records(self) -> list[Record]:
         """What stands beside the models' answers, and is none of theirs."""

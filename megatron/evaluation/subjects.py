@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
-from megatron.data.run_tokenizer import run_tokenizer
+from megatron.data.run_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer, load_tokenizer
-from megatron.evaluation.exercise import learned_task, questions
-from megatron.evaluation.lengths import wanted_lengths
+from megatron.evaluation.exercise import build_task_eval, is_task_run
+from megatron.evaluation.lengths import choose_lengths
 from megatron.evaluation.measures import check_measures
-from megatron.evaluation.probes.chosen import probe_of
-from megatron.evaluation.protocols import Plan, plan_of
-from megatron.evaluation.subject import Scoring, Subject
-from megatron.evaluation.texts import Text, check_tokenizer, common_text, text_of
-from megatron.evaluation.work import plan_flops
+from megatron.evaluation.probes.chosen import build_probe
+from megatron.evaluation.protocols import ScoringPlan, plan_from_options
+from megatron.evaluation.subject import EvalTarget, ScoringContext
+from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
+from megatron.evaluation.work import count_plan_flops
 from megatron.options.evaluation import PROBES, EvaluationOptions
 from megatron.reports.records import Record
 
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OfText:
+class TextEval:
     """A text, by a plan that says which of its tokens are scored, and what is told of their losses."""
 
-    text: Text
-    plan: Plan
+    text: EvalText
+    plan: ScoringPlan
     measures: Sequence[str]
 
     @property
-    def tokens_at_once(self) -> Sequence[int]:
+    def max_tokens_per_batch(self) -> Sequence[int]:
         return self.plan.lengths
 
-    def work(self, model: GPT) -> dict[int, float]:
-        return plan_flops(model, self.plan)
+    def count_flops(self, model: GPT) -> dict[int, float]:
+        return count_plan_flops(model, self.plan)
 
-    def score(self, loaded: LoadedModel, scoring: Scoring) -> list[Record]:
-        from megatron.evaluation.perplexity import evaluate
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        from megatron.evaluation.perplexity import evaluate_perplexity
 
-        return evaluate(loaded, self.text, self.plan, scoring, self.measures)
+        return evaluate_perplexity(loaded, self.text, self.plan, scoring, self.measures)
 
-    def beside(self) -> list[Record]:
+    def baseline_records(self) -> list[Record]:
         return []
 
 
-def subject_of(runs: Sequence[TrainedRun], options: EvaluationOptions) -> Subject:
+def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) -> EvalTarget:
     """What runs are asked.
 
     Raises:
@@ -62,30 +62,30 @@ def subject_of(runs: Sequence[TrainedRun], options: EvaluationOptions) -> Subjec
         RunError: a text's files are damaged.
     """
     configs = [run.config for run in runs]
-    if learned_task(runs):
-        return questions(options, configs)
+    if is_task_run(runs):
+        return build_task_eval(options, configs)
     if options.protocol in PROBES:
-        tokenizers = [run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in runs]
+        tokenizers = [load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in runs]
         for run, tokenizer in zip(runs, tokenizers, strict=True):
             check_tokenizer(run.name, tokenizer.name, runs[0].name, tokenizers[0].name)
-        return _probe(options, configs, tokenizers[0])
-    return _text(options, configs, common_text(runs, options.data))
+        return _build_probe(options, configs, tokenizers[0])
+    return _build_text_eval(options, configs, load_common_text(runs, options.data))
 
 
-def subject_of_config(name: str, config: Config, options: EvaluationOptions) -> Subject:
-    """What a model is asked that is still to be trained. Raises as `subject_of`."""
+def build_eval_target_of_config(name: str, config: Config, options: EvaluationOptions) -> EvalTarget:
+    """What a model is asked that is still to be trained. Raises as `build_eval_target`."""
     if config.data.task is not None:
-        return questions(options, [config])
+        return build_task_eval(options, [config])
     if options.protocol in PROBES:
-        return _probe(options, [config], load_tokenizer(config.data))
-    return _text(options, [config], text_of(name, config, options.data))
+        return _build_probe(options, [config], load_tokenizer(config.data))
+    return _build_text_eval(options, [config], load_text(name, config, options.data))
 
 
-def _text(options: EvaluationOptions, configs: Sequence[Config], text: Text) -> Subject:
-    plan = plan_of(options, [config.model.seq_length for config in configs], len(text.tokens))
+def _build_text_eval(options: EvaluationOptions, configs: Sequence[Config], text: EvalText) -> EvalTarget:
+    plan = plan_from_options(options, [config.model.seq_length for config in configs], len(text.tokens))
     check_measures(options, plan)
-    return OfText(text, plan, options.measures or ("perplexity",))
+    return TextEval(text, plan, options.measures or ("perplexity",))
 
 
-def _probe(options: EvaluationOptions, configs: Sequence[Config], tokenizer: Tokenizer) -> Subject:
-    return probe_of(options, wanted_lengths(options, [config.model.seq_length for config in configs]), tokenizer)
+def _build_probe(options: EvaluationOptions, configs: Sequence[Config], tokenizer: Tokenizer) -> EvalTarget:
+    return build_probe(options, choose_lengths(options, [config.model.seq_length for config in configs]), tokenizer)

@@ -15,23 +15,23 @@ import numpy as np
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
 from megatron.data.corpus_folder import read_corpus
-from megatron.data.datasets import token_stream
-from megatron.data.encode import Encoder, chunks, encode_all
-from megatron.data.parts import sequence_range
-from megatron.data.paths import Split, basename, description_of, split_prefixes
-from megatron.data.run_tokenizer import run_tokenizer
-from megatron.data.sources import SUFFIXES, raw_documents, scan
+from megatron.data.datasets import load_token_stream
+from megatron.data.encode import Encoder, encode_chunks, iter_chunks
+from megatron.data.parts import compute_sequence_range
+from megatron.data.paths import Split, find_corpus_metadata, list_split_prefixes, split_basename
+from megatron.data.run_tokenizer import load_run_tokenizer
+from megatron.data.sources import SUFFIXES, iter_raw_documents, scan_sources
 from megatron.data.tokenizers import Tokenizer
-from megatron.data.vocabulary import Vocabulary, vocabulary, vocabulary_of
+from megatron.data.vocabulary import Vocabulary, read_vocabulary, vocabulary_from_tokenizer
 from megatron.options.data import DataOptions
 from megatron.utils.errors import UserError
 
-DIGESTED = 1 << 20
+DIGEST_BLOCK = 1 << 20
 """Tokens of a text that go into its digest: all of a small one, blocks spread over a large one."""
 
 
 @dataclass(frozen=True)
-class Text:
+class EvalText:
     """What is scored: tokens, and what they are called."""
 
     tokens: np.ndarray
@@ -42,17 +42,19 @@ class Text:
     def digest(self) -> str:
         """A hash that tells texts apart wherever they lie: tokenizer, number of tokens, and up to 2^20 of them."""
         size, blocks = len(self.tokens), 256
-        length = DIGESTED // blocks
-        begins = range(0, size, length) if size <= DIGESTED else np.linspace(0, size - length, blocks).astype(np.int64)
+        length = DIGEST_BLOCK // blocks
+        begins = (
+            range(0, size, length) if size <= DIGEST_BLOCK else np.linspace(0, size - length, blocks).astype(np.int64)
+        )
         found = hashlib.sha256(f"{self.vocabulary.name} {size}".encode())
         for begin in begins:
             found.update(np.ascontiguousarray(self.tokens[begin : begin + length], dtype="<i8").tobytes())
         return found.hexdigest()[:16]
 
 
-def text_of(
+def load_text(
     name: str, config: Config, data: str | Path | None, trained: str | None = None, run: Path | None = None
-) -> Text:
+) -> EvalText:
     """The text that a run is scored on.
 
     Args:
@@ -67,31 +69,31 @@ def text_of(
         RunError: its files are damaged.
     """
     if data is not None and _is_text_file(Path(data)):
-        tokenizer = _tokenizer(name, config, data, trained, run)
-        known = vocabulary_of(tokenizer)
+        tokenizer = _choose_tokenizer(name, config, data, trained, run)
+        known = vocabulary_from_tokenizer(tokenizer)
         source = str(data)
     else:
-        options, split = _split(name, config, data, trained, run)
-        tokenizer, known = None, vocabulary(options)
+        options, split = _read_split(name, config, data, trained, run)
+        tokenizer, known = None, read_vocabulary(options)
         source = str(data) if data is not None else f"the {split} data of {name}"
     if known.name != (trained or known.name):
         raise UserError(f"{source}: made by tokenizer {known.name}, but {name} was trained with {trained}")
     if tokenizer is not None:
-        return Text(_encoded(source, Path(source).stat().st_mtime_ns, tokenizer), source, known)
-    where = ", ".join(str(prefix) for _, prefix in split_prefixes(options, split))
+        return EvalText(_encode_file(source, Path(source).stat().st_mtime_ns, tokenizer), source, known)
+    where = ", ".join(str(prefix) for _, prefix in list_split_prefixes(options, split))
     called = f"{where} ({split} of {options.split})" if options.data_path is not None else where
-    return Text(token_stream(options, split), called, known)
+    return EvalText(load_token_stream(options, split), called, known)
 
 
-def common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> Text:
+def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> EvalText:
     """The text of all runs.
 
     Raises:
-        UserError: as `text_of`, or the runs do not share their text, or its tokenizer.
+        UserError: as `load_text`, or the runs do not share their text, or its tokenizer.
     """
 
-    def own(run: TrainedRun) -> Text:
-        return text_of(run.name, run.config, data, run.tokenizer_name, run.folder)
+    def own(run: TrainedRun) -> EvalText:
+        return load_text(run.name, run.config, data, run.tokenizer_name, run.folder)
 
     first, *others = runs
     text = own(first)
@@ -114,30 +116,30 @@ def check_tokenizer(run: str, tokenizer: str, first: str, of_first: str) -> None
         raise UserError(f"{trained}: losses per token cannot be compared")
 
 
-def _split(
+def _read_split(
     name: str, config: Config, data: str | Path | None, trained: str | None, run: Path | None
 ) -> tuple[DataOptions, Split]:
     """The data options and the split of them that a run is scored on."""
     own = config.data
     if data is not None:
-        prefix = _dataset(Path(data))
+        prefix = _find_dataset(Path(data))
         options = DataOptions(test_data_paths=[str(prefix)])
-        (_, named), *_ = split_prefixes(options, "test")
-        if description_of(named) is None:
-            tokenizer = _tokenizer(name, config, prefix, trained, run)
+        (_, named), *_ = list_split_prefixes(options, "test")
+        if find_corpus_metadata(named) is None:
+            tokenizer = _choose_tokenizer(name, config, prefix, trained, run)
             files = dict(zip(("vocab_file", "merge_file"), map(str, tokenizer.files.values()), strict=False))
             special = {"end_token": tokenizer.end_token, "add_bos": False}  # the tokens are there already
             options = options.replace(tokenizer_type=tokenizer.type, **files, **special)
         return options, "test"
     for split in ("test", "valid"):
-        if own.data_path is not None and sequence_range(own.split, split, 1 << 20) is not None:
+        if own.data_path is not None and compute_sequence_range(own.split, split, 1 << 20) is not None:
             return own, split
-        if own.data_path is None and split_prefixes(own, split):
+        if own.data_path is None and list_split_prefixes(own, split):
             return own, split
     raise UserError(f"{name}: its configuration names no test or valid data; name a text with --data")
 
 
-def _dataset(path: Path) -> Path:
+def _find_dataset(path: Path) -> Path:
     """The prefix meant by `--data`: of a corpus folder, its test split, else its valid split, else all of it."""
     if not path.is_dir():
         if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
@@ -147,31 +149,35 @@ def _dataset(path: Path) -> Path:
     chosen = next((split for split in ("test", "valid", "all") if split in splits), None)
     if chosen is None:
         raise UserError(f"{path}: has only {', '.join(splits)}; name a dataset in it to score that one")
-    return path / basename(chosen)
+    return path / split_basename(chosen)
 
 
 def _is_text_file(path: Path) -> bool:
     return path.is_file() and path.suffix not in (".bin", ".idx") and not Path(f"{path}.idx").exists()
 
 
-def _tokenizer(name: str, config: Config, file: str | Path, trained: str | None, run: Path | None) -> Tokenizer:
+def _choose_tokenizer(name: str, config: Config, file: str | Path, trained: str | None, run: Path | None) -> Tokenizer:
     """The run's own tokenizer, for data that do not say which made them."""
     try:
-        return run_tokenizer(run, config.data, trained)
+        return load_run_tokenizer(run, config.data, trained)
     except UserError as error:
         raise UserError(f"{file}: is to be tokenized as {name} was trained: {error}") from None
 
 
 @lru_cache(maxsize=2)  # a sweep asks for the same text for each of its runs
-def _encoded(file: str, modified: int, tokenizer: Tokenizer) -> np.ndarray:
+def _encode_file(file: str, modified: int, tokenizer: Tokenizer) -> np.ndarray:
     """All documents of a file of text, each with its end-of-document token, int [N]."""
     if not file.endswith(SUFFIXES):
         raise UserError(f"{file}: its suffix is none of {', '.join(SUFFIXES)}; `./deepy.py prepare` reads others")
-    documents = ((document, 0) for source in scan([str(Path(file).absolute())]) for document in raw_documents(source))
+    documents = (
+        (document, 0)
+        for source in scan_sources([str(Path(file).absolute())])
+        for document in iter_raw_documents(source)
+    )
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
     parts = [
         part.tokens
-        for chunk in encode_all(Encoder(tokenizer, dtype, "text"), chunks(documents), workers=1)
+        for chunk in encode_chunks(Encoder(tokenizer, dtype, "text"), iter_chunks(documents), workers=1)
         for part in chunk.by_split.values()
     ]
     if not parts:

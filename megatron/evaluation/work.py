@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatron.evaluation.protocols import Plan
+from megatron.evaluation.protocols import ScoringPlan
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT
 
 
-def known_lengths(model: GPT, lengths: Iterable[int]) -> list[int]:
+def limit_lengths(model: GPT, lengths: Iterable[int]) -> list[int]:
     """Those of the lengths that the model has positions for, ascending. Raises UserError if there is none."""
     lengths = sorted(lengths)
     known = [length for length in lengths if model.max_length is None or length <= model.max_length]
@@ -21,11 +21,11 @@ def known_lengths(model: GPT, lengths: Iterable[int]) -> list[int]:
     return known
 
 
-def forward_flops(model: GPT, tokens: int, sequences: int) -> float:
+def count_forward_flops(model: GPT, tokens: int, sequences: int) -> float:
     """FLOPs of scoring so many sequences of so many tokens: a third of those of forward and backward."""
     return model.flops_per_token(tokens) / 3 * tokens * sequences
 
 
-def plan_flops(model: GPT, plan: Plan) -> dict[int, float]:
+def count_plan_flops(model: GPT, plan: ScoringPlan) -> dict[int, float]:
     """Those of each length of a plan that the model has positions for. Raises UserError if there is none."""
-    return {n: forward_flops(model, n, plan.windows(n)) for n in known_lengths(model, plan.lengths)}
+    return {n: count_forward_flops(model, n, plan.select_windows(n)) for n in limit_lengths(model, plan.lengths)}

@@ -8,11 +8,11 @@ from torch import Tensor
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 
-Choose = Callable[[Tensor], Tensor]
+ChooseToken = Callable[[Tensor], Tensor]
 """The next tokens, int64 [B], from the logits [B, V] of the last ones."""
 
 
-def check_length(model: GPT, prompt: int, tokens: int) -> None:
+def check_prompt_length(model: GPT, prompt: int, tokens: int) -> None:
     """Raises UserError if a model has no positions for a prompt of that length and so many tokens after it."""
     needed = prompt + tokens - 1  # the last token is written and never read
     if model.max_length is not None and needed > model.max_length:
@@ -24,7 +24,7 @@ def check_length(model: GPT, prompt: int, tokens: int) -> None:
         )
 
 
-def groups(model: GPT, lengths: Sequence[int], most: int) -> list[list[int]]:
+def group_prompts(model: GPT, lengths: Sequence[int], most: int) -> list[list[int]]:
     """Which prompts are read together, as lists of their numbers: `most` at a time, and those of similar length.
 
     A row that is padded on the left computes what it would compute alone. Only where positions are randomized, prompts
@@ -42,7 +42,7 @@ def groups(model: GPT, lengths: Sequence[int], most: int) -> list[list[int]]:
     return found
 
 
-def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Sequences as one batch, so that all end together.
 
     Returns:
@@ -54,7 +54,7 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 @torch.inference_mode()
-def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Choose) -> Iterator[Tensor]:
+def decode_tokens(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: ChooseToken) -> Iterator[Tensor]:
     """Go on with prompts for some steps; whoever has enough stops asking.
 
     Randomized positions are drawn once, for the prompt and all steps together, as training draws them for a sequence.
@@ -63,7 +63,7 @@ def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Cho
         model: in evaluation mode.
         prompts: the tokens of each, at least one; of equal length if the model's positions are randomized.
         steps: tokens at most.
-        choose: see `Choose`.
+        choose: see `ChooseToken`.
 
     Yields:
         The tokens that `choose` chose at each step, int64 [B].
@@ -72,9 +72,9 @@ def decode(model: GPT, prompts: Sequence[Sequence[int]], steps: int, choose: Cho
         UserError: there are no positions for so many tokens.
     """
     width = max(map(len, prompts))
-    check_length(model, width, steps)
+    check_prompt_length(model, width, steps)
     room, device = width + steps - 1, next(model.parameters()).device
-    tokens, paddings = padded(prompts, device)
+    tokens, paddings = pad_left(prompts, device)
     mask_needed = bool(paddings.any())
     cache = model.new_kv_cache(room)
     for _ in range(steps):

@@ -13,7 +13,7 @@ from megatron.utils.errors import RunError
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TokenSampler:
     """How the next token is drawn: `temperature` first, then `top_k`, then `top_p` of what is left of the probability.
 
     Args:

@@ -6,7 +6,7 @@ CONTEXT = 16
 """Tokens before the first one that decoding is shown: SentencePiece drops a blank at the beginning, and only there."""
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of tokens that come one by one. What it returned, joined, is what decoding all of them at once gives.
 
     A token may end in the middle of a character, whose bytes decode to U+FFFD until the rest has come.
@@ -43,7 +43,7 @@ class TextStream:
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
 
-class StopTexts:
+class StopStrings:
     """Ends a text where one of some others occurs in it: before the one that is complete first, and of those that are
     at once, before the longest. What may be the beginning of one is held back."""
 

@@ -8,18 +8,18 @@ import numpy as np
 import torch
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.generation.decode import decode, groups
-from megatron.generation.sampling import Sampling
-from megatron.generation.stream import StopTexts, TextStream
+from megatron.generation.decode import decode_tokens, group_prompts
+from megatron.generation.sampling import TokenSampler
+from megatron.generation.stream import IncrementalDetokenizer, StopStrings
 from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
 
-Reason = Literal["eod", "stop", "length"]
+FinishReason = Literal["eod", "stop", "length"]
 """Why a text ended: the model wrote the end of the document, one of the stops, or all tokens that it might."""
 
 
 @dataclass
-class Text:
+class Completion:
     """What is written after one prompt."""
 
     prompt: int
@@ -27,11 +27,11 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     """The end of the document is not among them."""
     text: str = ""
-    reason: Reason | None = None
+    reason: FinishReason | None = None
     """None while it is being written."""
 
 
-class Writer:
+class TextGenerator:
     """Goes on with prompts.
 
     Args:
@@ -42,13 +42,13 @@ class Writer:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: GenerationOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self._sampling = Sampling(tokenizer.vocab_size, options.temperature, options.top_k, options.top_p)
+        self._sampling = TokenSampler(tokenizer.vocab_size, options.temperature, options.top_k, options.top_p)
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens that stand for a prompt; for none, the end of the document before, where training begins too."""
         return self.tokenizer.encode_with_bos(prompt) or [self.tokenizer.eod]
 
-    def write(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+    def generate(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Completion, str]]:
         """Go on with prompts, some of them together.
 
         Each prompt has random numbers of its own, which follow from the seed and the prompt's number.
@@ -64,47 +64,51 @@ class Writer:
             UserError: the model has no positions for so many tokens.
             RunError: its logits are not numbers.
         """
-        for numbers in groups(self.model, [len(prompt) for prompt in prompts], self.options.batch_size):
-            yield from self._together(numbers, [prompts[number] for number in numbers])
+        for numbers in group_prompts(self.model, [len(prompt) for prompt in prompts], self.options.batch_size):
+            yield from self._generate_group(numbers, [prompts[number] for number in numbers])
 
-    def _together(self, numbers: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+    def _generate_group(
+        self, numbers: Sequence[int], prompts: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[Completion, str]]:
         draws = [np.random.default_rng([self.options.seed, number]) for number in numbers]
 
         def choose(logits: torch.Tensor) -> torch.Tensor:
             return self._sampling.choose(logits, torch.tensor([draw.random() for draw in draws], dtype=torch.float64))
 
-        rows = [_Row(self, Text(number), prompt) for number, prompt in zip(numbers, prompts, strict=True)]
+        rows = [
+            _CompletionState(self, Completion(number), prompt) for number, prompt in zip(numbers, prompts, strict=True)
+        ]
         steps = self.options.maximum_tokens
-        for step, chosen in enumerate(decode(self.model, prompts, steps, choose), start=1):
+        for step, chosen in enumerate(decode_tokens(self.model, prompts, steps, choose), start=1):
             for row, token in zip(rows, chosen.tolist(), strict=True):
                 if row.text.reason is None:
-                    yield row.text, row.take(token, last=step == steps)
+                    yield row.text, row.add_token(token, last=step == steps)
             if all(row.text.reason is not None for row in rows):
                 return
 
 
-class _Row:
+class _CompletionState:
     """One text while it is written."""
 
-    def __init__(self, writer: Writer, text: Text, prompt: Sequence[int]) -> None:
+    def __init__(self, writer: TextGenerator, text: Completion, prompt: Sequence[int]) -> None:
         self.text = text
         self._eod = writer.tokenizer.eod
-        self._stream = TextStream(writer.tokenizer.decode, prompt)
-        self._stops = StopTexts(writer.options.stop)
+        self._stream = IncrementalDetokenizer(writer.tokenizer.decode, prompt)
+        self._stops = StopStrings(writer.options.stop)
 
-    def take(self, token: int, *, last: bool) -> str:
+    def add_token(self, token: int, *, last: bool) -> str:
         """Add a token; returns the text that is certain now."""
         if token == self._eod:
-            return self._end("eod")
+            return self.finish("eod")
         self.text.tokens.append(token)
         piece = self._stops.push(self._stream.push(token))
         self.text.text += piece
         if self._stops.found:
             self.text.reason = "stop"
             return piece
-        return piece + self._end("length") if last else piece
+        return piece + self.finish("length") if last else piece
 
-    def _end(self, reason: Reason) -> str:
+    def finish(self, reason: FinishReason) -> str:
         piece = self._stops.push(self._stream.flush()) + self._stops.flush()
         self.text.text += piece
         self.text.reason = "stop" if self._stops.found else reason

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron.checkpoint import layout, listing
 from megatron.checkpoint.run_files import get_config_path
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.launch.console import PlainConsole
 from megatron.training.records import METRICS_FILE, read_records
 from megatron.utils.formatting import format_bytes
@@ -72,7 +72,7 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
 
 def _list_extra_save_steps(run: Path) -> list[int]:
     """The steps whose checkpoints are never deleted. Raises UserError if the run's configuration cannot be read."""
-    return read(get_config_path(layout.find_run_folder(run))).checkpoint.extra_save_iters
+    return read_config(get_config_path(layout.find_run_folder(run))).checkpoint.extra_save_iters
 
 
 def _read_losses(run: Path) -> dict[tuple[str, int], float]:

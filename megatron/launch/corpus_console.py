@@ -17,12 +17,12 @@ from megatron.utils.progress import Meter, WorkItem
 from megatron.utils.signals import StoppedBySignal
 
 if TYPE_CHECKING:
-    from megatron.data.corpus_folder import Corpus
+    from megatron.data.corpus_folder import CorpusInfo
 
 
 def prepare_corpus(options: CorpusOptions, output: Path, *, overwrite: bool) -> None:
     """Prepare a corpus with progress on the console."""
-    from megatron.data.corpus import unfinished
+    from megatron.data.corpus import find_unfinished
 
     with temporary_log() as log, run_console(log) as console, log_traceback(log):
         try:
@@ -31,7 +31,7 @@ def prepare_corpus(options: CorpusOptions, output: Path, *, overwrite: bool) -> 
                 is_shown, options, output, overwrite=overwrite, say=lambda line: _print_note(console, line)
             )
         except (KeyboardInterrupt, StoppedBySignal):
-            if unfinished(output):
+            if find_unfinished(output):
                 console.print("the same command goes on where this was interrupted", highlight=False)
             raise
         _build_summary_table(console, corpus)
@@ -44,10 +44,10 @@ def prepare_with_meter(
     *,
     overwrite: bool = False,
     say: Callable[[str], None] | None = None,
-) -> Corpus:
+) -> CorpusInfo:
     """`megatron.data.corpus.prepare` behind a bar on a console; None shows nothing. `say` gets lines before the work;
     they go to the console if absent."""
-    from megatron.data.corpus import prepare
+    from megatron.data.corpus import prepare_corpus
 
     job = WorkItem(f"corpus {output}", "prepare", 1.0)
     with Meter(console, [job]) as meter:
@@ -56,14 +56,14 @@ def prepare_with_meter(
         def progress(stage: str, done: int, total: int) -> None:
             meter.update(done / max(total, 1), stage)
 
-        return prepare(options, output, overwrite=overwrite, progress=progress, say=say or meter.log)
+        return prepare_corpus(options, output, overwrite=overwrite, progress=progress, log=say or meter.log)
 
 
 def _print_note(console: Console, line: str) -> None:
     console.print(escape(f"note: {line}"), highlight=False, soft_wrap=True)
 
 
-def _build_summary_table(console: Console, corpus: Corpus) -> None:
+def _build_summary_table(console: Console, corpus: CorpusInfo) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("split")
     for heading in ("documents", "tokens", "bytes"):
@@ -79,12 +79,12 @@ def _build_summary_table(console: Console, corpus: Corpus) -> None:
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
     paths = [f"{keys[split]}=[{corpus.prefix(split)}]" for split in corpus.splits if split in keys]
     if not paths:
-        from megatron.data.parts import sequence_range
+        from megatron.data.parts import compute_sequence_range
 
         (whole, size), *_ = corpus.splits.items()
         paths = [f"data_path={corpus.prefix(whole)}"]
         default = DataOptions.model_fields["split"].default
-        ranges = (sequence_range(default, split, size.documents) for split in SPLITS)
+        ranges = (compute_sequence_range(default, split, size.documents) for split in SPLITS)
         if any(num_taken is None or num_taken[0] == num_taken[1] for num_taken in ranges):
             paths.append("split=1,0,0")  # too few documents for a split of each kind
     console.print(escape(f"train on it with {' '.join(map(shlex.quote, paths))}"), highlight=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from megatron.config.load import Loaded
+from megatron.config.load import LoadedConfig
 from megatron.distributed import launcher_environment
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch import local_launcher, slurm, ssh_launcher
@@ -10,7 +10,10 @@ from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resol
 
 
 def launch_training(
-    load_config: Callable[[bool], Loaded], print_notes: Callable[[Iterable[str]], object], *, dry_run: bool = False
+    load_config: Callable[[bool], LoadedConfig],
+    print_notes: Callable[[Iterable[str]], object],
+    *,
+    dry_run: bool = False,
 ) -> int:
     """Train as a configuration says, wherever it says.
 
@@ -51,7 +54,7 @@ def launch_training(
                     *filter(None, [launcher_environment.describe_job()]),
                 )
             )
-        with loaded.placing_errors():
+        with loaded.locate_errors():
             return (
                 ssh_launcher.train_over_ssh(loaded.config)
                 if over_ssh
@@ -59,28 +62,28 @@ def launch_training(
             )
 
 
-def _print_config(loaded: Loaded, resolved: ResolvedRun, print_notes: Callable[[Iterable[str]], object]) -> None:
+def _print_config(loaded: LoadedConfig, resolved: ResolvedRun, print_notes: Callable[[Iterable[str]], object]) -> None:
     """Print the configuration, and nothing of one that is refused: it may be meant for a file."""
     _check_position(loaded)
-    print(resolved.config.text(), end="")
+    print(resolved.config.to_yaml(), end="")
     print_notes(resolved.notes)
 
 
-def _check_position(loaded: Loaded) -> None:
+def _check_position(loaded: LoadedConfig) -> None:
     from megatron.model.build import check_position_options  # torch takes seconds
 
-    with loaded.placing_errors():
+    with loaded.locate_errors():
         check_position_options(loaded.config.model, loaded.config.position)
 
 
-def _submit_to_slurm(loaded: Loaded, print_notes: Callable[[Iterable[str]], object], *, dry_run: bool) -> int:
+def _submit_to_slurm(loaded: LoadedConfig, print_notes: Callable[[Iterable[str]], object], *, dry_run: bool) -> int:
     """Hand a run to SLURM, or print its batch script. What its ranks would refuse is refused here, as far as that
     can be known."""
     resolved = resolve_remote_run(loaded.config)
     job = slurm.build_training_job(loaded.config)
     slurm.check_submission(loaded.config)
     _check_position(loaded)
-    with loaded.placing_errors():
+    with loaded.locate_errors():
         local_launcher.check_data_files(loaded.config)
         local_launcher.check_run_folder(loaded.config)
     print_notes(resolved.notes)

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.run_files import refuse_foreign_run_files
 from megatron.config.schema import Config
-from megatron.data.paths import SPLITS, split_prefixes
+from megatron.data.paths import SPLITS, list_split_prefixes
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
 from megatron.launch import worker
 from megatron.launch.console import temporary_log
@@ -71,7 +71,7 @@ def train_on_this_machine(resolved: ResolvedRun, launch_context: LaunchContext |
 def check_data_files(config: Config) -> None:
     """Missing files are told before torch is imported, or a job is submitted. Raises UserError."""
     for split in SPLITS:
-        split_prefixes(config.data, split)
+        list_split_prefixes(config.data, split)
 
 
 def check_run_folder(config: Config) -> None:

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.launch.rank_group import run_ranks
 from megatron.launch.ssh_launcher import LaunchRequest
@@ -64,7 +64,7 @@ def _run_ranks(request: LaunchRequest) -> int:
     with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".yml", encoding="utf-8") as file:
         file.write(request.configuration)
         file.flush()
-        config = read(file.name)
+        config = read_config(file.name)
     # The signals of the control channel find the handlers of run_processes, or, a moment before, end this process:
     # nothing runs.
     threading.Thread(target=_read_control_channel, args=(sys.stdin.buffer,), daemon=True).start()

@@ -74,7 +74,7 @@ def run_ranks(
         job = Path(folder)
         if config.data.data_cache is None and config.checkpoint.save is None:
             config = config.replace(data_cache=str(job / "data_cache"))  # the ranks share one sample index
-        write_text_atomically(job / CONFIG_FILE, config.text(given=True))
+        write_text_atomically(job / CONFIG_FILE, config.to_yaml(only_set=True))
         first_rank = rank_infos[0].rank
 
         def report(index: int, code: int) -> dict[str, Any] | str:

@@ -19,7 +19,7 @@ from rich.text import Text
 from megatron.checkpoint import layout
 from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.run_files import get_config_path
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.launch.console import PlainConsole
 from megatron.training.records import (
     DIVERGED_KIND,
@@ -121,7 +121,7 @@ def read_status(run: Path) -> RunStatus:
         beat = _read_heartbeat(run)
     with problems.report(run / layout.CONFIG):
         if (configured := get_config_path(run)).exists():
-            train_iters = read(configured).training.train_iters
+            train_iters = read_config(configured).training.train_iters
     train = [record for record in records if record.get("kind") == "train"]
     valid = [record for record in records if record.get("kind") == "valid"]
     last: dict[str, Any] = train[-1] if train else {}

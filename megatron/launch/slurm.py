@@ -86,7 +86,7 @@ def build_training_job(config: Config) -> SlurmJob:
         nodes=launch.nodes or 1,
         requeue=requeue,
         checkpoints=folder / "checkpoints",
-        files=((CONFIGURATION, config.text()),),
+        files=((CONFIGURATION, config.to_yaml()),),
     )
 
 

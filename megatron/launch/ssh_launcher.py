@@ -145,7 +145,7 @@ def train_over_ssh(config: Config) -> int:
             return _describe_end(hosts[index], code, errors(index).read_text(encoding="utf-8", errors="replace"), log)
 
         common = LaunchRequest(
-            configuration=config.replace(num_gpus=None, nodes=None).text(given=True),
+            configuration=config.replace(num_gpus=None, nodes=None).to_yaml(only_set=True),
             log=str(log),
             rank_infos=[],
             address=hosts[0].name.rpartition("@")[2],

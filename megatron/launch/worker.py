@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.launch.console import UnexpectedError, log_traceback, run_console
 from megatron.utils.atomic_io import write_text_atomically
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
         os._exit(error.exit_code)
 
     try:
-        return run_rank(read(job / CONFIG_FILE), log, rank, leave)
+        return run_rank(read_config(job / CONFIG_FILE), log, rank, leave)
     except FarfieldError as error:
         write_text_atomically(get_error_path(job, rank), json.dumps(serialize_error(error)))
         return error.exit_code

@@ -7,16 +7,16 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator
 
-from megatron.options.section import CommaSeparated, Section, key
+from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-LONGEST_INPUT = 10**6
+MAX_INPUT_LENGTH = 10**6
 """Of a task in training: the sequences of each length up to it are counted one by one."""
 
-LARGEST_VOCABULARY = 1 << 24
+MAX_VOCAB_SIZE = 1 << 24
 """Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
 
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
@@ -35,90 +35,106 @@ def _parse_corpus_split(value: Any) -> Any:
     return [train, valid, test]
 
 
-class CorpusOptions(Section):
+class CorpusOptions(ConfigSection):
     """What a corpus is made from, and how (`megatron.data.corpus.prepare`)."""
 
-    sources: list[str] = key(
+    sources: list[str] = config_field(
         ..., "files, folders, python (the standard library), or hf:NAME (a dataset on the hub)", min_length=1
     )
-    tokenizer: str = key("bytes", "one of bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here")
-    vocab_file: str | None = key(None, "file of the tokenizer: tokenizer.json, vocab.json or .model")
-    merge_file: str | None = key(None, "file of GPT2BPETokenizer: merges.txt")
-    end_token: str | None = key(None, "the token that ends a document, if it has none of the usual names")
-    add_bos: bool | None = key(
+    tokenizer: str = config_field(
+        "bytes", "one of bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here"
+    )
+    vocab_file: str | None = config_field(None, "file of the tokenizer: tokenizer.json, vocab.json or .model")
+    merge_file: str | None = config_field(None, "file of GPT2BPETokenizer: merges.txt")
+    end_token: str | None = config_field(None, "the token that ends a document, if it has none of the usual names")
+    add_bos: bool | None = config_field(
         None, "put the tokenizer's token for the beginning of a text before each document; as its file says if absent"
     )
-    vocab_size: int | None = key(
-        None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257, le=LARGEST_VOCABULARY
+    vocab_size: int | None = config_field(
+        None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257, le=MAX_VOCAB_SIZE
     )
-    split: Annotated[list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split)] = key(
+    split: Annotated[list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split)] = config_field(
         lambda: [0.9, 0.05, 0.05],
         "train, valid and test shares; null (on the command line none): no division",
         min_length=3,
         max_length=3,
         metavar="SHARES|none",
     )
-    packages: bool = key(False, "with python: all installed packages too")
-    suffixes: Annotated[list[str] | None, CommaSeparated] = key(
+    packages: bool = config_field(False, "with python: all installed packages too")
+    suffixes: Annotated[list[str] | None, CommaSeparated] = config_field(
         None, "files to take from folders, as .txt; all kinds that are known if absent", metavar=".EXT,…"
     )
-    column: str = key(
+    column: str = config_field(
         "text", "key of a JSON line, or column of a table, that holds the text", flags=("--column", "--jsonl-key")
     )
-    hf_split: str = key("train", "of a dataset hf:NAME, which of its splits")
-    documents: int | None = key(None, "only so many documents, the first ones", ge=1)
-    tokens: int | None = key(None, "only the first documents that hold so many tokens with their ends", ge=1)
-    seed: int = key(1234, "decides which document goes to which split", ge=0)
-    workers: int | None = key(None, "processes; as many as cores and text are worth if absent", ge=1)
+    hf_split: str = config_field("train", "of a dataset hf:NAME, which of its splits")
+    documents: int | None = config_field(None, "only so many documents, the first ones", ge=1)
+    tokens: int | None = config_field(None, "only the first documents that hold so many tokens with their ends", ge=1)
+    seed: int = config_field(1234, "decides which document goes to which split", ge=0)
+    workers: int | None = config_field(None, "processes; as many as cores and text are worth if absent", ge=1)
 
 
-class DataOptions(Section):
+class DataOptions(ConfigSection):
     """Indexed datasets (megatron-core's .bin/.idx, named by their prefix) and the tokenizer of them; or a task."""
 
-    task: str | None = key(
+    task: str | None = config_field(
         None, "what to learn from scratch instead of a text: a task of docs/tasks.md, its data drawn at every step",
-        role="data",
+        policy="data",
     )  # fmt: skip
-    task_options: dict[str, Any] = key(dict, "options of that task, see docs/tasks.md", role="data")
-    task_length: int | None = key(
+    task_options: dict[str, Any] = config_field(dict, "options of that task, see docs/tasks.md", policy="data")
+    task_length: int | None = config_field(
         None,
         "longest input of the task in training; seq_length, the whole sequence, follows from it",
         ge=1,
-        le=LONGEST_INPUT,
-        role="data",
+        le=MAX_INPUT_LENGTH,
+        policy="data",
     )
-    task_shortest_length: int | None = key(
+    task_shortest_length: int | None = config_field(
         None,
         "shortest input of the task in training; the shortest that it has if absent",
         ge=1,
-        le=LONGEST_INPUT,
-        role="data",
+        le=MAX_INPUT_LENGTH,
+        policy="data",
     )
-    data_path: str | None = key(None, "one indexed dataset for everything, divided by `split`", role="data")
-    split: str = key("969,30,1", "train, valid and test shares of data_path", role="data")
-    train_data_paths: list[str] = key(list, "indexed datasets to train on", role="data")
-    valid_data_paths: list[str] = key(list, "indexed datasets to validate on", role="data")
-    test_data_paths: list[str] = key(list, "indexed datasets to test on; `evaluate` reads these", role="data")
-    train_data_weights: list[float] = key(list, "blend weights of train_data_paths; equal if absent", role="data")
-    valid_data_weights: list[float] = key(list, "blend weights of valid_data_paths; equal if absent", role="data")
-    test_data_weights: list[float] = key(list, "blend weights of test_data_paths; equal if absent", role="data")
-    data_cache: str | None = key(None, "folder for the sample indices; in the run's folder if absent", role="machine")
-    data_impl: Literal["mmap"] = key(
-        "mmap", "format of the indexed datasets; GPT-NeoX's infer and mmap mean this one", role="data"
+    data_path: str | None = config_field(None, "one indexed dataset for everything, divided by `split`", policy="data")
+    split: str = config_field("969,30,1", "train, valid and test shares of data_path", policy="data")
+    train_data_paths: list[str] = config_field(list, "indexed datasets to train on", policy="data")
+    valid_data_paths: list[str] = config_field(list, "indexed datasets to validate on", policy="data")
+    test_data_paths: list[str] = config_field(
+        list, "indexed datasets to test on; `evaluate` reads these", policy="data"
     )
-    tokenizer_type: TokenizerType | None = key(
-        None, "the tokenizer that made the data; read from the data's own corpus.json if absent", role="data"
+    train_data_weights: list[float] = config_field(
+        list, "blend weights of train_data_paths; equal if absent", policy="data"
     )
-    vocab_file: str | None = key(None, "tokenizer.json, vocab.json or .model file of the tokenizer", role="data")
-    merge_file: str | None = key(None, "merges.txt of GPT2BPETokenizer", role="data")
-    end_token: str | None = key(
-        None, "the token of that tokenizer that ends a document, if it has none of the usual names", role="data"
+    valid_data_weights: list[float] = config_field(
+        list, "blend weights of valid_data_paths; equal if absent", policy="data"
     )
-    add_bos: bool | None = key(
-        None, "does that tokenizer put a token before each text? As its file says if absent", role="data"
+    test_data_weights: list[float] = config_field(
+        list, "blend weights of test_data_paths; equal if absent", policy="data"
     )
-    eod_mask_loss: bool = key(False, "do not score the token that follows the end of a document", role="data")
-    num_workers: int = key(0, "processes that load batches", ge=0, le=1024, role="machine")
+    data_cache: str | None = config_field(
+        None, "folder for the sample indices; in the run's folder if absent", policy="machine"
+    )
+    data_impl: Literal["mmap"] = config_field(
+        "mmap", "format of the indexed datasets; GPT-NeoX's infer and mmap mean this one", policy="data"
+    )
+    tokenizer_type: TokenizerType | None = config_field(
+        None, "the tokenizer that made the data; read from the data's own corpus.json if absent", policy="data"
+    )
+    vocab_file: str | None = config_field(
+        None, "tokenizer.json, vocab.json or .model file of the tokenizer", policy="data"
+    )
+    merge_file: str | None = config_field(None, "merges.txt of GPT2BPETokenizer", policy="data")
+    end_token: str | None = config_field(
+        None, "the token of that tokenizer that ends a document, if it has none of the usual names", policy="data"
+    )
+    add_bos: bool | None = config_field(
+        None, "does that tokenizer put a token before each text? As its file says if absent", policy="data"
+    )
+    eod_mask_loss: bool = config_field(
+        False, "do not score the token that follows the end of a document", policy="data"
+    )
+    num_workers: int = config_field(0, "processes that load batches", ge=0, le=1024, policy="machine")
 
 
 TASK_ALONE = ("task_options", "task_length", "task_shortest_length")
@@ -131,7 +147,7 @@ TEXT_ALONE = (
 """Keys that say something of a text."""
 
 
-def split_shares(text: str) -> list[float]:
+def parse_split_fractions(text: str) -> list[float]:
     """The shares of train, valid and test that `split` gives them, such as 969,30,1; those left out are 0.
 
     Raises UserError if it gives none.
@@ -145,7 +161,7 @@ def split_shares(text: str) -> list[float]:
     return shares + [0.0] * (3 - len(shares))
 
 
-def conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
+def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
     """Values that make no sense or contradict each other: the key to blame, and one sentence with the values."""
     for name in TASK_ALONE if data.task is None else TEXT_ALONE:
         if getattr(data, name) != type(data).model_fields[name].get_default(call_default_factory=True):
@@ -173,7 +189,7 @@ def conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
                 f"{split}_data_weights are {weights}; each must be greater than 0; leave a dataset out instead",
             )
     try:
-        split_shares(data.split)
+        parse_split_fractions(data.split)
     except UserError as error:
         yield "split", str(error)
     for name in ("vocab_file", "merge_file", "end_token", "add_bos"):

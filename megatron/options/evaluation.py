@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron.options.section import CommaSeparated, Section, key
+from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
 
 Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
@@ -50,7 +50,7 @@ def build_length_error(part: str) -> UserError:
     return UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")
 
 
-class LengthOptions(Section):
+class LengthOptions(ConfigSection):
     """Keys `lengths` and `multiples`, which may be written as one text: `128,256,1x`."""
 
     @model_validator(mode="before")
@@ -64,18 +64,18 @@ class LengthOptions(Section):
 LENGTHS_METAVAR = "128,256,… | 1x,2x,…"
 
 
-class TaskOptions(Section):
+class TaskOptions(ConfigSection):
     """Which tasks of lm-evaluation-harness a model is given, and how much of them."""
 
-    tasks: Annotated[list[str], CommaSeparated] = key(
+    tasks: Annotated[list[str], CommaSeparated] = config_field(
         ...,
         "tasks of lm-evaluation-harness instead of perplexity: names of tasks, groups or tags; * stands for anything",
         min_length=1,
         metavar="TASK,…",
     )
-    include_path: str | None = key(None, "with --tasks: folder with tasks of your own (YAML files)")
-    limit: int | None = key(None, "with --tasks: documents of each task, the first ones; all if absent", ge=1)
-    num_fewshot: int | None = key(
+    include_path: str | None = config_field(None, "with --tasks: folder with tasks of your own (YAML files)")
+    limit: int | None = config_field(None, "with --tasks: documents of each task, the first ones; all if absent", ge=1)
+    num_fewshot: int | None = config_field(
         None, "with --tasks: solved examples before each question; the task's own number if absent", ge=0
     )
 
@@ -83,45 +83,47 @@ class TaskOptions(Section):
 class EvaluationOptions(LengthOptions):
     """How models are scored, declared once: the command line, sweep files and Python callers all choose these."""
 
-    lengths: Annotated[list[int] | None, CommaSeparated] = key(
+    lengths: Annotated[list[int] | None, CommaSeparated] = config_field(
         None,
         "context lengths in tokens; on the command line also in training lengths, and 1x to 32x if absent",
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
-    multiples: list[float] | None = key(
+    multiples: list[float] | None = config_field(
         None, "context lengths in training lengths; 1 to 32 if neither these nor lengths are given", min_length=1
     )
-    protocol: Protocol = key(
+    protocol: Protocol = config_field(
         "last",
         "which tokens are scored: last (of windows that end at the same places), nonoverlapping (all, KERPLE's way), "
         "strided (the last of windows that follow each other); or a probe: repeated (random tokens, copied) or passkey",
     )
-    windows: int | None = key(
+    windows: int | None = config_field(
         None, "windows per length; if absent 64 (last, probes), 512 (learned tasks) or all (the others)", ge=1
     )
-    targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = key(
+    targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
         "tokens scored per window of last, one number or several; the training length if absent (repeated: 16 copied)",
         min_length=1,
     )
-    stride: int | None = key(None, "tokens from one window of strided to the next, all of them scored", ge=1)
-    measures: Annotated[list[Measure] | None, CommaSeparated] = key(
+    stride: int | None = config_field(None, "tokens from one window of strided to the next, all of them scored", ge=1)
+    measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,
         "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the scored tokens), "
         "position (perplexity by position in the window); perplexity if absent",
         min_length=1,
     )
-    data: str | None = key(
+    data: str | None = config_field(
         None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"
     )
-    window: int | None = key(None, "attend to the last this many keys only, the own included", ge=1)
-    device: str = key("auto", "where models are scored, auto, cpu or cuda; in a sweep that of the training if absent")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
+    window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    device: str = config_field(
+        "auto", "where models are scored, auto, cpu or cuda; in a sweep that of the training if absent"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
         "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
     )
-    backend: str | None = key(None, "attention backend; the run's own if absent")
-    batch_tokens: int | None = key(
+    backend: str | None = config_field(None, "attention backend; the run's own if absent")
+    batch_tokens: int | None = config_field(
         None, "input tokens per forward pass; 4,096 on a CPU and 65,536 on a GPU if absent", ge=1
     )
 

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron.options.section import Section, key
+from megatron.options.section import ConfigSection, config_field
 
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 """Processes of a run: a mistyped number of them is told at once."""
 
-MOST_CORES = 4096
+MAX_CORES = 4096
 """CPU cores of a process: a mistyped number of them is told at once."""
 
 Word = Annotated[str, Field(pattern=r"^[^\s'\"\\$`]+$")]
@@ -20,39 +20,47 @@ TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 """SLURM's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours(:minutes(:seconds))."""
 
 
-class SlurmOptions(Section):
+class SlurmOptions(ConfigSection):
     """A SLURM job, for `launcher: slurm`; what is absent is the cluster's default."""
 
-    partition: Word | None = key(None, "the partition, or several with commas", role="machine")
-    account: Word | None = key(None, "the account that pays", role="machine")
-    qos: Word | None = key(None, "the quality of service", role="machine")
-    time: str | None = key(
+    partition: Word | None = config_field(None, "the partition, or several with commas", policy="machine")
+    account: Word | None = config_field(None, "the account that pays", policy="machine")
+    qos: Word | None = config_field(None, "the quality of service", policy="machine")
+    time: str | None = config_field(
         None, "longest time of one start, as SLURM writes it: 24:00:00, 2-12; a requeued job gets it anew",
-        pattern=f"^{TIME.pattern}$", role="machine",
+        pattern=f"^{TIME.pattern}$", policy="machine",
     )  # fmt: skip
-    constraint: Word | None = key(None, "features that nodes must have", role="machine")
-    gpu_type: Word | None = key(None, "of the GPUs, where a cluster has several: a100", role="machine")
-    cpus_per_task: int | None = key(None, "CPU cores of each process", ge=1, le=MOST_CORES, role="machine")
-    mem: Word | None = key(None, "host memory of a node: 480G", role="machine")
-    exclusive: bool = key(False, "share nodes with nobody", role="machine")
-    requeue: bool = key(True, "begin again after a preemption, a time limit or a failed node", role="machine")
-    signal_seconds: int = key(
-        300, "seconds before the time limit at which ranks are told to save; a save must fit into them", ge=10,
-        le=65535, role="machine",
-    )  # fmt: skip
-    setup: list[str] = key(list, "lines of shell before the start: module load cuda", role="machine")
-    container: Word | None = key(None, "image to run in: a .sif file, or the runtime's name of one", role="machine")
-    container_runtime: Literal["apptainer", "pyxis"] = key(
-        "apptainer", "apptainer (or singularity's successor) in each task, or srun's own --container-image (pyxis)",
-        role="machine",
-    )  # fmt: skip
-    container_mounts: list[Word] = key(list, "folders to see in the container: /scratch, or FROM:TO", role="machine")
-    python: Word | None = key(
-        None, "interpreter on the nodes; the one that submits, and in a container python3, if absent", role="machine"
+    constraint: Word | None = config_field(None, "features that nodes must have", policy="machine")
+    gpu_type: Word | None = config_field(None, "of the GPUs, where a cluster has several: a100", policy="machine")
+    cpus_per_task: int | None = config_field(None, "CPU cores of each process", ge=1, le=MAX_CORES, policy="machine")
+    mem: Word | None = config_field(None, "host memory of a node: 480G", policy="machine")
+    exclusive: bool = config_field(False, "share nodes with nobody", policy="machine")
+    requeue: bool = config_field(
+        True, "begin again after a preemption, a time limit or a failed node", policy="machine"
     )
-    options: list[Word] = key(list, "further options of sbatch, as they are: --mail-type=END", role="machine")
+    signal_seconds: int = config_field(
+        300, "seconds before the time limit at which ranks are told to save; a save must fit into them", ge=10,
+        le=65535, policy="machine",
+    )  # fmt: skip
+    setup: list[str] = config_field(list, "lines of shell before the start: module load cuda", policy="machine")
+    container: Word | None = config_field(
+        None, "image to run in: a .sif file, or the runtime's name of one", policy="machine"
+    )
+    container_runtime: Literal["apptainer", "pyxis"] = config_field(
+        "apptainer", "apptainer (or singularity's successor) in each task, or srun's own --container-image (pyxis)",
+        policy="machine",
+    )  # fmt: skip
+    container_mounts: list[Word] = config_field(
+        list, "folders to see in the container: /scratch, or FROM:TO", policy="machine"
+    )
+    python: Word | None = config_field(
+        None, "interpreter on the nodes; the one that submits, and in a container python3, if absent", policy="machine"
+    )
+    options: list[Word] = config_field(
+        list, "further options of sbatch, as they are: --mail-type=END", policy="machine"
+    )
 
-    def seconds(self) -> int | None:
+    def time_limit_seconds(self) -> int | None:
         """`time` in seconds; None where there is none."""
         if self.time is None or (found := TIME.fullmatch(self.time)) is None:
             return None
@@ -66,65 +74,73 @@ class SlurmOptions(Section):
         return ((int(found["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-class LaunchOptions(Section):
+class LaunchOptions(ConfigSection):
     """Machines, processes and devices, and what the processes divide among them."""
 
-    num_gpus: int | None = key(
+    num_gpus: int | None = config_field(
         None,
         "processes on each machine; all GPUs, or on CPU as many as hold one model, if absent",
         ge=1,
-        le=MOST_RANKS,
-        role="machine",
+        le=MAX_RANKS,
+        policy="machine",
     )
-    launcher: Literal["auto", "ssh", "slurm"] = key(
+    launcher: Literal["auto", "ssh", "slurm"] = config_field(
         "auto",
         "auto: as srun, mpirun or torchrun started it, else by ssh if the hostfile is there, else on this machine; "
         "ssh: on the machines of the hostfile; slurm: as a job",
-        role="machine",
+        policy="machine",
     )
-    hostfile: str | None = key(None, "machines to reach by ssh, a line NAME slots=8 for each", role="machine")
-    nodes: int | None = key(
+    hostfile: str | None = config_field(
+        None, "machines to reach by ssh, a line NAME slots=8 for each", policy="machine"
+    )
+    nodes: int | None = config_field(
         None, "machines; 1, or as many as srun, mpirun or torchrun started processes on, if absent", ge=1,
-        le=MOST_RANKS, role="machine",
+        le=MAX_RANKS, policy="machine",
     )  # fmt: skip
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is one", role="machine")
-    hang_timeout: float | None = key(
+    device: Literal["auto", "cpu", "cuda"] = config_field("auto", "auto is cuda where there is one", policy="machine")
+    hang_timeout: float | None = config_field(
         1500.0,
         "seconds in which no rank hangs: one that shows no progress for so long ends the run, with the stacks of all "
         "ranks in the run's folder; null turns it off",
         ge=1,
-        role="machine",
+        policy="machine",
     )
-    master_port: int | None = key(
+    master_port: int | None = config_field(
         None,
         "port where processes meet; if absent a free one, or of processes that srun started one that their job gives",
         ge=1,
         le=65535,
-        role="machine",
+        policy="machine",
     )
-    distributed_backend: Literal["auto", "nccl", "gloo"] = key("auto", "nccl on GPUs, gloo on CPU", role="machine")
-    model_parallel_size: int = key(
-        1, "tensor parallelism: processes that divide each layer's heads and matrices", ge=1, le=MOST_RANKS,
-        role="machine",
-    )  # fmt: skip
-    context_parallel_size: int = key(
-        1, "context parallelism: processes that divide the places of each sequence", ge=1, le=MOST_RANKS, role="machine"
+    distributed_backend: Literal["auto", "nccl", "gloo"] = config_field(
+        "auto", "nccl on GPUs, gloo on CPU", policy="machine"
     )
-    pipe_parallel_size: int = key(
-        1, "pipeline parallelism: processes that divide the stack of layers; 0 means 1", ge=0, le=MOST_RANKS,
-        role="machine",
+    model_parallel_size: int = config_field(
+        1, "tensor parallelism: processes that divide each layer's heads and matrices", ge=1, le=MAX_RANKS,
+        policy="machine",
     )  # fmt: skip
-    slurm: SlurmOptions = key(SlurmOptions, "the job of launcher slurm")
+    context_parallel_size: int = config_field(
+        1,
+        "context parallelism: processes that divide the places of each sequence",
+        ge=1,
+        le=MAX_RANKS,
+        policy="machine",
+    )
+    pipe_parallel_size: int = config_field(
+        1, "pipeline parallelism: processes that divide the stack of layers; 0 means 1", ge=0, le=MAX_RANKS,
+        policy="machine",
+    )  # fmt: skip
+    slurm: SlurmOptions = config_field(SlurmOptions, "the job of launcher slurm")
 
 
-def conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
+def find_launch_conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
     """What contradicts itself: the key to blame, and a sentence."""
     slurm = launch.slurm
     if launch.launcher == "slurm" and launch.num_gpus is None:
         yield "launcher", "launcher slurm needs num_gpus: the processes, and GPUs, of each node"
     if launch.launcher == "ssh" and launch.hostfile is None:
         yield "launcher", "launcher ssh needs hostfile, a file with a line NAME slots=8 for each machine"
-    limit = slurm.seconds()
+    limit = slurm.time_limit_seconds()
     if limit is not None and slurm.signal_seconds >= limit:
         yield (
             "slurm.signal_seconds",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any, Literal
 
-from megatron.options.section import Section, key
+from megatron.options.section import ConfigSection, config_field
 
 MAX_SIZE = 10**6
 """Of every size of the model: no tensor of it has more elements than 64 bits can count."""
@@ -23,121 +23,129 @@ GATED = ("geglu", "swiglu")
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
 
 
-class ModelOptions(Section):
+class ModelOptions(ConfigSection):
     """Shape and numerics of the GPT (GPT-NeoX's names)."""
 
-    num_layers: int = key(..., "transformer layers", ge=1, le=MAX_SIZE, role="architecture")
-    hidden_size: int = key(..., "width of the residual stream", ge=1, le=MAX_SIZE, role="architecture")
-    num_attention_heads: int = key(
-        ..., "attention heads; must divide hidden_size", ge=1, le=MAX_SIZE, role="architecture"
+    num_layers: int = config_field(..., "transformer layers", ge=1, le=MAX_SIZE, policy="architecture")
+    hidden_size: int = config_field(..., "width of the residual stream", ge=1, le=MAX_SIZE, policy="architecture")
+    num_attention_heads: int = config_field(
+        ..., "attention heads; must divide hidden_size", ge=1, le=MAX_SIZE, policy="architecture"
     )
-    num_kv_heads: int | None = key(
+    num_kv_heads: int | None = config_field(
         None,
         "heads of keys and values, each shared by num_attention_heads / num_kv_heads heads of queries (grouped-query "
         "attention); num_attention_heads if absent",
         ge=1,
         le=MAX_SIZE,
-        role="architecture",
+        policy="architecture",
     )
-    seq_length: int = key(..., "training length, in tokens", ge=2, le=MAX_LENGTH, role="context")
-    max_position_embeddings: int | None = key(
-        None, "rows of a learned position table; seq_length if absent", ge=1, le=MAX_LENGTH, role="architecture"
+    seq_length: int = config_field(..., "training length, in tokens", ge=2, le=MAX_LENGTH, policy="context")
+    max_position_embeddings: int | None = config_field(
+        None, "rows of a learned position table; seq_length if absent", ge=1, le=MAX_LENGTH, policy="architecture"
     )
-    intermediate_size: int | None = key(
+    intermediate_size: int | None = config_field(
         None,
         "width of the feed-forward layer, or three times it if gated (geglu, swiglu); 4 × hidden_size if absent",
         ge=1,
         le=MAX_SIZE,
-        role="architecture",
+        policy="architecture",
     )
-    mlp_multiple_of: int = key(
+    mlp_multiple_of: int = config_field(
         1, "the width of the feed-forward layer is rounded up to a multiple of this", ge=1, le=MAX_SIZE,
-        role="architecture",
+        policy="architecture",
     )  # fmt: skip
-    norm: Literal["layernorm", "rmsnorm"] = key(
-        "layernorm", "normalisation before attention and feed-forward", role="architecture"
+    norm: Literal["layernorm", "rmsnorm"] = config_field(
+        "layernorm", "normalisation before attention and feed-forward", policy="architecture"
     )
-    layernorm_epsilon: float = key(1e-5, "epsilon of layernorm", gt=0, role="architecture")
-    rms_norm_epsilon: float = key(1e-8, "epsilon of rmsnorm", gt=0, role="architecture")
-    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "swiglu"] = key(
+    layernorm_epsilon: float = config_field(1e-5, "epsilon of layernorm", gt=0, policy="architecture")
+    rms_norm_epsilon: float = config_field(1e-8, "epsilon of rmsnorm", gt=0, policy="architecture")
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "swiglu"] = config_field(
         "gelu",
         "feed-forward activation; gelu_tanh is gelu's approximation by tanh (GPT-2, and GPT-NeoX's bias_gelu_fusion)",
-        role="architecture",
+        policy="architecture",
     )
-    gpt_j_residual: bool = key(
-        False, "attention and feed-forward in parallel, x + attn(ln1(x)) + mlp(ln2(x))", role="architecture"
+    gpt_j_residual: bool = config_field(
+        False, "attention and feed-forward in parallel, x + attn(ln1(x)) + mlp(ln2(x))", policy="architecture"
     )
-    gpt_j_tied: bool = key(False, "with gpt_j_residual: one layer norm for both branches", role="architecture")
-    no_weight_tying: bool = key(
-        False, "an output matrix of its own instead of the transposed embedding", role="architecture"
+    gpt_j_tied: bool = config_field(
+        False, "with gpt_j_residual: one layer norm for both branches", policy="architecture"
     )
-    use_bias_in_attn_linear: bool = key(True, "bias in the linear layers of attention", role="architecture")
-    use_bias_in_qkv: bool | None = key(
+    no_weight_tying: bool = config_field(
+        False, "an output matrix of its own instead of the transposed embedding", policy="architecture"
+    )
+    use_bias_in_attn_linear: bool = config_field(True, "bias in the linear layers of attention", policy="architecture")
+    use_bias_in_qkv: bool | None = config_field(
         None,
         "bias of queries, keys and values; use_bias_in_attn_linear if absent (with that one false and this one true, "
         "as in Qwen2, it is megatron-core's add_qkv_bias)",
-        role="architecture",
+        policy="architecture",
     )
-    use_bias_in_mlp: bool = key(True, "bias in the linear layers of the feed-forward layer", role="architecture")
-    init_method: InitMethod = key("normal", "initialisation of weights", role="initialization")
-    output_layer_init_method: InitMethod = key(
-        "scaled_normal", "initialisation of the layers that write to the residual stream", role="initialization"
+    use_bias_in_mlp: bool = config_field(
+        True, "bias in the linear layers of the feed-forward layer", policy="architecture"
     )
-    init_method_std: float = key(0.02, "standard deviation of normal and scaled_normal", gt=0, role="initialization")
-    hidden_dropout: float = key(0.0, "dropout on the residual branches", ge=0, lt=1, role="numerics")
-    attention_dropout: float = key(0.0, "dropout on attention probabilities", ge=0, lt=1, role="numerics")
-    make_vocab_size_divisible_by: int = key(
-        128, "the vocabulary is padded up to a multiple of this", ge=1, le=MAX_SIZE, role="architecture"
+    init_method: InitMethod = config_field("normal", "initialisation of weights", policy="initialization")
+    output_layer_init_method: InitMethod = config_field(
+        "scaled_normal", "initialisation of the layers that write to the residual stream", policy="initialization"
     )
-    checkpoint_activations: bool = key(False, "recompute layer activations in the backward pass", role="machine")
-    checkpoint_num_layers: int = key(1, "layers per recomputed block", ge=1, le=MAX_SIZE, role="machine")
-    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native"] = key(
-        "auto", "how attention is computed; auto takes the fastest that can do this position encoding", role="machine"
+    init_method_std: float = config_field(
+        0.02, "standard deviation of normal and scaled_normal", gt=0, policy="initialization"
     )
-    attention_chunk_rows: int = key(
+    hidden_dropout: float = config_field(0.0, "dropout on the residual branches", ge=0, lt=1, policy="numerics")
+    attention_dropout: float = config_field(0.0, "dropout on attention probabilities", ge=0, lt=1, policy="numerics")
+    make_vocab_size_divisible_by: int = config_field(
+        128, "the vocabulary is padded up to a multiple of this", ge=1, le=MAX_SIZE, policy="architecture"
+    )
+    checkpoint_activations: bool = config_field(
+        False, "recompute layer activations in the backward pass", policy="machine"
+    )
+    checkpoint_num_layers: int = config_field(1, "layers per recomputed block", ge=1, le=MAX_SIZE, policy="machine")
+    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native"] = config_field(
+        "auto", "how attention is computed; auto takes the fastest that can do this position encoding", policy="machine"
+    )
+    attention_chunk_rows: int = config_field(
         128,
         "query rows per block of the chunked backend, and of auto (which trains with at least 128 where there is no "
         "score processor)",
         ge=1,
         le=MAX_LENGTH,
-        role="machine",
+        policy="machine",
     )
 
 
-class PositionOptions(Section):
+class PositionOptions(ConfigSection):
     """Which position encoding, and which score processor on top of it."""
 
-    pos_emb: str = key(
+    pos_emb: str = config_field(
         "learned",
         "position encoding: a file of megatron/position/encodings, see `./deepy.py positions`",
-        role="architecture",
+        policy="architecture",
     )
-    pos_emb_options: dict[str, Any] = key(
-        dict, "options of that encoding, see `./deepy.py positions`", role="architecture"
+    pos_emb_options: dict[str, Any] = config_field(
+        dict, "options of that encoding, see `./deepy.py positions`", policy="architecture"
     )
-    pos_emb_per_layer: bool = key(
-        False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", role="architecture"
+    pos_emb_per_layer: bool = config_field(
+        False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", policy="architecture"
     )
-    attention_window: int | None = key(
+    attention_window: int | None = config_field(
         None,
         "every token sees the last this many only, its own included; all if absent",
         ge=1,
         le=MAX_LENGTH,
-        role="context",
+        policy="context",
     )
-    randomized_positions: int | None = key(
+    randomized_positions: int | None = config_field(
         None,
         "each sequence's positions are drawn from this many, in ascending order (Ruoss et al. 2023); at least the "
         "longest length to be read",
         ge=1,
         le=MAX_POSITIONS,
-        role="context",
+        policy="context",
     )
-    score_processor: str = key(
-        "none", "score processor: none, or a file of megatron/position/processors", role="architecture"
+    score_processor: str = config_field(
+        "none", "score processor: none, or a file of megatron/position/processors", policy="architecture"
     )
-    score_processor_options: dict[str, Any] = key(
-        dict, "options of that processor, see `./deepy.py positions`", role="architecture"
+    score_processor_options: dict[str, Any] = config_field(
+        dict, "options of that processor, see `./deepy.py positions`", policy="architecture"
     )
 
 

@@ -12,11 +12,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 """The upper bound of every count of steps: what is counted fits 64 bits even when multiplied by the largest batch."""
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """Typed, frozen, strict: an unknown key, a string where a number belongs, or a float where an integer belongs
     is an error, and so are infinity and NaN."""
 
@@ -29,7 +29,7 @@ class Section(BaseModel):
         return type(self).model_validate(self.model_dump(exclude_unset=True) | keys)
 
 
-Role = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]
+ChangePolicy = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]
 """What a key decides. Whatever treats some keys differently from others asks for their role, never for their names.
 
     architecture     which function the trained weights compute; a run never changes it, finetuning only the encoding
@@ -43,7 +43,7 @@ Role = Literal["architecture", "context", "initialization", "data", "numerics", 
 """
 
 
-def docstring(thing: Any) -> str:
+def read_docstring(thing: Any) -> str:
     """What a class or function says of itself, also where Python leaves docstrings out (`python -OO`): the headings of
     configuration files and the command line's help are made of them."""
     if thing.__doc__ is not None:
@@ -68,11 +68,11 @@ CommaSeparated = BeforeValidator(_split_list)
 """Marks a key whose value is a list that may be written with commas: `Annotated[list[int], CommaSeparated]`."""
 
 
-def key(
+def config_field(
     default: Any,
     doc: str,
     *,
-    role: Role | None = None,
+    policy: ChangePolicy | None = None,
     flags: Sequence[str] = (),
     metavar: str | None = None,
     **constraints: Any,
@@ -82,12 +82,12 @@ def key(
     Args:
         default: its default, a function that makes one, or `...` for a key that must be given.
         doc: one sentence of documentation; `docs/configuration.md` shows it.
-        role: what it decides. None only for a key that opens a section of its own, whose keys have theirs.
+        policy: what it decides. None only for a key that opens a section of its own, whose keys have theirs.
         flags: how the command line calls it, if not by its name.
         metavar: how the command line shows its value.
         constraints: pydantic's (`ge=1` …).
     """
-    facts = {"role": role, "flags": list(flags), "metavar": metavar}
+    facts = {"role": policy, "flags": list(flags), "metavar": metavar}
     mark: dict[str, Any] = {"json_schema_extra": {name: fact for name, fact in facts.items() if fact}}
     if callable(default):
         return Field(default_factory=default, description=doc, **mark, **constraints)

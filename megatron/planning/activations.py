@@ -101,7 +101,7 @@ class _LayerEstimator:
         self.encoding, self.processor = plan_encoding(config.position), plan_processor(config.position)
         self.attention_window = config.position.attention_window
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
-        self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_type]
+        self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.hidden_size, self.ffn_size = model.hidden_size, ffn_hidden_size(model)
         self.local_hidden_size = self.hidden_size // sizes.tensor
         self.num_heads, self.num_local_heads = model.num_attention_heads, model.num_attention_heads // sizes.tensor

@@ -106,7 +106,7 @@ def _estimate_stage_memory(
     config: Config, sizes: ParallelSizes, vocab_size: int, backend: str | None, pipeline_stage: int
 ) -> MemoryEstimate:
     states = _ModelStates(config, sizes, count_rank_parameters(config, sizes, vocab_size, pipeline_stage))
-    num_tokens, bytes_per_element = _count_local_tokens(config, sizes), BYTES_PER_ELEMENT[config.training.compute_type]
+    num_tokens, bytes_per_element = _count_local_tokens(config, sizes), BYTES_PER_ELEMENT[config.training.compute_dtype]
     model = config.model
     is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
     num_micro_batches = config.training.gradient_accumulation_steps
@@ -172,12 +172,12 @@ class _ModelStates:
 
     def __init__(self, config: Config, sizes: ParallelSizes, num_parameters: int) -> None:
         training = config.training
-        zero, bytes_per_element = training.zero_optimization, BYTES_PER_ELEMENT[training.compute_type]
+        zero, bytes_per_element = training.zero_optimization, BYTES_PER_ELEMENT[training.compute_dtype]
         num_shards, is_half = sizes.data * sizes.context, bytes_per_element < 4
         shard_size = -(-num_parameters // num_shards)
         has_pipeline = sizes.pipeline > 1
         accumulates = has_pipeline or training.gradient_accumulation_steps > 1
-        accumulates_in_fp32 = training.compute_type == "bf16" and accumulates  # engine.deepspeed_config asks for it
+        accumulates_in_fp32 = training.compute_dtype == "bf16" and accumulates  # engine.deepspeed_config asks for it
         bucket_size = min(zero.reduce_bucket_size, num_parameters) * (2 if zero.overlap_comm else 1)
         self.weights = bytes_per_element * (shard_size if zero.stage == 3 else num_parameters)
         self.optimizer = (12 if is_half or zero.stage else 8) * (shard_size if zero.stage else num_parameters)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.checks import check
-from megatron.config.ranks import mesh_sizes, undivided, with_batch, with_zero
+from megatron.config.checks import validate_config
+from megatron.config.ranks import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.training import BATCH, MICRO, STEPS
@@ -102,7 +102,7 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
             zero_config = mesh_config.replace(
                 zero_optimization=zero.replace(stage=stage).model_dump(exclude_unset=True)
             )
-            if any(undivided(zero_config)) or with_zero(zero_config)[1]:
+            if any(check_divisible(zero_config)) or resolve_zero(zero_config)[1]:
                 continue
             for micro_batch_size in _powers_of_two(min(replica_batch_size, MAX_MICRO_BATCH)):
                 if replica_batch_size % micro_batch_size or replica_batch_size // micro_batch_size < sizes.pipeline:
@@ -122,10 +122,10 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
 
 
 def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
-    for _, problem in check(config):
+    for _, problem in validate_config(config):
         raise UserError(problem)
-    sizes = mesh_sizes(config, cluster.num_gpus)
-    config = with_batch(with_zero(config)[0], sizes.data)
+    sizes = resolve_mesh_shape(config, cluster.num_gpus)
+    config = resolve_batch_size(resolve_zero(config)[0], sizes.data)
     return ParallelLayout(
         config,
         sizes,
@@ -149,7 +149,7 @@ def _get_global_batch_size(config: Config, num_gpus: int) -> int:
     if config.training.train_batch_size is not None:
         return config.training.train_batch_size
     try:
-        return with_batch(config, mesh_sizes(config, num_gpus).data).training.train_batch_size or 0
+        return resolve_batch_size(config, resolve_mesh_shape(config, num_gpus).data).training.train_batch_size or 0
     except UserError as error:
         raise UserError(f"{error}; or give train_batch_size, which every layout keeps") from None
 

@@ -81,7 +81,7 @@ class Plan:
             "gpus": cluster.num_gpus,
             "gpu_gib": cluster.gpu.gib,
             "peak_tflops": self.config.logging.peak_tflops
-            or cluster.gpu.get_peak_tflops(self.config.training.compute_type),
+            or cluster.gpu.get_peak_tflops(self.config.training.compute_dtype),
             "gpus_per_node": cluster.gpus_per_node,
             "network_gb_per_second": cluster.network_gb_per_s,
             "mfu": cluster.mfu,

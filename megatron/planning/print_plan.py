@@ -65,11 +65,12 @@ def _print_summary(plan: Plan, console: Console) -> None:
     layout = plan.configured_layout or plan.detailed_layout
     global_batch_size = training.train_batch_size or (layout.config.training.train_batch_size if layout else 0) or 0
     num_tokens = training.train_iters * global_batch_size * model.seq_length
-    peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_type)
+    peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_dtype)
     num_nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
     network_text = f" on {num_nodes} nodes joined by {cluster.network_gb_per_s:g} GB/s each" if num_nodes > 1 else ""
     console.print(
-        f"{format_count(plan.num_parameters)} parameters in {training.compute_type}; {training.train_iters:,} steps of "
+        f"{format_count(plan.num_parameters)} parameters in {training.compute_dtype}; {training.train_iters:,} steps "
+        f"of "
         f"{global_batch_size:,} × {model.seq_length:,} tokens are {format_count(num_tokens)} tokens and "
         f"{format_flops(num_tokens * plan.flops_per_token)}\n"
         f"{cluster.num_gpus} GPUs of {cluster.gpu.gib:.1f} GiB and {peak_tflops:g} TFLOP/s{network_text}; they reach "

@@ -86,7 +86,7 @@ def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cl
     """The time of a step of a layout.
 
     Args:
-        config: with its batch settled (`megatron.config.ranks.with_batch`).
+        config: with its batch settled (`megatron.config.ranks.resolve_batch_size`).
         sizes: the mesh.
         vocab_size: of the tokenizer.
         cluster: where it runs.
@@ -96,7 +96,7 @@ def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cl
     """
     training = config.training
     num_micro_batches, global_batch_size = training.gradient_accumulation_steps, training.train_batch_size or 0
-    peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_type)
+    peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_dtype)
     stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage) for stage in range(sizes.pipeline)]
     flops_per_second = cluster.mfu * peak_tflops * 1e12
     compute_seconds, communication_seconds = max(
@@ -129,7 +129,7 @@ class _StageEstimator:
         self.forward_flops = estimate_forward_flops(config, vocab_size)
         self.num_layers = len(pipeline_layer_range(config.model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
         self.num_tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
-        self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_type]
+        self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.key_bytes = self.num_tokens * kv_hidden_size(config.model) * self.bytes_per_element
         self.num_recomputed_passes = 1 if config.model.checkpoint_activations else 0
         logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor

@@ -78,8 +78,8 @@ class Processor(PositionModule):
             visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
                 another document. Such entries count as zero, like columns outside the triangle.
             heads: the heads whose logits are wanted, h of them; all are read.
-            bias_contribution: `BiasContribution.for_rows(…)` of these rows, [W, R, C + left_context], instead of
-                working it out from the bias.
+            bias_contribution: `BiasContribution.fit_tile_to_rows(…)` of these rows, [W, R, C + left_context], instead
+                of working it out from the bias.
 
         Returns:
             float32 [B, h, R, C]; values at entries that are not visible mean nothing.

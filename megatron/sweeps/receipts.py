@@ -13,9 +13,9 @@ from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint.manifest import find_latest_valid
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.load import read as read_config
-from megatron.config.settings import show
-from megatron.data.parts import sequence_range
+from megatron.config.load import read_config as read_config
+from megatron.config.settings import format_value
+from megatron.data.parts import compute_sequence_range
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.sweeps.spec import SweepMember
@@ -38,11 +38,13 @@ def find_finished_step(member: SweepMember) -> int:
     checkpoint = find_latest_valid(member.folder)
     if checkpoint is None:
         return 0
-    checkpoint_config = load_checkpoint_config(checkpoint).training_as_such()
-    wanted = member.resolved_config.training_as_such()
+    checkpoint_config = load_checkpoint_config(checkpoint).training_fingerprint()
+    wanted = member.resolved_config.training_fingerprint()
     others = [k for k, v in wanted.items() if checkpoint_config.get(k) != v]
     if others:
-        changes = ", ".join(f"{k} {show(checkpoint_config.get(k))} there, {show(wanted[k])} here" for k in others[:4])
+        changes = ", ".join(
+            f"{k} {format_value(checkpoint_config.get(k))} there, {format_value(wanted[k])} here" for k in others[:4]
+        )
         raise UserError(
             f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
             "another sweep.output"
@@ -59,10 +61,10 @@ def find_divergence(member: SweepMember) -> RunFailure | None:
     if found is None:
         return None
     try:
-        there = read_config(member.folder / checkpoints.CONFIG).training_as_such()
+        there = read_config(member.folder / checkpoints.CONFIG).training_fingerprint()
     except FarfieldError:
         return None
-    wanted = member.resolved_config.training_as_such()
+    wanted = member.resolved_config.training_fingerprint()
     if any(there.get(key) != value for key, value in wanted.items()):
         return None
     return build_failure(member, found[1], found[0])
@@ -82,7 +84,7 @@ def lacks_test_data(member: SweepMember) -> bool:
     tests = (
         data.task is not None
         or bool(data.test_data_paths)
-        or (data.data_path is not None and sequence_range(data.split, "test", 10**9) is not None)
+        or (data.data_path is not None and compute_sequence_range(data.split, "test", 10**9) is not None)
     )
     if not (tests and training.eval_interval and training.eval_iters):
         return False

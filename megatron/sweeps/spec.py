@@ -22,10 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.config.load import find, merge, split_override
+from megatron.config.load import find_config, merge_documents, split_override
 from megatron.config.schema import Config, Path_
-from megatron.config.settings import COMMAND_LINE, show
-from megatron.config.yaml_files import Document, read_yaml
+from megatron.config.settings import COMMAND_LINE, format_value
+from megatron.config.yaml_files import YamlDocument, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch import slurm
 from megatron.options.evaluation import EvaluationOptions
@@ -68,7 +68,7 @@ class SweepMember:
     @cached_property
     def text(self) -> str:
         """The configuration as YAML."""
-        return self.config.text()
+        return self.config.to_yaml()
 
     def get_path_beside(self, ending: str) -> Path:
         """A file beside the run's folder, with its name."""
@@ -103,7 +103,7 @@ def read_sweep(
     Raises:
         UserError: a file that cannot be read, or something wrong in it, with its line.
     """
-    documents = [read_yaml(find(name, search)) for name in files]
+    documents = [read_yaml(find_config(name, search)) for name in files]
     given, setters, notes = _collect_sweep_keys(documents)
     own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
     common = [text for text in overrides if text not in own]
@@ -115,14 +115,14 @@ def read_sweep(
     options = find_sweep_problems(settings, where)
     shared = [_render_part(each, ()) for each in documents]
     for document in shared:
-        refuse_owned_keys(list(document.values), lambda name, document=document: document.where((name,)))  # type: ignore[misc]
+        refuse_owned_keys(list(document.values), lambda name, document=document: document.locate((name,)))  # type: ignore[misc]
 
     members = []
     for variant in options.variants:
         given_here, given_there = _split_variant(options.variants[variant], ("sweep", "variants", variant), where)
         layers = [
             _render_part(setters["variants"], ("sweep", "variants", variant), given_there),
-            Document(f"{COMMAND_LINE}, variant {variant}", given_here, {}),
+            YamlDocument(f"{COMMAND_LINE}, variant {variant}", given_here, {}),
         ]
         found, replaced = _build_members(variant, options, shared, layers, common)
         members += found
@@ -144,10 +144,14 @@ def read_sweep(
 
 
 def _build_members(
-    variant: str, options: SweepOptions, shared: Sequence[Document], own: Sequence[Document], common: Sequence[str]
+    variant: str,
+    options: SweepOptions,
+    shared: Sequence[YamlDocument],
+    own: Sequence[YamlDocument],
+    common: Sequence[str],
 ) -> tuple[list[SweepMember], list[str]]:
     """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced."""
-    loaded = merge([*shared, *own], common)
+    loaded = merge_documents([*shared, *own], common)
     # That a variant replaces a shared key is what it is for.
     places = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
     meant = tuple(f"({place})" for place in (*places, *(layer.source for layer in own)))
@@ -177,27 +181,29 @@ def compute_run_identity(config: Config) -> str:
 
     Defaults are left out, so that a key that is new tomorrow gives the runs of today no other name.
     """
-    chosen = {key: value for key, value in config.training_as_such(defaults=False).items() if key != "seed"}
+    chosen = {key: value for key, value in config.training_fingerprint(defaults=False).items() if key != "seed"}
     digest = hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()[:8]
     position = config.position
     processor = "" if position.score_processor == "none" else f"{position.score_processor}+"
     return f"{processor}{position.pos_emb}-{digest}"
 
 
-def _collect_sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, Document], list[str]]:
+def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, Any], dict[str, YamlDocument], list[str]]:
     """The keys of `sweep:` after merging, the file that set each (and `sweep` itself), and what replaced what."""
     values: dict[str, Any] = {}
-    setters: dict[str, Document] = {}
+    setters: dict[str, YamlDocument] = {}
     notes = []
     for document in documents:
         if "sweep" not in document.values:
             continue
         given = document.values["sweep"]
         if not isinstance(given, dict):
-            raise UserError(f"{document.where(('sweep',))}: sweep is {show(given)}; it must be a mapping of keys")
+            raise UserError(
+                f"{document.locate(('sweep',))}: sweep is {format_value(given)}; it must be a mapping of keys"
+            )
         for name in given.keys() & values.keys():
             if values[name] != given[name]:
-                old, new = setters[name].where(("sweep", name)), document.where(("sweep", name))
+                old, new = setters[name].locate(("sweep", name)), document.locate(("sweep", name))
                 notes.append(f"sweep.{name} ({old}) replaced ({new})")
         values |= given
         setters |= dict.fromkeys([*given, "sweep"], document)
@@ -207,7 +213,7 @@ def _collect_sweep_keys(documents: Sequence[Document]) -> tuple[dict[str, Any], 
     return values, setters, sorted(notes)
 
 
-def _build_locator(setters: dict[str, Document], overrides: Sequence[str]) -> Callable[[Path_], str]:
+def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -> Callable[[Path_], str]:
     """Who set a key of `sweep:`: the command line, or `file:line`."""
     ordered = [tuple(split_override(text)[0].split(".")) for text in overrides]
 
@@ -215,7 +221,7 @@ def _build_locator(setters: dict[str, Document], overrides: Sequence[str]) -> Ca
         document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
         given = any(path[: len(each)] == each for each in ordered)  # the command line set it, or what it is in
         opened = path not in document.lines and any(each[: len(path)] == path for each in ordered)
-        return COMMAND_LINE if given or opened else document.where(path)
+        return COMMAND_LINE if given or opened else document.locate(path)
 
     return where
 
@@ -238,13 +244,13 @@ def _split_variant(
     return here, there
 
 
-def _render_part(document: Document, path: Path_, values: dict[str, Any] | None = None) -> Document:
+def _render_part(document: YamlDocument, path: Path_, values: dict[str, Any] | None = None) -> YamlDocument:
     """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
     if not path:
         kept = {name: value for name, value in document.values.items() if name != "sweep"}
         return replace(document, values=kept, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
     lines = {p[len(path) :]: n for p, n in document.lines.items() if p[: len(path)] == path and len(p) > len(path)}
-    return Document(document.source, values or {}, lines)
+    return YamlDocument(document.source, values or {}, lines)
 
 
 def _apply_override(settings: dict[str, Any], text: str) -> None:
@@ -254,6 +260,6 @@ def _apply_override(settings: dict[str, Any], text: str) -> None:
     inside = settings
     for part in outer:
         if not isinstance(inside.setdefault(part, {}), dict):
-            raise UserError(f"command line: {name}: sweep.{part} is {show(inside[part])}, not a mapping")
+            raise UserError(f"command line: {name}: sweep.{part} is {format_value(inside[part])}, not a mapping")
         inside = inside[part]
     inside[last] = value

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.problems import describe
+from megatron.config.problems import describe_validation_error
 from megatron.config.schema import Path_
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.section import Section
+from megatron.options.section import ConfigSection
 from megatron.options.sweep import SweepCorpusOptions, SweepOptions
 from megatron.reports.metrics import METRICS
 from megatron.utils.errors import UserError, shorten_text
@@ -24,11 +24,11 @@ SWEEP_OWNED_KEYS = {"save": "output", "load": "output", "seed": "seeds"}
 """Keys of ordinary configurations that a sweep sets itself, and the key of the sweep that decides them."""
 
 
-class _SweepKeys(Section):
+class _SweepKeys(ConfigSection):
     sweep: SweepOptions
 
 
-class _SweepFile(Section):
+class _SweepFile(ConfigSection):
     file: _SweepKeys
 
 
@@ -47,7 +47,7 @@ def find_sweep_problems(values: dict[str, Any], where: Callable[[Path_], str]) -
         try:
             options = _SweepFile.model_validate({"file": {"sweep": values}}).file.sweep
         except ValidationError as error:
-            problems += describe(error, where, known={})
+            problems += describe_validation_error(error, where, known={})
         else:
             problems += _find_inconsistencies(options, where)
     if problems:
@@ -63,7 +63,7 @@ def refuse_owned_keys(names: Sequence[str], where: Callable[[str], str]) -> None
 
 
 def _find_unknown_keys(values: dict[str, Any], where: Callable[[Path_], str]) -> Iterator[str]:
-    sections: tuple[tuple[Path_, type[Section]], ...] = (
+    sections: tuple[tuple[Path_, type[ConfigSection]], ...] = (
         (("sweep",), SweepOptions),
         (("sweep", "corpus"), SweepCorpusOptions),
         (("sweep", "evaluate"), EvaluationOptions),

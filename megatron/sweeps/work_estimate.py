@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.data.lengths import sequence_lengths
+from megatron.data.lengths import list_sequence_lengths
 from megatron.sweeps import receipts
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.utils.errors import UserError
 from megatron.utils.progress import WorkItem
 
 if TYPE_CHECKING:
-    from megatron.evaluation.sketch import Sketch
+    from megatron.evaluation.sketch import EvalEstimate
 
 # What needs torch is imported where it is used: a mistake in the file is told at once.
 
@@ -47,7 +47,7 @@ def estimate_work(
         UserError: a member cannot be trained on this machine, or not scored as the sweep says.
     """
     found: dict[SweepMember, MemberWork] = {}
-    scoring: dict[str, Sketch] = {}  # the members of a variant differ in their seed, which changes no shape
+    scoring: dict[str, EvalEstimate] = {}  # the members of a variant differ in their seed, which changes no shape
     for number, member in enumerate(sweep.members, start=1):
         if member.variant not in scoring:
             scoring[member.variant] = _build_scoring(member)
@@ -58,8 +58,8 @@ def estimate_work(
     return found
 
 
-def _build_scoring(member: SweepMember) -> Sketch:
-    from megatron.evaluation.sketch import foresee
+def _build_scoring(member: SweepMember) -> EvalEstimate:
+    from megatron.evaluation.sketch import estimate_untrained
     from megatron.model.build import check_position_options
 
     config = member.config
@@ -67,12 +67,12 @@ def _build_scoring(member: SweepMember) -> Sketch:
         check_position_options(config.model, config.position)
     except UserError as error:
         raise UserError(f"sweep.variants.{member.variant}: {error}") from None
-    return foresee(member.name, config, member.evaluation)
+    return estimate_untrained(member.name, config, member.evaluation)
 
 
-def _estimate_member(member: SweepMember, place: str, done: int, scoring: Sketch) -> MemberWork:
+def _estimate_member(member: SweepMember, place: str, done: int, scoring: EvalEstimate) -> MemberWork:
     config = member.resolved_config
-    training, lengths = config.training, sequence_lengths(config.data, config.model.seq_length)
+    training, lengths = config.training, list_sequence_lengths(config.data, config.model.seq_length)
     assert training.train_batch_size is not None
     sequences = training.train_batch_size * training.train_iters
     flops = sum(scoring.model.flops_per_token(length) * length for length in lengths) / len(lengths)

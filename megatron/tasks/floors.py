@@ -9,12 +9,12 @@ chance that made them.
 
 import numpy as np
 
-from megatron.tasks.task import Array, Drawn, Task
+from megatron.tasks.task import Array, Task, TaskBatch
 
-CONSTANT, PLACE = "the same answer everywhere", "the likeliest answer at each place"
+CONSTANT, POSITION = "the same answer everywhere", "the likeliest answer at each place"
 
 
-def right(task: Task, fitted: Drawn, scored: Drawn) -> dict[str, Array]:
+def measure_baseline_correctness(task: Task, fitted: TaskBatch, scored: TaskBatch) -> dict[str, Array]:
     """Where trivial predictors are right, by what they are called.
 
     Args:
@@ -27,13 +27,16 @@ def right(task: Task, fitted: Drawn, scored: Drawn) -> dict[str, Array]:
     frequencies = _frequencies(task, fitted)
     constant = frequencies.sum(axis=0).argmax()
     by_place = frequencies.argmax(axis=1)
-    labels = scored.labels - task.answers.start
-    return {CONSTANT: (labels == constant) & scored.counted, PLACE: (labels == by_place) & scored.counted}
+    labels = scored.labels - task.num_answers.start
+    return {
+        CONSTANT: (labels == constant) & scored.accuracy_mask,
+        POSITION: (labels == by_place) & scored.accuracy_mask,
+    }
 
 
-def _frequencies(task: Task, drawn: Drawn) -> Array:
+def _frequencies(task: Task, drawn: TaskBatch) -> Array:
     """How often each answer is right at each place, int64 [T, answers]."""
-    places, kinds = drawn.labels.shape[1], len(task.answers)
-    _, at = np.nonzero(drawn.counted)
-    flat = at * kinds + drawn.labels[drawn.counted] - task.answers.start
+    places, kinds = drawn.labels.shape[1], len(task.num_answers)
+    _, at = np.nonzero(drawn.accuracy_mask)
+    flat = at * kinds + drawn.labels[drawn.accuracy_mask] - task.num_answers.start
     return np.bincount(flat, minlength=places * kinds).reshape(places, kinds)

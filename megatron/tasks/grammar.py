@@ -15,7 +15,7 @@ PLUS, MINUS, TIMES, OPEN, CLOSE = range(MODULUS, MODULUS + 5)
 """The symbols that follow the digits."""
 
 
-def expressions(generator: np.random.Generator, count: int, length: int, operators: int) -> tuple[Array, Array]:
+def sample_expressions(generator: np.random.Generator, count: int, length: int, operators: int) -> tuple[Array, Array]:
     """Draw expressions of `length` symbols.
 
     Args:
@@ -30,7 +30,7 @@ def expressions(generator: np.random.Generator, count: int, length: int, operato
     while len(rows):
         inner = sizes >= 5
         values = np.zeros(len(rows), dtype=np.int64)
-        values[~inner] = _ends(generator, symbols, rows[~inner], starts[~inner], sizes[~inner])
+        values[~inner] = _sample_leaves(generator, symbols, rows[~inner], starts[~inner], sizes[~inner])
         rows, starts, sizes = rows[inner], starts[inner], sizes[inner]
         left = generator.integers(1, sizes - 3)
         chosen = generator.integers(operators, size=len(rows))
@@ -47,7 +47,7 @@ def expressions(generator: np.random.Generator, count: int, length: int, operato
     return symbols, below
 
 
-def _ends(generator: np.random.Generator, symbols: Array, rows: Array, starts: Array, sizes: Array) -> Array:
+def _sample_leaves(generator: np.random.Generator, symbols: Array, rows: Array, starts: Array, sizes: Array) -> Array:
     """Write the expressions that hold a single digit; returns their values."""
     digits = generator.integers(MODULUS, size=len(rows))
     bracketed, negative = sizes >= 3, sizes % 2 == 0

@@ -13,17 +13,17 @@ from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
 
-def tasks() -> list[str]:
+def find_task_files() -> list[str]:
     """Names of all tasks, in alphabetical order."""
     folder = Path(__file__).parent / "catalogue"
     return sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
 
 
 @cache
-def task_class(name: str) -> type[Task]:
+def load_task_class(name: str) -> type[Task]:
     """The class of a named task. Raises UserError with the nearest name for an unknown one."""
-    if name not in tasks():
-        raise UserError(f"task {name} is not available; {format_choices(name, tasks())}", "task")
+    if name not in find_task_files():
+        raise UserError(f"task {name} is not available; {format_choices(name, find_task_files())}", "task")
     module = importlib.import_module(f"megatron.tasks.catalogue.{name}")
     (found,) = (
         thing
@@ -33,10 +33,10 @@ def task_class(name: str) -> type[Task]:
     return found
 
 
-def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_option_problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What is wrong with a task's name or its options: the key to blame, and a sentence with the values."""
     try:
-        kind = task_class(name)
+        kind = load_task_class(name)
     except UserError as error:
         yield "task", str(error)
         return
@@ -56,14 +56,14 @@ def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]
                 yield f"task_options.{option}", f"task_options.{option} is {item['input']!r}; {reason}"
 
 
-def build(name: str, options: Mapping[str, Any] | None = None) -> Task:
+def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     """A task by its name and options. Raises UserError if there is none, or an option is not one of its."""
-    for blamed, problem in problems(name, options or {}):
+    for blamed, problem in find_option_problems(name, options or {}):
         raise UserError(problem, blamed)
-    return task_class(name).model_validate(dict(options or {}))
+    return load_task_class(name).model_validate(dict(options or {}))
 
 
-def identity(name: str, task: Task) -> str:
+def describe_task_identity(name: str, task: Task) -> str:
     """A task in one word, with the options that are not the default's: `mqar(pairs=4)`."""
     changed = [
         f"{option}={value}"

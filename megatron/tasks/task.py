@@ -10,25 +10,25 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from megatron.options.section import Section
+from megatron.options.section import ConfigSection
 
 Array = np.ndarray
 
 
-class Drawn(NamedTuple):
+class TaskBatch(NamedTuple):
     """B sequences of one length. Place t reads the token t and is asked for the label t: nothing is shifted."""
 
     tokens: Array
     """int64 [B, T]."""
     labels: Array
     """int64 [B, T], one of the task's answers; without meaning where nothing is asked."""
-    asked: Array
+    loss_mask: Array
     """bool [B, T], the places that have a loss."""
-    counted: Array
+    accuracy_mask: Array
     """bool [B, T], those of them that count for accuracy."""
 
 
-class Task(Section):
+class Task(ConfigSection):
     """Base of all tasks. A subclass says what its class variables are, and overrides the methods."""
 
     title: ClassVar[str]
@@ -44,27 +44,27 @@ class Task(Section):
     """Is the share of sequences of which every token is right reported too?"""
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """Tokens of the vocabulary: ids are in [0, size)."""
         raise NotImplementedError
 
     @property
-    def answers(self) -> range:
+    def num_answers(self) -> range:
         """The ids that labels may have: of these an answer is chosen, and over these the loss is taken in scoring."""
         raise NotImplementedError
 
-    def refusal(self, length: int) -> str | None:
+    def unsupported_length_reason(self, length: int) -> str | None:
         """Why there is no input of a length, else None: a clause that follows it."""
         return None if length >= 1 else "inputs have at least 1 token"
 
-    def places(self, length: int) -> int:
+    def sequence_length(self, length: int) -> int:
         """Tokens of a sequence whose input has this length."""
         raise NotImplementedError
 
-    def draw(self, generator: np.random.Generator, count: int, length: int) -> Drawn:
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         """Draw `count` sequences whose input has a length that is not refused."""
         raise NotImplementedError
 
-    def guesses(self, length: int) -> dict[str, float]:
+    def baseline_accuracies(self, length: int) -> dict[str, float]:
         """What else can be had without solving the task, at a length: a predictor in words, and its accuracy."""
         return {}

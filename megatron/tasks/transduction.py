@@ -20,17 +20,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron.options.section import key
-from megatron.tasks.task import Array, Drawn, Task
+from megatron.options.section import config_field
+from megatron.tasks.task import Array, Task, TaskBatch
 
-TERMINATOR = 2
+TERMINATOR_SYMBOL = 2
 """The symbol that ends the outputs which are shorter than the place there is for them; zeros follow it."""
 
 
 class Transduction(Task):
     """Base of the tasks of this form. A subclass says its alphabets, how long its outputs are, and draws both."""
 
-    compute_tokens: int = key(
+    compute_tokens: int = config_field(
         0, "compute tokens between input and placeholders, for each token of the input", ge=0, le=1000
     )
 
@@ -54,49 +54,49 @@ class Transduction(Task):
         """Outputs, m."""
         return 1
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         """Inputs [B, input_length] and outputs [B, m], each in its own alphabet."""
         raise NotImplementedError
 
     @property
-    def size(self) -> int:
-        return self.answers.stop
+    def vocab_size(self) -> int:
+        return self.num_answers.stop
 
     @property
-    def answers(self) -> range:
+    def num_answers(self) -> range:
         first = self.inputs + 1 + bool(self.compute_tokens)
         return range(first, first + self.outputs)
 
-    def places(self, length: int) -> int:
+    def sequence_length(self, length: int) -> int:
         return self.input_length(length) * (1 + self.compute_tokens) + self.output_length(length)
 
-    def draw(self, generator: np.random.Generator, count: int, length: int) -> Drawn:
-        given, wanted = self.sample(generator, count, length)
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
+        given, wanted = self.sample_strings(generator, count, length)
         read, asked = given.shape[1], wanted.shape[1]
-        shape = (count, self.places(length))
+        shape = (count, self.sequence_length(length))
         tokens = np.full(shape, self.inputs, dtype=np.int64)
         tokens[:, :read] = given
         tokens[:, read : shape[1] - asked] = self.inputs + 1
-        labels = np.full(shape, self.answers.start, dtype=np.int64)
-        labels[:, shape[1] - asked :] = wanted + self.answers.start
+        labels = np.full(shape, self.num_answers.start, dtype=np.int64)
+        labels[:, shape[1] - asked :] = wanted + self.num_answers.start
         places = np.zeros(shape, dtype=bool)
         places[:, shape[1] - asked :] = True
         counted = places.copy()
         if self.terminated:
-            ends = (wanted == TERMINATOR).argmax(axis=1)
+            ends = (wanted == TERMINATOR_SYMBOL).argmax(axis=1)
             counted[:, shape[1] - asked :] = np.arange(asked) <= ends[:, None]
-        return Drawn(tokens, labels, places, counted)
+        return TaskBatch(tokens, labels, places, counted)
 
 
-def bits(generator: np.random.Generator, count: int, length: int) -> Array:
+def sample_bits(generator: np.random.Generator, count: int, length: int) -> Array:
     """Uniform bits, int64 [count, length]."""
     return generator.integers(2, size=(count, length))
 
 
-def positive(generator: np.random.Generator, count: int, lengths: Array, width: int) -> Array:
+def sample_positive(generator: np.random.Generator, count: int, lengths: Array, width: int) -> Array:
     """Numbers uniform on 1 … 2^length − 1 as bits in any order, int64 [count, width], zeros beyond each length."""
     within = np.arange(width) < lengths[:, None]
-    drawn = bits(generator, count, width) * within
+    drawn = sample_bits(generator, count, width) * within
     while (zero := ~drawn.any(axis=1)).any():
-        drawn[zero] = bits(generator, int(zero.sum()), width) * within[zero]
+        drawn[zero] = sample_bits(generator, int(zero.sum()), width) * within[zero]
     return drawn

@@ -43,7 +43,7 @@ class Engine:
         # Else DeepSpeed asks the compiler what it could build, whose complaints fill the log, and then builds a
         # collective over shared memory, which takes 30 s. Nothing else reads this.
         deepspeed.ops.__compatible_ops__ = {}
-        self.precision = config.training.compute_type
+        self.precision = config.training.compute_dtype
         self.stage = config.training.zero_optimization.stage
         self.clip = config.optimizer.gradient_clipping
         self.groups = groups
@@ -226,7 +226,7 @@ def build_deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: fl
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},
     }
-    kind = training.compute_type
+    kind = training.compute_dtype
     if kind == "bf16":
         result["bf16"] = {"enabled": True, "immediate_grad_update": pipelined}
         if (steps > 1 or pipelined) and zero["stage"] > 0:

@@ -37,7 +37,7 @@ class PipelineSchedule:
         # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
         tokens = torch.empty(batch, places, dtype=torch.int64, device="meta")
         losses = torch.empty(batch, places, dtype=torch.float32, device="meta", requires_grad=True)
-        kind = DTYPES[training.compute_type]
+        kind = DTYPES[training.compute_dtype]
         hidden = torch.empty(places, batch, config.model.hidden_size, dtype=kind, device="meta", requires_grad=True)
         stage = PipelineStage(
             gpt,

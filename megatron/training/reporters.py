@@ -156,7 +156,7 @@ class WeightsAndBiases:
                 id=_wandb_id(folder) if run is not None else None,
                 resume="allow",
                 dir=folder,
-                config=config.flat(),
+                config=config.to_flat(),
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except Exception as error:  # wandb.errors.Error and what the network adds

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.checks import check
-from megatron.config.ranks import mesh_sizes, one_model, with_batch, with_zero
+from megatron.config.checks import validate_config
+from megatron.config.ranks import ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
@@ -55,12 +55,12 @@ def resolve_run(
         device=found.device, num_gpus=None if found.nodes is None else found.ranks_on_node, nodes=found.nodes,
         distributed_backend=backend,
     )  # fmt: skip
-    config, more = with_zero(config)
+    config, more = resolve_zero(config)
     notes += [*more, *_describe_unused_keys(config)]
     if found.ranks is not None and found.ranks_on_node is not None and not dry_run:
         _check_memory(config, hardware, found.device, found.ranks_on_node, found.ranks)
     if found.ranks is not None:
-        config = with_batch(config, mesh_sizes(config, found.ranks).data)
+        config = resolve_batch_size(config, resolve_mesh_shape(config, found.ranks).data)
     return ResolvedRun(config, found.ranks, tuple(notes))
 
 
@@ -85,7 +85,7 @@ def resolve_remote_run(config: Config, rank_info: RankInfo | None = None) -> Res
 
 def _check_complete(config: Config) -> None:
     """Is there all that a run needs, and nothing that contradicts it?"""
-    for _, problem in check(config):  # a configuration that was read from files has passed these
+    for _, problem in validate_config(config):  # a configuration that was read from files has passed these
         raise UserError(problem)
     data = config.data
     if data.data_path is None and not data.train_data_paths and data.task is None:
@@ -132,7 +132,7 @@ class _Topology:
 
 def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankInfo | None, dry_run: bool) -> _Topology:
     """How many processes there are, and on what, as far as that can be known. Refuses what is not there."""
-    launch, precision = config.launch, config.training.compute_type
+    launch, precision = config.launch, config.training.compute_dtype
     here = launch.num_gpus if rank_info is None else rank_info.ranks_on_node
     ranks = rank_info.world_size if rank_info is not None else here and here * (launch.nodes or 1)
     gpus = hardware.num_gpus if launch.device != "cpu" else 0
@@ -142,7 +142,7 @@ def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankIn
         note = f"no GPU is here, and this run needs one; not checked: {open_}, and their memory"
         return _Topology("cuda", here, ranks, (note,))
     device = "cuda" if gpus else "cpu"
-    here = here or gpus or one_model(config)
+    here = here or gpus or ranks_per_replica(config)
     # A scheduler may show each process that it starts its own GPU alone.
     _check_device(launch.device, device, precision, 1 if rank_info is not None and gpus == 1 else here, hardware)
     return _Topology(device, here, ranks or here * (launch.nodes or 1))
@@ -170,7 +170,7 @@ def _describe_saves(config: Config) -> Iterator[str]:
 def _describe_unused_keys(config: Config) -> Iterator[str]:
     """What other projects' files say everywhere and ZeRO does not read here."""
     zero = config.training.zero_optimization
-    if unread := zero.unread():
+    if unread := zero.list_unused_keys():
         have = "has" if len(unread) == 1 else "have"
         yield f"zero_optimization: {', '.join(unread)} {have} no effect at stage {zero.stage}"
     if not zero.contiguous_gradients and zero.stage in (1, 2) and zero.offload_optimizer.device != "none":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.checkpoint.lock import RunLock
-from megatron.config.ranks import mesh_sizes
+from megatron.config.ranks import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
@@ -37,7 +37,10 @@ def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
     """
     launch = config.launch
     processes = init_distributed(
-        rank_info, mesh_sizes(config, rank_info.world_size), device=launch.device, backend=launch.distributed_backend
+        rank_info,
+        resolve_mesh_shape(config, rank_info.world_size),
+        device=launch.device,
+        backend=launch.distributed_backend,
     )
     # Before anything in the folder is looked at, and after all have met: who waited for one that was refused here, and
     # left, would keep its machines for as long as it has patience.

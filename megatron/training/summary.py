@@ -27,7 +27,7 @@ def estimate_seconds(state: TrainState, step: int) -> float:
     training, model = state.config.training, state.config.model
     speed = measure_matmul_tflops(
         state.groups.device,
-        training.compute_type,
+        training.compute_dtype,
         rows=training.train_micro_batch_size_per_gpu * model.seq_length,
         inner=model.hidden_size,
         columns=ffn_hidden_size(model),
@@ -57,7 +57,7 @@ def describe_start(state: TrainState, step: int, seconds: float) -> str:
     progress = f"from step {step:,}, " if step else ""
     reason = state.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
-        f"{format_count(state.parameters)} parameters on {place} in {training.compute_type}; "
+        f"{format_count(state.parameters)} parameters on {place} in {training.compute_dtype}; "
         f"{training.train_iters:,} steps of "
         f"{batch:,} × {length} tokens{layout} are {tokens} tokens; {progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"

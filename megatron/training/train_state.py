@@ -28,10 +28,10 @@ from megatron.checkpoint.resume import (
 from megatron.checkpoint.run_files import save_config
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.config.schema import Config
-from megatron.data.batches import Batch, batches
+from megatron.data.batches import Batch, build_dataloader
 from megatron.data.datasets import Datasets, build_datasets
-from megatron.data.run_tokenizer import keep_run_tokenizer
-from megatron.data.vocabulary import Vocabulary, vocabulary
+from megatron.data.run_tokenizer import save_run_tokenizer
+from megatron.data.vocabulary import Vocabulary, read_vocabulary
 from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
@@ -133,7 +133,7 @@ def build_components(
     """
     training, processes = config.training, session.groups
     check_engine_layout(resume, config, processes.mesh.sizes)
-    known = vocabulary(config.data)
+    known = read_vocabulary(config.data)
     check_vocabulary(resume, known.size, known.name, config.data.task)
     check_position_options(config.model, config.position)  # before the data leave anything behind
     datasets, train_samples = _build_datasets(config, resume, processes)
@@ -163,9 +163,9 @@ def build_components(
         engine=Engine(config, model, processes),
         schedule=build_schedule(config.optimizer, training.train_iters),
         batches=iter(
-            batches(
+            build_dataloader(
                 datasets.train,  # type: ignore[arg-type]
-                micro_batch=training.train_micro_batch_size_per_gpu,
+                micro_batch_size=training.train_micro_batch_size_per_gpu,
                 mesh=processes.mesh,
                 start=resume.progress.consumed_samples,
                 num_workers=config.data.num_workers,
@@ -175,7 +175,7 @@ def build_components(
         reporters=[],
         flops_per_token=flops_per_token,
         parameters=parameters,
-        peak=find_peak_tflops(processes.device, training.compute_type, config.logging.peak_tflops),
+        peak=find_peak_tflops(processes.device, training.compute_dtype, config.logging.peak_tflops),
     )
 
 
@@ -195,7 +195,7 @@ def load_state(state: TrainState) -> None:
     if not processes.is_main:
         return
     if (folder := config.checkpoint.save) is not None:
-        keep_run_tokenizer(config.data, folder)
+        save_run_tokenizer(config.data, folder)
         # From here on the run is this one: nothing can be refused any more.
         prune_checkpoints(folder, None)
         for note in move_superseded_aside(resume, Path(folder) / METRICS_FILE):

@@ -24,9 +24,9 @@ from torch import Tensor
 from megatron.checkpoint import engine_state, layout
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.ranks import mesh_sizes
+from megatron.config.ranks import resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.data.vocabulary import vocabulary
+from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import read_launcher_environment
 from megatron.planning.memory_estimate import estimate_memory
@@ -109,8 +109,8 @@ def _describe_memory_error(config: Config, error: BaseException) -> str:
     line = f"memory does not suffice{f' (for {requested[1]} more)' if requested else ''}"
     started = read_launcher_environment(port=config.launch.master_port)
     try:
-        sizes = mesh_sizes(config, 1 if started is None else started.rank_info.world_size)
-        planned = estimate_memory(config, sizes, vocabulary(config.data).size).total
+        sizes = resolve_mesh_shape(config, 1 if started is None else started.rank_info.world_size)
+        planned = estimate_memory(config, sizes, read_vocabulary(config.data).size).total
         line += f"; this configuration is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
     except FarfieldError:  # an encoding of which nothing is known
         pass
@@ -451,7 +451,7 @@ class Trainer:
             context=sizes.context,
             pipeline=sizes.pipeline,
             zero_stage=training.zero_optimization.stage,
-            precision=training.compute_type,
+            precision=training.compute_dtype,
             directory=os.getcwd(),
             rollbacks=state.resume.progress.rollbacks,
             skipped_samples=state.resume.progress.skipped_samples,

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from megatron.checkpoint import rng_state
 from megatron.config.schema import Config
-from megatron.data.batches import batches
+from megatron.data.batches import build_dataloader
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.metrics import ValidationRecord, perplexity
@@ -41,7 +41,7 @@ def validate(
     engine.model.eval()
     losses = torch.zeros((), dtype=torch.float64, device=groups.device)
     counted = 0.0
-    order = batches(dataset, micro_batch=training.train_micro_batch_size_per_gpu, mesh=groups.mesh)
+    order = build_dataloader(dataset, micro_batch_size=training.train_micro_batch_size_per_gpu, mesh=groups.mesh)
     steps = training.gradient_accumulation_steps
     total = training.eval_iters * steps
     for done in range(0, total, steps):

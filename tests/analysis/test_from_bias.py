@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.analysis.bias import bias_over_distance, in_double, terms_at, windowed
-from megatron.analysis.convergence import series_of
-from megatron.analysis.effective_length import FAR, cumulative, effective_lengths
-from megatron.analysis.receptive_field import PLOTTED, Field, finite, theoretical
+from megatron.analysis.bias import compute_bias_by_distance, compute_terms, mask_window, to_float64
+from megatron.analysis.convergence import sum_bias_series
+from megatron.analysis.effective_length import FAR, accumulate_by_length, compute_effective_lengths
+from megatron.analysis.receptive_field import (
+    PLOTTED_FRACTIONS,
+    ReceptiveField,
+    compute_finite_field,
+    compute_theoretical_field,
+)
 from megatron.position import registry, series_tails
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
@@ -27,9 +32,9 @@ def encoding_of(name: str, heads: int = 1, options: dict[str, Any] | None = None
     return encoding
 
 
-def fields_of(encoding: Encoding, head: int = 0, **choices: Any) -> list[Field]:
-    series = series_of(encoding, **choices)[head]
-    return theoretical(series.bias, series.tail, SHARES)
+def fields_of(encoding: Encoding, head: int = 0, **choices: Any) -> list[ReceptiveField]:
+    series = sum_bias_series(encoding, **choices)[head]
+    return compute_theoretical_field(series.bias, series.tail, SHARES)
 
 
 KNOWN = [
@@ -46,7 +51,7 @@ KNOWN = [
 
 @pytest.mark.parametrize(("encoding", "head", "expected"), [case[1:] for case in KNOWN], ids=[c[0] for c in KNOWN])
 def test_theoretical_receptive_fields(encoding: Encoding, head: int, expected: list[int]) -> None:
-    assert fields_of(encoding, head) == [Field(keys, keys) for keys in expected]
+    assert fields_of(encoding, head) == [ReceptiveField(keys, keys) for keys in expected]
 
 
 @pytest.mark.parametrize("name", ["type1", "kerple_log", "kerple_power", "type2", "alibi"])
@@ -84,18 +89,18 @@ def test_both_definitions_against_loops(seed: int) -> None:
     bias = torch.randn(97, dtype=torch.float64) - torch.arange(97) * 0.05
     b = [math.exp(x) for x in bias.tolist()]
     shares = [0.9, 0.5, 0.2, 0.05, 0.003]
-    assert theoretical(bias, series_tails.windowed_tail(97), shares) == [
-        Field(j, j) for j in (brute(b, share) for share in shares)
+    assert compute_theoretical_field(bias, series_tails.windowed_tail(97), shares) == [
+        ReceptiveField(j, j) for j in (brute(b, share) for share in shares)
     ]
-    assert finite(bias.exp()) == brute_finite(b)
-    assert pytest.approx([1 - i / 49 for i in range(50)]) == PLOTTED
+    assert compute_finite_field(bias.exp()) == brute_finite(b)
+    assert pytest.approx([1 - i / 49 for i in range(50)]) == PLOTTED_FRACTIONS
 
 
 def test_more_than_is_not_at_least() -> None:
     """b_t = 2^−t leaves exactly a half after one term: equation 22 wants more, the algorithm is content."""
     bias = -torch.arange(60, dtype=torch.float64) * math.log(2)
-    assert theoretical(bias, series_tails.exponential_tail(math.log(2)), [0.5]) == [Field(2, 2)]
-    assert finite(bias.exp(), [0.5]) == [1]
+    assert compute_theoretical_field(bias, series_tails.exponential_tail(math.log(2)), [0.5]) == [ReceptiveField(2, 2)]
+    assert compute_finite_field(bias.exp(), [0.5]) == [1]
 
 
 def test_a_series_that_diverges_has_no_end() -> None:
@@ -107,21 +112,23 @@ def test_a_window_ends_every_series() -> None:
     """Without a bias, w keys count alike."""
     fields = fields_of(encoding_of("none"), window=10)
     assert [field.low for field in fields] == [6, 10, 10, 10]  # more than 5, 9, 9.9, 9.99
-    assert series_of(encoding_of("inverse"), 10)[0].total == pytest.approx((sum(1 / n for n in range(1, 11)),) * 2)
+    assert sum_bias_series(encoding_of("inverse"), 10)[0].total == pytest.approx(
+        (sum(1 / n for n in range(1, 11)),) * 2
+    )
 
 
 def test_what_is_too_far_to_count_is_told_by_a_bound() -> None:
     fields = fields_of(encoding_of("kerple_log", r1=1.01, r2=0.5))
     assert str(fields[0]) == "over 2^53"
-    assert str(Field(3, 5)) == "3 to 5"
-    assert str(Field(1, math.inf)) == "not known"
+    assert str(ReceptiveField(3, 5)) == "3 to 5"
+    assert str(ReceptiveField(1, math.inf)) == "not known"
 
 
 def test_biases_are_the_encodings_own() -> None:
     encoding = encoding_of("kerple_log", heads=3)
     r1, r2 = encoding.r1().tolist(), encoding.r2().tolist()
     expected = [[-a * math.log1p(b * n) for n in range(40)] for a, b in zip(r1, r2, strict=True)]
-    found = bias_over_distance(encoding, 40)
+    found = compute_bias_by_distance(encoding, 40)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-15)
     assert encoding.r1().dtype == torch.float32  # a copy was looked at
@@ -135,7 +142,7 @@ def test_tables_compute_in_float64_when_asked(name: str) -> None:
     """Not in float32, and widened then."""
     encoding = encoding_of(name, heads=3)
     coarse = encoding.table(torch.arange(50.0))
-    fine = terms_at(in_double(encoding), torch.arange(50, dtype=torch.float64))
+    fine = compute_terms(to_float64(encoding), torch.arange(50, dtype=torch.float64))
     for low, high in zip(coarse, fine, strict=True):
         assert (low is None) == (high is None)
         if low is not None:
@@ -147,27 +154,27 @@ def test_tables_compute_in_float64_when_asked(name: str) -> None:
 
 def test_fires_bias_is_that_of_one_query() -> None:
     encoding = encoding_of("fire", heads=2)
-    far, near = bias_over_distance(encoding, 100), bias_over_distance(encoding, 50)
+    far, near = compute_bias_by_distance(encoding, 100), compute_bias_by_distance(encoding, 50)
     assert far.shape == (2, 100)
     assert not torch.allclose(far[:, :50], near)
     with pytest.raises(ValueError, match="name a row"):
-        terms_at(in_double(encoding), torch.arange(3, dtype=torch.float64))
+        compute_terms(to_float64(encoding), torch.arange(3, dtype=torch.float64))
 
 
 def test_a_window_hides_what_is_outside() -> None:
-    assert windowed(torch.zeros(1, 5), 3).tolist() == [[0, 0, 0, -math.inf, -math.inf]]
-    assert torch.equal(windowed(torch.zeros(1, 5), 8), torch.zeros(1, 5))
+    assert mask_window(torch.zeros(1, 5), 3).tolist() == [[0, 0, 0, -math.inf, -math.inf]]
+    assert torch.equal(mask_window(torch.zeros(1, 5), 8), torch.zeros(1, 5))
 
 
 def test_effective_lengths() -> None:
-    assert effective_lengths(encoding_of("kerple_log", r1=1.0, r2=0.1)) == [64]
+    assert compute_effective_lengths(encoding_of("kerple_log", r1=1.0, r2=0.1)) == [64]
     slopes = [2 ** (-8 * h / 12) for h in (1, 6, 12)]
     with torch.no_grad():
         encoding = encoding_of("kerple_power", heads=3, r2=1.0)
         encoding.r1.value.copy_(torch.tensor(slopes))
         encoding.r1.low = 0.0
-    assert effective_lengths(encoding) == [4, 33, 513]
-    assert effective_lengths(encoding, window=100) == [4, 33, 100]
+    assert compute_effective_lengths(encoding) == [4, 33, 513]
+    assert compute_effective_lengths(encoding, window=100) == [4, 33, 100]
 
 
 @pytest.mark.parametrize(("r1", "r2"), [(0.7, 0.3), (0.3, 0.02), (1.9, 0.9), (0.26, 0.9)])
@@ -175,19 +182,19 @@ def test_effective_lengths_against_a_loop(r1: float, r2: float) -> None:
     encoding = encoding_of("kerple_log", r1=r1, r2=r2)
     r1, r2 = encoding.r1().item(), encoding.r2().item()
     expected = next(n for n in range(10**6) if -r1 * math.log1p(r2 * n) < -2)
-    assert effective_lengths(encoding) == [expected]
+    assert compute_effective_lengths(encoding) == [expected]
 
 
 def test_effective_lengths_that_are_none() -> None:
-    assert effective_lengths(encoding_of("fire", heads=2)) == [None, None]
-    assert effective_lengths(encoding_of("sandwich")) == [None]  # goes up and down
-    assert effective_lengths(encoding_of("none")) == [math.inf]
-    assert effective_lengths(encoding_of("kerple_log", r1=0.02, r2=0.02)) == [math.inf]  # at n = 10^45
+    assert compute_effective_lengths(encoding_of("fire", heads=2)) == [None, None]
+    assert compute_effective_lengths(encoding_of("sandwich")) == [None]  # goes up and down
+    assert compute_effective_lengths(encoding_of("none")) == [math.inf]
+    assert compute_effective_lengths(encoding_of("kerple_log", r1=0.02, r2=0.02)) == [math.inf]  # at n = 10^45
 
 
 def test_heads_are_counted_up_to_each_distance() -> None:
-    assert cumulative([3, 3, 700, 30_000, math.inf]) == [(0, 0), (3, 2), (700, 3), (FAR, 3)]
-    assert cumulative([math.inf]) == [(0, 0), (FAR, 0)]
+    assert accumulate_by_length([3, 3, 700, 30_000, math.inf]) == [(0, 0), (3, 2), (700, 3), (FAR, 3)]
+    assert accumulate_by_length([math.inf]) == [(0, 0), (FAR, 0)]
 
 
 def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances() -> None:
@@ -195,7 +202,7 @@ def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances
     page = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text(encoding="utf-8")
     rows = re.findall(r"^ *\| ([\d.]+) \(\w+\) \| (−[\d.]+), (−[\d.]+), (−[\d.]+) \|", page, re.MULTILINE)
     far = torch.tensor([10**4, 10**5, 10**6], dtype=torch.float64)
-    bias = in_double(encoding_of("sandwich", heads=12)).table(far).bias
+    bias = to_float64(encoding_of("sandwich", heads=12)).table(far).bias
     assert [float(row[0]) for row in rows] == [12 / (8 * head) for head in (1, 6, 12)]
     for row, head in zip(rows, (0, 5, 11), strict=True):
         assert [float(each.replace("−", "-")) for each in row[1:]] == [round(each, 1) for each in bias[head].tolist()]

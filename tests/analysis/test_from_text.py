@@ -10,11 +10,11 @@ from models import VOCABULARY, small_gpt
 from torch import Tensor
 
 from megatron.analysis import maps, observe
-from megatron.analysis.attention_mass import Mass, attention_mass
-from megatron.analysis.maps import layer_maps
-from megatron.analysis.observe import attentions, observed, read
-from megatron.analysis.receptive_field import finite
-from megatron.analysis.taps import processor_taps
+from megatron.analysis.attention_mass import AttentionMass, measure_attention_mass
+from megatron.analysis.maps import compute_layer_maps
+from megatron.analysis.observe import capture_attention, list_attention_layers, run_forward
+from megatron.analysis.receptive_field import compute_finite_field
+from megatron.analysis.taps import measure_processor_jacobian
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
@@ -42,7 +42,7 @@ def captured(model: GPT, window: np.ndarray) -> list[tuple[Tensor, Tensor]]:
         q, k = (x[:, 0].permute(1, 0, 2).double() for x in inputs[:2])
         found.append((q, k))
 
-    handles = [attention.register_forward_pre_hook(hook) for attention in attentions(model)]
+    handles = [attention.register_forward_pre_hook(hook) for attention in list_attention_layers(model)]
     with torch.no_grad():
         model(torch.from_numpy(window)[None])
     for handle in handles:
@@ -52,7 +52,7 @@ def captured(model: GPT, window: np.ndarray) -> list[tuple[Tensor, Tensor]]:
 
 def pieces(model: GPT, layer: int, q: Tensor, k: Tensor, window: int | None = None) -> Iterator[dict[str, list]]:
     """Row by row: score, bias, what a processor adds, attention, [H][i + 1] each, by the papers' formulas."""
-    attention = attentions(model)[layer]
+    attention = list_attention_layers(model)[layer]
     r1, r2 = (r().double().tolist() for r in (attention.encoding.r1, attention.encoding.r2))
     heads, length, dim = q.shape
     for i in range(length):
@@ -118,7 +118,7 @@ def test_mean_attention_by_distance(processor: str, place: dict, window: int | N
     model = model_of(processor, place, window)
     near = LENGTH // 2
     told: list[float] = []
-    found = attention_mass(model, windows(), told.append)
+    found = measure_attention_mass(model, windows(), told.append)
     assert told == sorted(told)
     assert {0.25, 0.5, 0.75, 1.0} < set(told)  # two layers of two windows, each in several blocks of rows
     expected = np.zeros((2, HEADS, near))
@@ -133,7 +133,7 @@ def test_mean_attention_by_distance(processor: str, place: dict, window: int | N
     assert found.queries == queries
     # Scores and softmax are float32 there, and of order one.
     np.testing.assert_allclose(found.shares.numpy(), expected / queries, atol=2e-6)
-    np.testing.assert_allclose(found.beyond.numpy(), 1 - expected.sum(-1) / queries, atol=2e-6)
+    np.testing.assert_allclose(found.mass_beyond.numpy(), 1 - expected.sum(-1) / queries, atol=2e-6)
 
 
 @pytest.mark.parametrize(("processor", "place", "window"), CASES)
@@ -143,7 +143,7 @@ def test_maps_are_means_over_what_is_seen(
     side, heads = 6, [2, 0]
     monkeypatch.setattr(maps, "SIDE", side)
     model, tokens = model_of(processor, place, window), windows()[0]
-    (found,) = layer_maps(model, tokens, [1], heads)
+    (found,) = compute_layer_maps(model, tokens, [1], heads)
     q, k = captured(model, tokens)[1]
     rows = list(pieces(model, 1, q, k, window))
     assert found.layer == 1
@@ -170,14 +170,14 @@ def test_looking_on_changes_nothing() -> None:
     with torch.no_grad():
         before = model(tokens)
         seen: list[tuple[int, int]] = []
-        with observed(model, lambda layer, rows: seen.append((layer, rows.query.length))):
+        with capture_attention(model, lambda layer, rows: seen.append((layer, rows.query.length))):
             watched = model(tokens)
         assert torch.equal(before, watched)
     assert seen == [(0, LENGTH), (1, LENGTH)]
-    kept = [attention.backend for attention in attentions(model)]
+    kept = [attention.backend for attention in list_attention_layers(model)]
     with pytest.raises(ZeroDivisionError):
-        read(model, windows()[0], lambda layer, rows: 1 // 0)
-    assert [attention.backend for attention in attentions(model)] == kept
+        run_forward(model, windows()[0], lambda layer, rows: 1 // 0)
+    assert [attention.backend for attention in list_attention_layers(model)] == kept
 
 
 @pytest.mark.parametrize("encoding", ["rotary", "cope", "fire", "learned", "kerple_bias_weight", "transformer_xl"])
@@ -185,9 +185,9 @@ def test_looking_on_changes_nothing() -> None:
 def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> None:
     """All attention is somewhere: within m, or beyond; and maps of attention have rows that sum to 1."""
     model = small_gpt(LENGTH, encoding, processor)
-    mass = attention_mass(model, windows())
+    mass = measure_attention_mass(model, windows())
     assert ((mass.shares.sum(-1) <= 1 + 1e-5) & (mass.shares >= 0).all(-1)).all()
-    (found,) = layer_maps(model, windows()[0], [0], [0])
+    (found,) = compute_layer_maps(model, windows()[0], [0], [0])
     side = found.cells["attention"].shape[-1]
     assert side == LENGTH  # no pooling
     rows = found.cells["attention"][0].nan_to_num(0).sum(-1)
@@ -198,11 +198,18 @@ def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> Non
 
 
 def test_fields_of_a_known_distribution() -> None:
-    mass = Mass(torch.tensor([[[0.5, 0.25, 0.125, 0.0625]]], dtype=torch.float64), queries=1)
-    assert mass.beyond.item() == 0.0625
-    assert [mass.field(0, 0, share) for share in (0.6, 0.5, 0.2, 0.07, 0.0625, 0.01)] == [1, 2, 3, 4, None, None]
+    mass = AttentionMass(torch.tensor([[[0.5, 0.25, 0.125, 0.0625]]], dtype=torch.float64), queries=1)
+    assert mass.mass_beyond.item() == 0.0625
+    assert [mass.receptive_field(0, 0, share) for share in (0.6, 0.5, 0.2, 0.07, 0.0625, 0.01)] == [
+        1,
+        2,
+        3,
+        4,
+        None,
+        None,
+    ]
     # Within the four keys: 8, 12, 14, 15 fifteenths.
-    assert finite(mass.shares[0, 0], [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
+    assert compute_finite_field(mass.shares[0, 0], [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
 
 
 class Mixing(Processor):
@@ -218,10 +225,10 @@ class Mixing(Processor):
 
 def test_taps_of_a_linear_processor_are_its_weights() -> None:
     model = small_gpt(80, "kerple_log", "dape")
-    for attention in attentions(model):
+    for attention in list_attention_layers(model):
         shape = attention.processor.dims
         attention.processor, attention.backend = Mixing(shape, has_bias=True), EagerBackend()
-    found = processor_taps(model, windows(2, 80))
+    found = measure_processor_jacobian(model, windows(2, 80))
     assert [(each.layer, each.reads) for each in found] == [(0, "score"), (0, "bias"), (1, "score"), (1, "bias")]
     of_score, of_bias = found[:2]
     assert (of_score.reach, of_bias.reach) == (1, 0)
@@ -238,7 +245,7 @@ def test_taps_of_a_linear_processor_are_its_weights() -> None:
 def test_taps_of_cdape_where_it_is_linear() -> None:
     """With all hidden values above zero the two convolutions are one, of the kernels' product."""
     model = small_gpt(80, "kerple_log", "cdape", score_processor_options={"width": 4, "kernel_size": 3})
-    processor = attentions(model)[0].processor
+    processor = list_attention_layers(model)[0].processor
     with torch.no_grad():
         processor.hidden.bias.fill_(100.0)
     w1, w2 = (w.detach().double()[:, :, 0] for w in (processor.hidden.weight, processor.output.weight))
@@ -248,7 +255,7 @@ def test_taps_of_cdape_where_it_is_linear() -> None:
             for a in range(3):
                 for b in range(3):
                     expected[h, g, a + b] += sum(w2[h, c, a] * w1[c, g, b] for c in range(4))
-    of_score, of_bias = processor_taps(model, windows(1, 80))[:2]
+    of_score, of_bias = measure_processor_jacobian(model, windows(1, 80))[:2]
     torch.testing.assert_close(of_score.mean, expected[:, :HEADS], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(of_bias.mean, expected[:, HEADS:], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(of_score.rms, expected[:, :HEADS].abs(), atol=1e-6, rtol=1e-5)
@@ -256,11 +263,11 @@ def test_taps_of_cdape_where_it_is_linear() -> None:
 
 def test_taps_differ_where_cdape_bends() -> None:
     model = small_gpt(80, "kerple_log", "cdape")
-    found = processor_taps(model, windows(2, 80))
+    found = measure_processor_jacobian(model, windows(2, 80))
     assert any((each.rms > each.mean.abs() + 1e-6).any() for each in found)
-    again = processor_taps(model, windows(2, 80))
+    again = measure_processor_jacobian(model, windows(2, 80))
     assert all(torch.equal(a.mean, b.mean) for a, b in zip(found, again, strict=True))
 
 
 def test_no_processor_has_no_taps() -> None:
-    assert processor_taps(small_gpt(80, "rotary", "none"), windows(1, 80)) == []
+    assert measure_processor_jacobian(small_gpt(80, "rotary", "none"), windows(1, 80)) == []

@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import VOCABULARY, tiny_config, write_corpora
 
 from megatron.analysis import page
-from megatron.analysis.analysis import Analysis, Picture, analyses, names, reads
-from megatron.analysis.attention_mass import attention_mass
-from megatron.analysis.request import read_request
+from megatron.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
+from megatron.analysis.attention_mass import measure_attention_mass
+from megatron.analysis.request import read_analysis_request
 from megatron.analysis.run import PAGE, analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.data.vocabulary import vocabulary
-from megatron.evaluation.texts import text_of
+from megatron.data.vocabulary import read_vocabulary
+from megatron.evaluation.texts import load_text
 from megatron.options.analysis import AnalysisOptions
 from megatron.utils.errors import UserError
 
@@ -49,10 +49,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Picture]:
+def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """What was to be drawn, which takes longer than all else."""
-    asked: list[Picture] = []
-    monkeypatch.setattr(page, "_picture", lambda picture: (asked.append(picture), f"<img alt='{picture.alt}'>")[1])
+    asked: list[Figure] = []
+    monkeypatch.setattr(
+        page, "_render_figure", lambda picture: (asked.append(picture), f"<img alt='{picture.alt}'>")[1]
+    )
     return asked
 
 
@@ -63,7 +65,7 @@ def make_run(name: str, corpus: Path, **keys: Any) -> str:
     checkpoint = Path(name) / "checkpoints" / "step_0000004"
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")
-    TrainerState(step=4, vocabulary={"size": VOCABULARY, "name": vocabulary(config.data).name}).write(checkpoint)
+    TrainerState(step=4, vocabulary={"size": VOCABULARY, "name": read_vocabulary(config.data).name}).write(checkpoint)
     weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
     save_file(weights, checkpoint / "model.safetensors")
     return name
@@ -79,7 +81,7 @@ def rows_of(name: str, folder: str = "out") -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO((Path(folder) / f"{name}.csv").read_text(encoding="utf-8"))))
 
 
-def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     runs = [make_run("runs/rotary", corpus, pos_emb="rotary"), make_run("runs/cdape", corpus, **CDAPE)]
     out = io.StringIO()
     options = AnalysisOptions(lengths=LENGTHS, windows=2)
@@ -87,7 +89,7 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Pic
     found = analyze(runs, options, configs=configs, output="out", console=Console(file=out, width=150))
     text = found.read_text(encoding="utf-8")
     assert found == Path("out") / PAGE
-    assert re.findall('<h2 id="(.*?)">', text) == list(analyses())
+    assert re.findall('<h2 id="(.*?)">', text) == list(load_analyses())
     methods = ["rotary", "cdape(width=4)+kerple_log(per_layer)", "alibi (untrained)"]
     for method in methods:
         assert f'<th scope="row">{method}</th>' in text
@@ -98,7 +100,7 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Pic
     assert "rotary adds no bias and has no score processor, so there are no maps of that." in text
     # The page needs nothing beside it; links go to its own parts and to the data.
     assert not re.search(r"(?:src|href)=\"(?!#|data:)(?!\w+\.(?:csv|json)\")", text)
-    for name, analysis in analyses().items():
+    for name, analysis in load_analyses().items():
         assert (Path("out") / f"{name}.{analysis.data}").stat().st_size > 100
         assert f"{name}.{analysis.data}" in text
     assert len(pictures) >= 8
@@ -116,16 +118,16 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Pic
     assert {row["layer"] for row in rows_of("convergence")} == {"all layers", "layer 0", "layer 1"}
 
 
-def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     run = make_run("runs/a", corpus, **CDAPE)
     analyzed([run])
     folder = "runs/a/analysis"
     loaded, opened = load_model(run, backend="eager"), open_run(run)
-    tokens = text_of(run, opened.config, None).tokens
+    tokens = load_text(run, opened.config, None).tokens
     # Two windows, at the beginning and the end of the text, which all lengths share the ends of.
     ends = [LENGTHS[-1], len(tokens) - 1]
     for length in LENGTHS:
-        mass = attention_mass(loaded.model, [tokens[end - length : end] for end in ends])
+        mass = measure_attention_mass(loaded.model, [tokens[end - length : end] for end in ends])
         rows = [row for row in rows_of("empirical_receptive_field", folder) if row["length"] == str(length)]
         sums = mass.shares.cumsum(-1)
         for row in rows:
@@ -149,7 +151,7 @@ def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Pi
     assert all(sum(line) == pytest.approx(1, abs=0.02) for line in attention["cells"])  # three digits each
 
 
-def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Picture]) -> None:
+def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Figure]) -> None:
     text = analyzed([], "out", ["162M type1", "162M type2"], lengths=[64], only=["theoretical_receptive_field"])
     assert "No text was read" in text
     fields = {
@@ -161,14 +163,14 @@ def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Pictur
     assert [fields["type2 (untrained)", share] for share in ("0.5", "0.1", "0.01", "0.001")] == ["2", "4", "9", "15"]
 
 
-def test_parameters_per_head_are_none_of_a_network(place: Path, pictures: list[Picture]) -> None:
+def test_parameters_per_head_are_none_of_a_network(place: Path, pictures: list[Figure]) -> None:
     """FIRE's network is as wide as there are heads here, so that its parameters look like theirs."""
     text = analyzed([], "out", ["162M fire num_attention_heads=32", "162M kerple_log"], lengths=[64], only=["kernels"])
     assert "Parameters of kerple_log" in text
     assert "Parameters of fire" not in text
 
 
-def test_positions_that_end(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+def test_positions_that_end(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     run = make_run("runs/learned", corpus, pos_emb="learned")
     text = analyzed([run], "out", only=["empirical_receptive_field"])
     assert {row["length"] for row in rows_of("empirical_receptive_field")} == {"16"}
@@ -177,13 +179,13 @@ def test_positions_that_end(place: Path, corpus: Path, pictures: list[Picture]) 
     assert not (place / "other" / "empirical_receptive_field.csv").exists()
 
 
-def test_seeds_are_told_apart(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+def test_seeds_are_told_apart(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     runs = [make_run("runs/one", corpus, seed=1), make_run("runs/two", corpus, seed=2)]
     analyzed(runs, "out", only=["kernels"])
     assert {row["method"] for row in rows_of("kernels")} == {"kerple_log", "kerple_log [runs/two]"}
 
 
-def test_windows_are_seen(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+def test_windows_are_seen(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     run = make_run("runs/a", corpus, pos_emb="none")
     analyzed([run], "out", window=5, only=["convergence", "effective_length", "empirical_receptive_field"])
     assert {row["verdict"] for row in rows_of("convergence")} == {"converges"}
@@ -196,7 +198,7 @@ def test_windows_are_seen(place: Path, corpus: Path, pictures: list[Picture]) ->
 def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(
-        page, "_picture", lambda picture: (drawn.append((picture.draw(False), picture.draw(True))), "")[1]
+        page, "_render_figure", lambda picture: (drawn.append((picture.draw(False), picture.draw(True))), "")[1]
     )
     analyzed([make_run("runs/a", corpus, **CDAPE)], layers=[0], heads=[1])
     assert len(drawn) >= 7
@@ -239,18 +241,18 @@ def test_torch_waits_until_all_was_read() -> None:
 
 
 def test_analyses_are_found_by_their_files() -> None:
-    assert sorted(analyses()) == names()
-    assert len({each.order for each in analyses().values()}) == len(names())
-    assert {name for name in names() if reads(name)} == set(names("from_text"))
-    for each in analyses().values():
+    assert sorted(load_analyses()) == list_analysis_names()
+    assert len({each.order for each in load_analyses().values()}) == len(list_analysis_names())
+    assert {name for name in list_analysis_names() if needs_text(name)} == set(list_analysis_names("from_text"))
+    for each in load_analyses().values():
         assert isinstance(each, Analysis)
         assert each.title
         assert each.text.endswith(".")
 
 
 def test_a_page_escapes_what_it_is_given() -> None:
-    part = page.Part("x", "<t>", "a & b", ["<p>", page.Table(["<c>"], [["<v>"]])], {"<m>": "<r>."})
-    text = page.render("<title>", ["<s>"], [part], page.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
+    part = page.PageSection("x", "<t>", "a & b", ["<p>", page.Table(["<c>"], [["<v>"]])], {"<m>": "<r>."})
+    text = page.render_analysis_page("<title>", ["<s>"], [part], page.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
     for each in ("<t>", "<v>", "<m>", "<r>", "<s>", "<n>", "<g>", "<c>"):
         assert each not in text.replace("<title>", "", 1)
 
@@ -261,9 +263,9 @@ TASK = {
 }
 
 
-def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     run = make_run("runs/task", corpus, **TASK)
-    read = read_request([run], [], AnalysisOptions(windows=3), "out").reading
+    read = read_analysis_request([run], [], AnalysisOptions(windows=3), "out").inputs
     assert read is not None
     assert list(read.windows) == [16, 64]  # inputs of 8 and 4 × 8, with as many places for the answers
     for length, windows in read.windows.items():
@@ -280,7 +282,7 @@ def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path
     assert max(int(row["distance"]) for row in rows_of("kernels")) == 39
 
 
-def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pictures: list[Picture]) -> None:
+def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     runs = [make_run("runs/task", corpus, **TASK), make_run("runs/text", corpus)]
     with pytest.raises(UserError, match="runs/text learned a text, runs/task the task reverse_string: ask them apart"):
         analyzed(runs, "out")
@@ -297,7 +299,7 @@ def test_lengths_that_a_task_does_not_have(place: Path, corpus: Path) -> None:
     assert not (place / "runs/task/analysis").exists()
 
 
-def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list[Picture]) -> None:
+def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list[Figure]) -> None:
     """Not of the shortest windows alone: what a processor reads beyond the training length is what one looks for."""
     run = make_run("run", corpus, **CDAPE)
     weights = Path(run) / "checkpoints/step_0000004/model.safetensors"

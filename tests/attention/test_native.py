@@ -18,7 +18,7 @@ from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError
 from tools.rounding import assert_alike
 
-compiled = pytest.mark.skipif(host.unavailable() is not None, reason=str(host.unavailable()))
+compiled = pytest.mark.skipif(host.unavailable_reason() is not None, reason=str(host.unavailable_reason()))
 
 
 class Refused:
@@ -75,7 +75,7 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
     ],
 )
 def test_what_it_refuses_is_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found")
+    monkeypatch.setattr(host, "unavailable_reason", lambda: "no C compiler was found")
     with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
         select_backend("native", 4, *build(*pair))
 
@@ -128,7 +128,7 @@ def test_auto_does_without_a_compiler_and_says_what_that_costs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     native._warn_unavailable.cache_clear()
-    monkeypatch.setattr(host, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
+    monkeypatch.setattr(host, "unavailable_reason", lambda: "no C compiler was found (cc, gcc, clang)")
     rows = rows_of(("kerple_log", "cdape"))
     auto = select_backend("auto", 4, rows.encoding, rows.processor)
     for _ in range(2):

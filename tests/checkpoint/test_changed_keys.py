@@ -6,7 +6,7 @@ import pytest
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint.resume import plan_resume
-from megatron.config.schema import Config, Key, keys
+from megatron.config.schema import Config, ConfigKey, list_config_keys
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config.replace(load=str(run))
 
 
-def changed(config: Config, key: Key) -> Config:
+def changed(config: Config, key: ConfigKey) -> Config:
     """The configuration with another value of one key, which nothing validates."""
     value: Any = KNOWN.get(key.name, "another")
     outer = [getattr(config, key.section)]
@@ -54,9 +54,11 @@ def changed(config: Config, key: Key) -> Config:
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize(
-    "key", [key for key in keys().values() if key.role and key.name not in COMPARED], ids=lambda key: key.name
+    "key",
+    [key for key in list_config_keys().values() if key.policy and key.name not in COMPARED],
+    ids=lambda key: key.name,
 )
-def test_a_changed_key_follows_its_role(trained: Config, key: Key) -> None:
+def test_a_changed_key_follows_its_role(trained: Config, key: ConfigKey) -> None:
     try:
         notes = plan_resume(changed(trained, key), ALONE).notes
     except UserError as error:
@@ -64,7 +66,7 @@ def test_a_changed_key_follows_its_role(trained: Config, key: Key) -> None:
     else:
         said = [note for note in notes if note.startswith(f"{key.name}: ")]
         found = "silent" if not said else "unread" if "has no effect" in said[0] else "said"
-    assert found == BY_ROLE[key.role or ""]
+    assert found == BY_ROLE[key.policy or ""]
 
 
 def test_nothing_changed_nothing_said(trained: Config) -> None:

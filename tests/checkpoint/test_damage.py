@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny_runs import losses, records, same_weights, tiny_config
 
 from megatron.checkpoint import layout
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError, UserError
 
@@ -111,7 +111,7 @@ def test_going_back_is_asked_for_by_name_and_loses_nothing(trained: Path, run: P
     with pytest.raises(UserError, match="rollback=true"):
         resumed(corpus, run, load=str(old), **rate)
     said = resumed(corpus, run, load=str(old), rollback=True, **rate)
-    kept = read(run / "config.yml").checkpoint
+    kept = read_config(run / "config.yml").checkpoint
     assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file goes on, as any run's does
     assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001, with the metrics until now" in said
     assert losses(run)[:2] == losses(trained)[:2]

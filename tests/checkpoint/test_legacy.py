@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def going_on(corpus: Path, run: Path, stored: Path = ONE, **keys: object) -> Config:
-    keep = load_checkpoint_config(stored).flat()
+    keep = load_checkpoint_config(stored).to_flat()
     keep |= {"train_data_paths": [str(corpus / "train_text_document")], "valid_data_paths": []}
     return tiny_config(corpus, run, **keep | {"load": str(run), "save": str(run)} | keys)
 

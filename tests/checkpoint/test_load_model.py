@@ -10,7 +10,7 @@ from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
-from megatron.data.batches import batches
+from megatron.data.batches import build_dataloader
 from megatron.data.datasets import build_datasets
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import single_process
@@ -42,7 +42,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
     loaded = load_model(tmp_path)
     assert not loaded.model.training
     assert loaded.progress["step"] == 4
-    assert loaded.config.architecture() == config.architecture()
+    assert loaded.config.architecture_keys() == config.architecture_keys()
     assert loaded.checkpoint == run
 
     held_out = build_datasets(
@@ -56,7 +56,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
         groups=single_process(),
     ).valid
     total, count = 0.0, 0
-    for batch, _ in zip(batches(held_out, micro_batch=4, mesh=Mesh()), range(2), strict=False):
+    for batch, _ in zip(build_dataloader(held_out, micro_batch_size=4, mesh=Mesh()), range(2), strict=False):
         with torch.no_grad():
             loss = loaded.model(batch["tokens"], labels=batch["labels"])
         total, count = total + float(loss.double().sum()), count + loss.numel()

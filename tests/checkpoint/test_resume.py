@@ -16,7 +16,7 @@ from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 from megatron.checkpoint import layout, resume
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.optimizer_shards import MOMENTS, list_optimizer_shards
-from megatron.config.settings import show
+from megatron.config.settings import format_value
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
@@ -132,7 +132,7 @@ def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path
 def test_a_changed_model_is_refused_naming_the_field(
     trained: Path, corpus: Path, tmp_path: Path, key: str, value: object, old: str
 ) -> None:
-    with pytest.raises(UserError, match=f"^{key}: this run has {show(value)}, but .* was trained with {old}"):
+    with pytest.raises(UserError, match=f"^{key}: this run has {format_value(value)}, but .* was trained with {old}"):
         train(tiny_config(corpus, tmp_path / "new", load=str(trained), **{key: value}))
 
 

@@ -7,7 +7,7 @@ from tiny_runs import tiny_config
 
 from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.run_files import CONFIG_NAMES, get_config_path, refuse_foreign_run_files, save_config
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.utils.errors import UserError
 
 OWN = "# my notes: lr from the paper's appendix\nnum_layers: 1   # small\n"
@@ -21,10 +21,10 @@ def test_a_configuration_of_somebody_keeps_its_name_and_its_comments(tmp_path: P
     assert (told or "").startswith(f"{own} was not written by a run and stays as it is")
     assert own.read_text() == OWN
     assert get_config_path(tmp_path) == tmp_path / CONFIG_NAMES
-    assert read(get_config_path(tmp_path)).training.train_iters == 7
+    assert read_config(get_config_path(tmp_path)).training.train_iters == 7
     save_config(config.replace(train_iters=9), tmp_path)  # as a resumed run does
     assert own.read_text() == OWN
-    assert read(get_config_path(tmp_path)).training.train_iters == 9
+    assert read_config(get_config_path(tmp_path)).training.train_iters == 9
     own.unlink()
     assert save_config(config, tmp_path) is None
     assert (get_config_path(tmp_path), (tmp_path / CONFIG_NAMES).exists()) == (own, False)
@@ -34,7 +34,7 @@ def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Pa
     config = tiny_config(tmp_path, tmp_path, train_iters=7)
     own = tmp_path / "config.yml"
     assert save_config(config, tmp_path) is save_config(config.replace(train_iters=9), tmp_path) is None
-    assert read(own).training.train_iters == 9
+    assert read_config(own).training.train_iters == 9
     changed = own.read_text() + "# longer, as the reviewers asked\n"
     own.write_text(changed)
     save_config(config, tmp_path)

@@ -18,7 +18,7 @@ from tiny_runs import losses, tiny_config, write_corpora
 
 from megatron.checkpoint import manifest, optimizer_shards, sharded_state, tensor_writer
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.data.tokenizers import load_tokenizer
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError
@@ -40,7 +40,7 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in result.checkpoint.iterdir()) == [
         "config.yml", "manifest.json", "model.safetensors", "progress.json", "states"
     ]  # fmt: skip
-    assert read(result.checkpoint / "config.yml").flat() == config.flat()
+    assert read_config(result.checkpoint / "config.yml").to_flat() == config.to_flat()
     progress = json.loads((result.checkpoint / "progress.json").read_text())
     assert progress["step"] == 4
     assert progress["train_samples"] == progress["consumed_samples"] == 16
@@ -55,10 +55,10 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_run_keeps_its_tokenizer_and_an_older_one_gets_it_when_it_is_resumed(corpus: Path, tmp_path: Path) -> None:
     train(tiny_config(corpus, tmp_path))
-    assert load_tokenizer(tmp_path / "tokenizer").facts == load_tokenizer(corpus).facts
+    assert load_tokenizer(tmp_path / "tokenizer").describe == load_tokenizer(corpus).describe
     shutil.rmtree(tmp_path / "tokenizer")
     train(tiny_config(corpus, tmp_path, train_iters=5, load=str(tmp_path)))
-    assert load_tokenizer(tmp_path / "tokenizer").facts == load_tokenizer(corpus).facts
+    assert load_tokenizer(tmp_path / "tokenizer").describe == load_tokenizer(corpus).describe
 
 
 def test_only_the_last_n_are_kept(corpus: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tiny_runs import tiny_config
 from megatron.checkpoint import manifest, stored_config
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.stored_config import load_checkpoint_config
-from megatron.config.schema import keys
+from megatron.config.schema import list_config_keys
 from megatron.options.model import ffn_hidden_size
 from megatron.utils.errors import RunError
 
@@ -45,7 +45,7 @@ def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the next format had given up one key and found a value wrong that this one allowed."""
-    checkpoint, today = tmp_path / "step_0000002", load_checkpoint_config(ONE).flat()
+    checkpoint, today = tmp_path / "step_0000002", load_checkpoint_config(ONE).to_flat()
     shutil.copytree(ONE, checkpoint)
     (checkpoint / "config.yml").write_text((ONE / "config.yml").read_text() + "given_up: 3\n")
     with pytest.raises(RunError, match="no checkpoint of format 1 has the key 'given_up'"):
@@ -56,8 +56,8 @@ def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(
         values["use_bias_in_mlp"] = False
 
     monkeypatch.setattr(stored_config, "MIGRATIONS", {1: migrate})
-    monkeypatch.setattr("megatron.config.checks.CHECKS", (lambda config: iter([("seq_length", "never again")]),))
-    assert load_checkpoint_config(checkpoint).flat() == today
+    monkeypatch.setattr("megatron.config.checks.VALIDATORS", (lambda config: iter([("seq_length", "never again")]),))
+    assert load_checkpoint_config(checkpoint).to_flat() == today
 
 
 def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path
     config.save(tmp_path / "config.yml")
     manifest.write_manifest(tmp_path, {})
     assert load_checkpoint_config(tmp_path) == config
-    assert len(load_checkpoint_config(tmp_path).flat()) == len({path[0] for path in keys()})
+    assert len(load_checkpoint_config(tmp_path).to_flat()) == len({path[0] for path in list_config_keys()})
 
 
 @pytest.mark.parametrize(

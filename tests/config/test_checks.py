@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.load import load
-from megatron.config.ranks import known_world, mesh_sizes, with_batch
+from megatron.config.load import load_config
+from megatron.config.ranks import get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.distributed.mesh import ParallelSizes
 from megatron.utils.errors import UserError
 
@@ -14,7 +14,7 @@ SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=
 
 def problem(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
-        load([], [*SMALL, *overrides])
+        load_config([], [*SMALL, *overrides])
     (line,) = str(caught.value).splitlines()
     return line
 
@@ -82,7 +82,7 @@ def test_refused(overrides, message):
     ],
 )
 def test_fine(overrides):
-    load([], [*SMALL, *overrides])
+    load_config([], [*SMALL, *overrides])
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.sampled_from(["micro", "steps", "batch"]))
@@ -92,8 +92,8 @@ def test_of_two_batch_sizes_the_third_follows(micro, steps, ranks, hidden):
         "steps": f"gradient_accumulation_steps={steps}",
         "batch": f"train_batch_size={micro * steps * ranks}",
     }
-    config = load([], [*SMALL, *(text for name, text in given.items() if name != hidden)]).config
-    training = with_batch(config, ranks).training
+    config = load_config([], [*SMALL, *(text for name, text in given.items() if name != hidden)]).config
+    training = resolve_batch_size(config, ranks).training
     assert training.train_micro_batch_size_per_gpu == micro
     assert training.gradient_accumulation_steps == steps
     assert training.train_batch_size == micro * steps * ranks
@@ -101,20 +101,20 @@ def test_of_two_batch_sizes_the_third_follows(micro, steps, ranks, hidden):
 
 @given(st.integers(1, 40), st.integers(1, 4))
 def test_a_batch_alone_is_one_micro_batch_per_rank(batch, ranks):
-    config = load([], [*SMALL, f"train_batch_size={batch}"]).config
+    config = load_config([], [*SMALL, f"train_batch_size={batch}"]).config
     if batch % ranks:
         with pytest.raises(UserError, match=f"train_batch_size {batch} is not"):
-            with_batch(config, ranks)
+            resolve_batch_size(config, ranks)
         return
-    training = with_batch(config, ranks).training
+    training = resolve_batch_size(config, ranks).training
     assert (training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps) == (batch // ranks, 1)
 
 
 def test_settled_batch_is_stable_and_another_number_of_ranks_is_refused():
-    config = with_batch(load([], [*SMALL, "train_batch_size=8"]).config, 2)
-    assert with_batch(config, 2) == config
+    config = resolve_batch_size(load_config([], [*SMALL, "train_batch_size=8"]).config, 2)
+    assert resolve_batch_size(config, 2) == config
     with pytest.raises(UserError, match="× 3 ranks = 12"):
-        with_batch(config, 3)
+        resolve_batch_size(config, 3)
 
 
 def test_a_product_of_batch_sizes_that_is_too_large():
@@ -126,12 +126,12 @@ def test_a_product_of_batch_sizes_that_is_too_large():
 
 
 def test_the_mesh_of_a_configuration():
-    config = load([], [*SMALL, "pipe_parallel_size=0"]).config
-    assert mesh_sizes(config, 6) == ParallelSizes(data=6)
+    config = load_config([], [*SMALL, "pipe_parallel_size=0"]).config
+    assert resolve_mesh_shape(config, 6) == ParallelSizes(data=6)
     shared = config.replace(model_parallel_size=2, context_parallel_size=2)
-    assert mesh_sizes(shared, 12) == ParallelSizes(tensor=2, context=2, data=3)
+    assert resolve_mesh_shape(shared, 12) == ParallelSizes(tensor=2, context=2, data=3)
     with pytest.raises(UserError) as caught:
-        mesh_sizes(shared, 6)
+        resolve_mesh_shape(shared, 6)
     assert str(caught.value) == (
         "model_parallel_size 2 × context_parallel_size 2 × pipe_parallel_size 1 = 4 does not divide the 6 processes "
         "(num_gpus); 4 or 8 would do"
@@ -174,13 +174,13 @@ def test_a_layout_that_does_not_divide_is_refused_with_the_nearest_that_does(ove
     ],
 )
 def test_micro_batches_are_at_least_as_many_as_stages(overrides: tuple[str, ...], found: tuple[int, int, int]):
-    config = load([], [*SMALL, "num_layers=4", *overrides]).config
-    training = with_batch(config, 2).training
+    config = load_config([], [*SMALL, "num_layers=4", *overrides]).config
+    training = resolve_batch_size(config, 2).training
     sizes = (training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, training.train_batch_size)
     assert sizes == found
 
 
 def test_ranks_known_from_the_configuration_alone():
-    assert known_world(load([], SMALL).config) is None
-    assert known_world(load([], [*SMALL, "device=cpu"]).config) == 1
-    assert known_world(load([], [*SMALL, "device=cpu", "num_gpus=3"]).config) == 3
+    assert get_known_world_size(load_config([], SMALL).config) is None
+    assert get_known_world_size(load_config([], [*SMALL, "device=cpu"]).config) == 1
+    assert get_known_world_size(load_config([], [*SMALL, "device=cpu", "num_gpus=3"]).config) == 3

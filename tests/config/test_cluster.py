@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from megatron.config.load import SHIPPED, load
-from megatron.config.ranks import mesh_sizes
+from megatron.config.load import SHIPPED_CONFIGS, load_config
+from megatron.config.ranks import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.resolve_run import resolve_run
@@ -22,22 +22,22 @@ CASES = [
 
 
 def test_the_table_has_every_model_and_every_overlay() -> None:
-    assert {path.stem for path in (SHIPPED / "cluster").glob("a100_*.yml")} == set(OVERLAYS)
+    assert {path.stem for path in (SHIPPED_CONFIGS / "cluster").glob("a100_*.yml")} == set(OVERLAYS)
     assert [(model, overlay) for model, overlay, *_ in ROWS] == [(m, o) for o in OVERLAYS for m in MODELS]
 
 
 @pytest.mark.parametrize(("model", "overlay", "gpus", "gib", "estimate"), CASES)
 def test_what_the_table_names_fits(model: str, overlay: str, gpus: int, gib: float, estimate: float) -> None:
     for method in (METHOD, "rotary", "fire"):
-        config = load([model, method, overlay, "local_setup"]).config
+        config = load_config([model, method, overlay, "local_setup"]).config
         on_site = resolve_run(config, LocalHardware(num_gpus=gpus, num_cores=gpus))
-        assert on_site.config.training.compute_type == "bf16"
+        assert on_site.config.training.compute_dtype == "bf16"
         assert on_site.config.launch.num_gpus == gpus
         from_afar = resolve_run(
             config.replace(num_gpus=gpus, device="cuda"), LocalHardware(num_gpus=0, num_cores=2), dry_run=True
         )
         assert from_afar.config.training == on_site.config.training
-        found = estimate_memory(on_site.config, mesh_sizes(on_site.config, gpus), GPT2_VOCABULARY)
+        found = estimate_memory(on_site.config, resolve_mesh_shape(on_site.config, gpus), GPT2_VOCABULARY)
         assert found.fits(gib), found
         if method == METHOD:
             assert found.total / 2**30 == pytest.approx(estimate, abs=0.051)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.load import find, load
-from megatron.config.schema import keys
+from megatron.config.load import find_config, load_config
+from megatron.config.schema import list_config_keys
 from megatron.utils.errors import UserError
 
 BASE = """\
@@ -40,7 +40,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def problems(files: list[str], overrides: list[str] = ()) -> list[str]:
     with pytest.raises(UserError) as caught:
-        load(files, overrides)
+        load_config(files, overrides)
     return str(caught.value).splitlines()
 
 
@@ -51,7 +51,7 @@ def only_problem(files: list[str], overrides: list[str] = ()) -> str:
 
 def test_later_wins_and_says_what_it_replaced(write):
     write(over="# x\noptimizer: {params: {lr: 1e-3}}\nseed: 7\n")
-    loaded = load(["base.yml", "over"], ["seed=8", "optimizer.params.lr=0.01"])
+    loaded = load_config(["base.yml", "over"], ["seed=8", "optimizer.params.lr=0.01"])
     params = loaded.config.optimizer.optimizer.params
     assert (params.lr, params.betas, loaded.config.training.seed) == (0.01, [0.9, 0.95], 8)
     assert loaded.notes == (
@@ -63,12 +63,12 @@ def test_later_wins_and_says_what_it_replaced(write):
 
 def test_saying_the_same_again_is_not_worth_a_line(write):
     write(over="num_layers: 2\n")
-    assert load(["base", "over"]).notes == ()
+    assert load_config(["base", "over"]).notes == ()
 
 
 def test_dashes_and_underscores_are_the_same(write):
     write(dashes="num-attention-heads: 4\noptimizer: {params: {lr: 2e-3}}\n")
-    config = load(["base", "dashes"], ["hidden-size=32"]).config
+    config = load_config(["base", "dashes"], ["hidden-size=32"]).config
     assert (config.model.num_attention_heads, config.model.hidden_size) == (4, 32)
     write(both="seq-length: 3\nseed: 1\nseq_length: 3\n")
     assert only_problem(["base", "both"]) == "both.yml:3: seq_length is given twice, see both.yml:1"
@@ -77,8 +77,8 @@ def test_dashes_and_underscores_are_the_same(write):
 def test_a_key_in_two_ways_in_one_file(write):
     write(both="optimizer: {params: {lr: 1e-3}}\noptimizer.params.lr: 1e-2\n")
     assert "optimizer.params.lr is given twice" in only_problem(["base", "both"])
-    assert load(["base"], ["seed=1", "seed=2"]).config.training.seed == 2
-    assert "seed 1 replaced by 2 (command line, given twice)" in load(["base"], ["seed=1", "seed=2"]).notes
+    assert load_config(["base"], ["seed=1", "seed=2"]).config.training.seed == 2
+    assert "seed 1 replaced by 2 (command line, given twice)" in load_config(["base"], ["seed=1", "seed=2"]).notes
 
 
 CONTRADICTIONS = [
@@ -107,9 +107,9 @@ def test_two_names_of_a_key_on_the_command_line(write, overrides):
 
 def test_two_names_of_a_key_that_agree(write):
     write(both="lr: 2e-3\noptimizer: {params: {lr: 0.002}}\npos_emb: nope_dapev2\nscore_processor: cdape\n")
-    config = load(["base", "both"]).config
+    config = load_config(["base", "both"]).config
     assert (config.optimizer.optimizer.params.lr, config.position.score_processor) == (0.002, "cdape")
-    assert load(["base", "both"], ["lr=1"]).config.optimizer.optimizer.params.lr == 1  # another layer replaces
+    assert load_config(["base", "both"], ["lr=1"]).config.optimizer.optimizer.params.lr == 1  # another layer replaces
 
 
 def test_all_problems_at_once_each_with_its_place(write):
@@ -174,21 +174,21 @@ def test_wrong_values_name_key_value_and_what_is_valid(write, override, message)
     assert message in line, line
 
 
-@pytest.mark.parametrize("key", keys().values(), ids=lambda key: key.name)
+@pytest.mark.parametrize("key", list_config_keys().values(), ids=lambda key: key.name)
 @pytest.mark.parametrize("value", [str(10**22), str(10**400), "-" + str(10**22), ".inf", "[[a]]", "{a: b}", '"a\\0"'])
 def test_no_value_is_more_than_the_loader_can_refuse(write, key, value):
     """Whatever is written as a value, it is taken or refused; never another exception."""
     with suppress(UserError):
-        load(["base"], ["device=cpu", f"{key.name}={value}"])
+        load_config(["base"], ["device=cpu", f"{key.name}={value}"])
 
 
 def test_every_whole_number_has_an_upper_bound(write):
-    for key in keys().values():
+    for key in list_config_keys().values():
         if key.field.annotation in (int, int | None):
             assert "it must be at most" in only_problem(["base"], [f"{key.name}={10**22}"]), key.name
 
 
-@given(st.sampled_from([key.path for key in keys().values()]), st.data())
+@given(st.sampled_from([key.path for key in list_config_keys().values()]), st.data())
 def test_a_dropped_letter_never_loses_a_key(path, data):
     """Misspell any key: the load fails and names the key among the nearest."""
     name = path[-1]
@@ -196,10 +196,10 @@ def test_a_dropped_letter_never_loses_a_key(path, data):
         return
     cut = data.draw(st.integers(1, len(name) - 1))
     wrong = ".".join((*path[:-1], name[:cut] + name[cut + 1 :]))
-    if tuple(wrong.split(".")) in keys():
+    if tuple(wrong.split(".")) in list_config_keys():
         return
     with pytest.raises(UserError) as caught:
-        load([], [f"{wrong}=1"])
+        load_config([], [f"{wrong}=1"])
     first = str(caught.value).splitlines()[0]
     assert f"unknown key '{wrong}'" in first
     assert ".".join(path) in first, first
@@ -238,14 +238,14 @@ def test_names_are_found_without_suffix_and_in_subfolders(write, tmp_path):
     folder = tmp_path / "configs" / "model"
     folder.mkdir(parents=True)
     (folder / "tiny.yml").write_text("num_layers: 9\n")
-    assert find("tiny") == Path("configs/model/tiny.yml")
-    assert find("model/tiny") == Path("configs/model/tiny.yml")
-    assert find("base") == Path("base.yml")
-    assert load(["base", "tiny.yml"]).config.model.num_layers == 9
+    assert find_config("tiny") == Path("configs/model/tiny.yml")
+    assert find_config("model/tiny") == Path("configs/model/tiny.yml")
+    assert find_config("base") == Path("base.yml")
+    assert load_config(["base", "tiny.yml"]).config.model.num_layers == 9
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "base.yml").write_text(BASE + "seed: 5\n")
-    assert find("base", ["mine"]) == Path("mine/base.yml")  # the folder asked for comes first
-    assert load(["base.yml"], search=["mine"]).config.training.seed == 5
+    assert find_config("base", ["mine"]) == Path("mine/base.yml")  # the folder asked for comes first
+    assert load_config(["base.yml"], search=["mine"]).config.training.seed == 5
 
 
 def test_names_that_several_or_no_files_answer_to(write, tmp_path):
@@ -256,12 +256,12 @@ def test_names_that_several_or_no_files_answer_to(write, tmp_path):
     assert "configs/model/tiny.yml, configs/other/tiny.yml" in line
     assert "did you mean 125M" in only_problem(["125N"])
     with pytest.raises(UserError, match="no such folder"):
-        load(["base"], search=["nowhere"])
+        load_config(["base"], search=["nowhere"])
 
 
 def test_shipped_configurations_are_found_from_anywhere(write):
-    assert find("125M.yml", ["configs"]).name == "125M.yml"
-    assert find("kerple_log").parent.name == "position"
+    assert find_config("125M.yml", ["configs"]).name == "125M.yml"
+    assert find_config("kerple_log").parent.name == "position"
 
 
 def test_choosing_another_encoding_drops_the_options_of_the_first(write):
@@ -270,12 +270,12 @@ def test_choosing_another_encoding_drops_the_options_of_the_first(write):
         second="pos_emb: t5\npos_emb_options: {num_buckets: 16}\n",
         same="pos_emb: rotary\n",
     )
-    loaded = load(["base", "first", "second"])
+    loaded = load_config(["base", "first", "second"])
     assert loaded.config.position.pos_emb_options == {"num_buckets": 16}
     assert "pos_emb_options.base 500 (first.yml:2) dropped: it belongs to rotary" in loaded.notes
-    assert load(["base", "first", "same"]).config.position.pos_emb_options == {"base": 500}
+    assert load_config(["base", "first", "same"]).config.position.pos_emb_options == {"base": 500}
     # The order of pairs on the command line does not matter.
-    late = load(["base", "first"], ["pos_emb_options.max_distance=64", "pos_emb=t5"]).config
+    late = load_config(["base", "first"], ["pos_emb_options.max_distance=64", "pos_emb=t5"]).config
     assert late.position.pos_emb_options == {"max_distance": 64}
 
 
@@ -288,7 +288,7 @@ def test_precision_has_one_truth(write):
     )
 
     def precision(*files: str, overrides: list[str] = ()) -> tuple[str, bool, bool]:
-        training = load(["base", *files], overrides).config.training
+        training = load_config(["base", *files], overrides).config.training
         return training.precision, training.fp16.enabled, training.bf16.enabled
 
     assert precision() == ("fp32", False, False)
@@ -308,17 +308,17 @@ def test_a_pipe_is_no_configuration(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/null", "/dev/zero"):
         with pytest.raises(UserError, match=rf"^{path}: is a pipe or a device, and .*; write it to a file$"):
-            load([path])
+            load_config([path])
 
 
 def test_a_folder_is_no_configuration(tmp_path):
     with pytest.raises(UserError, match=rf"^{tmp_path}: is a folder; name a configuration file in it"):
-        load([tmp_path])
+        load_config([tmp_path])
 
 
 def test_a_key_that_is_not_read_beside_the_others_is_told(write):
     write(over="split: 8,1,1\nwandb_project: mine\n")
-    notes = load(["base", "over"], ["train_data_paths=[x]"]).notes
+    notes = load_config(["base", "over"], ["train_data_paths=[x]"]).notes
     assert "over.yml:1: split has no effect: train_data_paths is ['x']" in notes
     assert any(note.endswith("wandb_project has no effect: use_wandb is false") for note in notes)
-    assert not any("split" in note for note in load(["base", "over"], ["data_path=x"]).notes)
+    assert not any("split" in note for note in load_config(["base", "over"], ["data_path=x"]).notes)

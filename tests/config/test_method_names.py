@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config import method_names, reference
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.position import catalog, registry
 from megatron.utils.errors import UserError
 
@@ -52,24 +52,24 @@ SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=
 def test_names_of_the_field_lead_to_ours(name, key, ours):
     assert method_names.find_method(name) == (key, ours)
     with pytest.raises(UserError, match=rf"{key}: no method is called '{name}'; it is '{ours}' here$"):
-        load([], [*SHAPE, f"{key}={name}"])
+        load_config([], [*SHAPE, f"{key}={name}"])
     with pytest.raises(UserError, match=rf"^{name}: no such configuration file, .*; '{name}' is '{ours}' here$"):
-        load([name])
+        load_config([name])
     if name.islower():
-        assert f"{key}: {ours}" in [row[0] for row in reference.lookup(name)]
+        assert f"{key}: {ours}" in [row[0] for row in reference.lookup_keys(name)]
 
 
 def test_each_kind_of_method_knows_the_other():
     with pytest.raises(UserError, match=r"pos_emb: 'cdape' is no choice of it but of score_processor: .*=cdape"):
-        load([], [*SHAPE, "pos_emb=cdape"])
+        load_config([], [*SHAPE, "pos_emb=cdape"])
     with pytest.raises(UserError, match="score_processor: 'rope' is no choice of it but of pos_emb: pos_emb=rotary"):
-        load([], [*SHAPE, "score_processor=rope"])
+        load_config([], [*SHAPE, "score_processor=rope"])
 
 
 def test_names_of_other_projects_are_told_where_a_file_is_named():
     with pytest.raises(UserError, match=r"kerple_capev2: no such .*; it is a value: pos_emb=kerple_capev2"):
-        load(["kerple_capev2"])
-    rows = {row[0]: row[3] for row in reference.lookup("kerple_capev2")}
+        load_config(["kerple_capev2"])
+    rows = {row[0]: row[3] for row in reference.lookup_keys("kerple_capev2")}
     assert rows == {"pos_emb: kerple_capev2": "pos_emb: kerple_log, score_processor: cdape, pos_emb_per_layer: true"}
 
 
@@ -77,4 +77,4 @@ def test_no_name_is_made_up():
     assert method_names.find_method("rotory") is None
     assert method_names.find_method("") is None
     with pytest.raises(UserError, match=r"pos_emb: xpos is not offered; .*rotary"):
-        load([], [*SHAPE, "pos_emb=xpos"])
+        load_config([], [*SHAPE, "pos_emb=xpos"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.config import method_names, neox
-from megatron.config.load import Loaded, load
-from megatron.config.schema import keys
+from megatron.config.load import LoadedConfig, load_config
+from megatron.config.schema import list_config_keys
 from megatron.distributed.hardware import LocalHardware
 from megatron.options.model import ffn_hidden_size
 from megatron.position import catalog, registry
@@ -29,20 +29,20 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Load mappings as JSON-like files with Python's booleans and trailing commas, merged left to right."""
     monkeypatch.chdir(tmp_path)
 
-    def _read(*files: dict[str, Any], overrides: list[str] = ()) -> Loaded:
+    def _read(*files: dict[str, Any], overrides: list[str] = ()) -> LoadedConfig:
         paths = []
         for number, values in enumerate(files):
             text = json.dumps(values, indent=2).replace("true", "True").replace("false", "False").replace("\n}", ",\n}")
             (tmp_path / f"{number}.yml").write_text(f"# stock\n{text}\n")
             paths.append(f"{number}.yml")
-        return load(paths, overrides)
+        return load_config(paths, overrides)
 
     return _read
 
 
 def test_gpt_neox_125m_with_its_local_setup(read):
     loaded = read(stock.NEOX_125M, stock.NEOX_LOCAL_SETUP)
-    flat, notes = loaded.config.flat(), "\n".join(loaded.notes)
+    flat, notes = loaded.config.to_flat(), "\n".join(loaded.notes)
     for key in (
         "num_layers",
         "hidden_size",
@@ -73,8 +73,8 @@ def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
         notes = "\n".join(read(*files).notes)
         for name in (name.replace("-", "_") for values in files for name in values):
             rule = neox.RULES.get(name)
-            harmless = isinstance(rule, neox.Refused)  # a value that asks for nothing
-            assert (name,) in keys() or harmless or name in notes, name
+            harmless = isinstance(rule, neox.Unsupported)  # a value that asks for nothing
+            assert (name,) in list_config_keys() or harmless or name in notes, name
 
 
 @pytest.mark.parametrize("files", [("NEOX_125M", "NEOX_LOCAL_SETUP"), ("KERPLE_TRAIN", "KERPLE_LOCAL_SETUP"), ()])
@@ -106,7 +106,7 @@ def test_kerple_training(read):
 @pytest.mark.parametrize("name", stock.DAPE)
 def test_dape_125m(read, name):
     values = stock.DAPE[name]
-    alias = neox.POSITIONS.get(values["pos-emb"], neox.PositionAlias(values["pos-emb"]))
+    alias = neox.POSITION_ALIASES.get(values["pos-emb"], neox.PositionAlias(values["pos-emb"]))
     encoding, processor, per_layer, options = alias
     if encoding not in catalog.list_encodings():
         with pytest.raises(UserError, match=f"pos_emb {encoding} is not available"):
@@ -165,7 +165,7 @@ def test_of_our_name_and_theirs_the_later_counts(read):
     ],
 )
 def test_other_names(read, theirs, key, value):
-    assert read({**SMALL, **theirs}).config.flat()[key] == value
+    assert read({**SMALL, **theirs}).config.to_flat()[key] == value
 
 
 @pytest.mark.parametrize(
@@ -230,28 +230,37 @@ def test_offloading_to_the_cpu_by_all_its_names(read):
 
 def test_tables_are_consistent():
     for name, rule in neox.RULES.items():
-        assert tuple(name.split(".")) not in keys(), f"{name} is a key of ours"
-        if isinstance(rule, neox.Renamed | neox.Share):
-            assert tuple(rule.to.split(".")) in keys(), name
+        assert tuple(name.split(".")) not in list_config_keys(), f"{name} is a key of ours"
+        if isinstance(rule, neox.Alias | neox.FractionOf):
+            assert tuple(rule.to.split(".")) in list_config_keys(), name
     for key in (*neox.VALUES, *neox.ADVICE):
-        assert tuple(key.split(".")) in keys(), key
+        assert tuple(key.split(".")) in list_config_keys(), key
     for key, values in neox.VALUES.items():
-        choices = keys()[tuple(key.split("."))].choices
+        choices = list_config_keys()[tuple(key.split("."))].choices
         assert set(values.values()) <= set(choices), key
         assert not set(values) & set(choices), key
-    counted = sum(len(rules) for rules in (neox.RENAMED, neox.OPTIONS, neox.SHARES, neox.VARIANTS, neox.CHECKED))
-    counted += sum(len(rule.keys) for rules in (neox.NO_EFFECT, neox.REFUSED) for rule in rules)
+    counted = sum(
+        len(rules)
+        for rules in (
+            neox.ALIASES,
+            neox.METHOD_OPTION_ALIASES,
+            neox.FRACTIONS,
+            neox.VALUE_SWITCHES,
+            neox.VALIDATED_NOOPS,
+        )
+    )
+    counted += sum(len(rule.keys) for rules in (neox.IGNORED, neox.UNSUPPORTED) for rule in rules)
     assert counted == len(neox.RULES), "a key has two rules"
-    for use in (use for option in neox.OPTIONS for use in option.uses):
+    for use in (use for option in neox.METHOD_OPTION_ALIASES for use in option.uses):
         find = method_names.list_encoding_options if use.chooser == "pos_emb" else method_names.list_processor_options
         for method in use.methods:
             assert use.option in find(method)
 
 
-@pytest.mark.parametrize("alias", neox.POSITIONS)
+@pytest.mark.parametrize("alias", neox.POSITION_ALIASES)
 def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: str) -> None:
-    encoding, processor, per_layer, options = neox.POSITIONS[alias]
-    loaded = load(["125M"], [f"pos_emb={alias}"])
+    encoding, processor, per_layer, options = neox.POSITION_ALIASES[alias]
+    loaded = load_config(["125M"], [f"pos_emb={alias}"])
     position = loaded.config.position
     assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")
     assert position.pos_emb_per_layer == bool(per_layer)
@@ -265,9 +274,11 @@ def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: s
 def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() -> None:
     """DAPE's FIRE_C and FIRE_DAPEV2 have LeakyReLU inside FIRE's own network; its FIRE has ReLU."""
     for alias in ("fire_c", "fire_dapev2", "fire_capev2"):
-        assert load(["125M"], [f"pos_emb={alias}"]).config.position.pos_emb_options == {"activation": "leaky_relu"}
-    assert load(["125M"], ["pos_emb=fire"]).config.position.pos_emb_options == {}
-    rotary = load(["125M"], ["pos_emb=fire_c", "pos_emb=rotary"])
+        assert load_config(["125M"], [f"pos_emb={alias}"]).config.position.pos_emb_options == {
+            "activation": "leaky_relu"
+        }
+    assert load_config(["125M"], ["pos_emb=fire"]).config.position.pos_emb_options == {}
+    rotary = load_config(["125M"], ["pos_emb=fire_c", "pos_emb=rotary"])
     assert rotary.config.position.pos_emb_options == {}
 
 

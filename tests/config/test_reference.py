@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megatron.config import reference
-from megatron.config.schema import keys
+from megatron.config.schema import list_config_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("neox_files", Path(__file__).with_name("neox_files.py"))
@@ -15,8 +15,8 @@ _spec.loader.exec_module(neox_files)
 
 
 def test_page_is_current():
-    written = (ROOT / reference.PAGE).read_text(encoding="utf-8")
-    assert written == reference.markdown(), "run: make docs"
+    written = (ROOT / reference.REFERENCE_PAGE).read_text(encoding="utf-8")
+    assert written == reference.build_reference(), "run: make docs"
 
 
 def declared() -> dict[str, str]:
@@ -31,7 +31,7 @@ def declared() -> dict[str, str]:
 
 def rows(section: str | None = None) -> dict[str, list[str]]:
     """The cells of the written page's tables by what stands in the first, in code."""
-    text = (ROOT / reference.PAGE).read_text(encoding="utf-8")
+    text = (ROOT / reference.REFERENCE_PAGE).read_text(encoding="utf-8")
     if section is not None:
         text = text.split(f"## {section}\n")[1].split("\n## ")[0]
     lines = [line.strip("| ").replace("\\|", "¦").split(" | ") for line in text.splitlines() if line.startswith("| `")]
@@ -75,13 +75,13 @@ def test_page_says_what_a_person_must_know_of_some_keys():
 
 
 def test_lookup():
-    assert [row[0] for row in reference.lookup("rotary-pct")] == ["rotary_pct"]
-    assert reference.lookup("rotary-pct")[0][3] == "is pos_emb_options.fraction of rotary here"
-    found = {row[0]: row for row in reference.lookup("num_layers")}
+    assert [row[0] for row in reference.lookup_keys("rotary-pct")] == ["rotary_pct"]
+    assert reference.lookup_keys("rotary-pct")[0][3] == "is pos_emb_options.fraction of rotary here"
+    found = {row[0]: row for row in reference.lookup_keys("num_layers")}
     assert found["num_layers"][1:3] == ("required", "whole number")
-    assert reference.lookup("zero-init")[0][::3] == (
+    assert reference.lookup_keys("zero-init")[0][::3] == (
         "score_processor_options.zero_init",
         "an option of cdape and dape; ./deepy.py positions tells more",
     )
-    assert reference.lookup("no such thing") == []
-    assert len(reference.lookup("")) == len(keys())
+    assert reference.lookup_keys("no such thing") == []
+    assert len(reference.lookup_keys("")) == len(list_config_keys())

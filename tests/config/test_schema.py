@@ -7,43 +7,43 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from megatron.config.load import load, read
-from megatron.config.ranks import with_batch
-from megatron.config.schema import SECTIONS, Config, keys, owners
-from megatron.options.section import Role, Section, docstring
+from megatron.config.load import load_config, read_config
+from megatron.config.ranks import resolve_batch_size
+from megatron.config.schema import SECTIONS, Config, list_config_keys, map_key_owners
+from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
 from megatron.utils.errors import UserError
 
 SMALL = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=17", "train_iters=5"]
 
 
 def small(*overrides: str) -> Config:
-    return load([], [*SMALL, *overrides]).config
+    return load_config([], [*SMALL, *overrides]).config
 
 
 def test_every_key_has_one_owner():
     names = [name for section in SECTIONS.values() for name in section.model_fields]
-    assert len(names) == len(set(names)) == len(owners())
+    assert len(names) == len(set(names)) == len(map_key_owners())
 
 
 def test_headings_are_read_from_the_source_where_python_leaves_docstrings_out(monkeypatch):
-    whole, headings = small().text(), {name: docstring(section) for name, section in SECTIONS.items()}
+    whole, headings = small().to_yaml(), {name: read_docstring(section) for name, section in SECTIONS.items()}
     assert all(headings.values())
     for section in SECTIONS.values():
         monkeypatch.setattr(section, "__doc__", None)  # python -OO
-    assert {name: docstring(section) for name, section in SECTIONS.items()} == headings
-    assert small().text() == whole
+    assert {name: read_docstring(section) for name, section in SECTIONS.items()} == headings
+    assert small().to_yaml() == whole
 
 
 def test_every_section_comes_from_the_options_package():
     for section in SECTIONS.values():
         assert section.__module__.startswith("megatron.options."), section
-        assert issubclass(section, Section)
+        assert issubclass(section, ConfigSection)
 
 
 def test_every_key_is_documented_and_defaults_are_valid():
-    for key in keys().values():
+    for key in list_config_keys().values():
         assert len(key.doc) > 4, key.name
-    assert small().flat()["hidden_dropout"] == 0.0
+    assert small().to_flat()["hidden_dropout"] == 0.0
 
 
 def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
@@ -54,15 +54,15 @@ def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
     )  # fmt: skip
     path = tmp_path / "run" / "config.yml"
     config.save(path)
-    assert read(path) == config
-    assert load([path]).notes == ()
-    settled = with_batch(config, 2)
+    assert read_config(path) == config
+    assert load_config([path]).notes == ()
+    settled = resolve_batch_size(config, 2)
     settled.save(path)
-    assert read(path) == settled
+    assert read_config(path) == settled
     assert settled.training.gradient_accumulation_steps == 4
     assert [p.name for p in path.parent.iterdir()] == ["config.yml"]  # no temporary file stays
-    read(path).save(path)  # and again over the old one
-    assert read(path) == settled
+    read_config(path).save(path)  # and again over the old one
+    assert read_config(path) == settled
 
 
 def test_saving_to_a_place_that_cannot_be_written(tmp_path: Path):
@@ -104,7 +104,7 @@ def test_configuration_is_frozen():
     ],
 )  # fmt: skip
 def test_architecture_changes_with_what_decides_the_function(change):
-    assert small(change).architecture() != small().architecture()
+    assert small(change).architecture_keys() != small().architecture_keys()
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_architecture_changes_with_what_decides_the_function(change):
     ],
 )  # fmt: skip
 def test_architecture_ignores_what_does_not(change):
-    assert small(change).architecture() == small().architecture()
+    assert small(change).architecture_keys() == small().architecture_keys()
 
 
 def test_no_section_has_a_secret():
-    for name in owners():
+    for name in map_key_owners():
         assert not any(word in name for word in ("token", "password", "secret", "api_key")) or name in (
             "tokenizer_type",
             "end_token",
@@ -129,18 +129,20 @@ def test_no_section_has_a_secret():
 
 def test_every_leaf_has_one_role():
     config = small()
-    of_roles = [config.of_role(role) for role in get_args(Role)]
+    of_roles = [config.keys_by_policy(role) for role in get_args(ChangePolicy)]
     assert sorted(name for found in of_roles for name in found) == sorted(
-        k.name for k in keys().values() if not k.opens
+        k.name for k in list_config_keys().values() if not k.opens
     )
-    assert config.of_role("schedule")["optimizer.params.lr"] == config.optimizer.optimizer.params.lr
+    assert config.keys_by_policy("schedule")["optimizer.params.lr"] == config.optimizer.optimizer.params.lr
 
 
 @pytest.mark.parametrize("change", ["hidden_dropout=0.5", "fp16.loss_scale=8", "lr=1", "seq_length=32", "split='9,1'"])
 def test_what_is_trained_changes_with_what_decides_it(change):
-    assert small(change).training_as_such() != small().training_as_such()
+    assert small(change).training_fingerprint() != small().training_fingerprint()
 
 
 @pytest.mark.parametrize("change", ["attention_backend=eager", "num_gpus=2", "log_interval=7", "save=x"])
 def test_what_is_trained_is_the_same_wherever_it_runs(change):
-    assert small(change, "train_batch_size=8").training_as_such() == small("train_batch_size=8").training_as_such()
+    assert (
+        small(change, "train_batch_size=8").training_fingerprint() == small("train_batch_size=8").training_fingerprint()
+    )

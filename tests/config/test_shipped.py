@@ -7,13 +7,13 @@ import pytest
 from models import build_model
 
 from megatron.config import method_names
-from megatron.config.load import SHIPPED, load
+from megatron.config.load import SHIPPED_CONFIGS, load_config
 from megatron.config.schema import Config
 from megatron.position import catalog
 from megatron.utils.errors import UserError
 
-MODELS = sorted((SHIPPED / "model").glob("*.yml"))
-OVERLAYS = sorted([*(SHIPPED / "position").glob("*.yml"), *(SHIPPED / "cluster").glob("*.yml")])
+MODELS = sorted((SHIPPED_CONFIGS / "model").glob("*.yml"))
+OVERLAYS = sorted([*(SHIPPED_CONFIGS / "position").glob("*.yml"), *(SHIPPED_CONFIGS / "cluster").glob("*.yml")])
 GPT2_VOCABULARY = 50257
 # With GPT-2's vocabulary padded to 50,304: 12 L h² + 13 L h + 2 h + 2·50,304·h, by hand.
 PARAMETERS = {
@@ -51,52 +51,52 @@ def by_shapes(config: Config) -> int:
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_model_alone(path: Path):
-    loaded = load([path])
+    loaded = load_config([path])
     assert loaded.notes == ()
 
 
-@pytest.mark.parametrize("path", sorted((SHIPPED / "finetune").glob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((SHIPPED_CONFIGS / "finetune").glob("*.yml")), ids=lambda path: path.stem)
 def test_finetuning_of_a_model(path: Path):
-    config = load(["125M", "rotary", path], ["load=runs/source"]).config
+    config = load_config(["125M", "rotary", path], ["load=runs/source"]).config
     assert config.checkpoint.finetune
     assert config.position.score_processor_options["zero_init"]
     with pytest.raises(UserError, match="finetune: true needs load"):
-        load(["125M", "rotary", path])
+        load_config(["125M", "rotary", path])
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
 def test_overlay_on_a_model(path: Path):
     length = ["a100_2k"] if path.stem.startswith("slurm_") else []  # which is what sets the batch of each GPU
     for model in ("125M", "162M"):
-        load([model, *length, path])
+        load_config([model, *length, path])
 
 
-@pytest.mark.parametrize("path", sorted((SHIPPED / "position").glob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((SHIPPED_CONFIGS / "position").glob("*.yml")), ids=lambda path: path.stem)
 def test_processors_compose_with_every_encoding(path: Path):
-    position = load(["125M", path]).config.position
+    position = load_config(["125M", path]).config.position
     if position.score_processor == "none":
         for processor in ("dape", "cdape"):
-            both = load(["125M", path, processor]).config.position
+            both = load_config(["125M", path, processor]).config.position
             assert (both.pos_emb, both.score_processor) == (position.pos_emb, processor)
 
 
 def test_every_method_has_an_overlay():
-    stems = {path.stem for path in (SHIPPED / "position").glob("*.yml")}
+    stems = {path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml")}
     assert stems >= set(catalog.list_encodings()) | set(method_names.list_processor_values())
     for name in catalog.list_encodings():
-        assert load(["125M", f"position/{name}"]).config.position.pos_emb == name
+        assert load_config(["125M", f"position/{name}"]).config.position.pos_emb == name
     for name in catalog.list_processors():
-        assert load(["125M", f"position/{name}"]).config.position.score_processor == name
+        assert load_config(["125M", f"position/{name}"]).config.position.score_processor == name
 
 
 def test_names_do_not_collide_across_folders():
-    counts = Counter(path.stem for path in SHIPPED.rglob("*.y*ml"))
+    counts = Counter(path.stem for path in SHIPPED_CONFIGS.rglob("*.y*ml"))
     assert [name for name, count in counts.items() if count > 1] == []
 
 
 @pytest.mark.parametrize(("name", "facts"), PAPERS.items())
 def test_papers_tables(name, facts):
-    config = load([name]).config
+    config = load_config([name]).config
     model, training = config.model, config.training
     found = (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length)
     found += (training.train_batch_size, training.train_iters, config.optimizer.optimizer.params.lr, training.precision)
@@ -105,13 +105,13 @@ def test_papers_tables(name, facts):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_counts(name):
-    assert by_shapes(load([name]).config) == PARAMETERS[name]
+    assert by_shapes(load_config([name]).config) == PARAMETERS[name]
 
 
 def test_parameter_counts_are_the_models():
     """The formula is what is built: every model file, on torch's meta device, without memory for its weights."""
     assert {path.stem for path in MODELS} == set(PARAMETERS)
     for name in PARAMETERS:
-        config = load([name, "none"]).config
+        config = load_config([name, "none"]).config
         model = build_model(config.model, config.position, GPT2_VOCABULARY, device="meta")
         assert model.num_parameters() == PARAMETERS[name], name

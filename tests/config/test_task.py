@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.utils.errors import UserError
 
 MODEL = "num_layers: 2\nhidden_size: 16\nnum_attention_heads: 2\ntrain_iters: 3\n"
@@ -12,7 +12,7 @@ MODEL = "num_layers: 2\nhidden_size: 16\nnum_attention_heads: 2\ntrain_iters: 3\
 
 def loaded(tmp_path: Path, text: str, *overrides: str):
     (tmp_path / "task.yml").write_text(MODEL + text, encoding="utf-8")
-    return load([tmp_path / "task.yml"], overrides)
+    return load_config([tmp_path / "task.yml"], overrides)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_the_sequence_length_follows(tmp_path: Path, text: str, expected: int) -
     assert found.config.model.seq_length == expected
     assert any(note.endswith(f"makes seq_length {expected}") for note in found.notes)
     found.config.save(tmp_path / "saved.yml")
-    assert load([tmp_path / "saved.yml"]).config == found.config
+    assert load_config([tmp_path / "saved.yml"]).config == found.config
 
 
 @pytest.mark.parametrize(

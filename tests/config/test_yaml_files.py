@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.yaml_files import dump, parse, parse_value, read_yaml
+from megatron.config.yaml_files import dump_yaml, parse_scalar, parse_yaml, read_yaml
 from megatron.utils.errors import UserError
 
 
 def test_json_like_with_trailing_commas_comments_and_python_booleans():
-    document = parse(
+    document = parse_yaml(
         '# comment\n{\n  "a": True, # why\n  "b": {"c": False, "d": [1, 2,],},\n  "e": 6e-4,\n}\n', "f.yml"
     )
     assert document.values == {"a": True, "b": {"c": False, "d": [1, 2]}, "e": 0.0006}
@@ -41,13 +41,13 @@ def test_json_like_with_trailing_commas_comments_and_python_booleans():
     ],
 )
 def test_values(text, value):
-    found = parse_value(text, "command line")
+    found = parse_scalar(text, "command line")
     assert found == value
     assert type(found) is type(value)
 
 
 def test_anchors_and_merge_keys_keep_the_line_of_the_anchor():
-    document = parse("base: &b\n  lr: 1\nother:\n  <<: *b\n  eps: 2\n", "f.yml")
+    document = parse_yaml("base: &b\n  lr: 1\nother:\n  <<: *b\n  eps: 2\n", "f.yml")
     assert document.values["other"] == {"lr": 1, "eps": 2}
     assert document.lines[("other", "lr")] == 2
     assert document.lines[("other", "eps")] == 5
@@ -79,7 +79,7 @@ def test_anchors_and_merge_keys_keep_the_line_of_the_anchor():
 )
 def test_errors_are_one_line_with_a_place(text, message):
     with pytest.raises(UserError) as caught:
-        parse(text, "f.yml")
+        parse_yaml(text, "f.yml")
     assert "\n" not in str(caught.value)
     assert re.search(message, str(caught.value)), str(caught.value)
 
@@ -106,7 +106,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 
 def test_what_would_take_hours_or_all_memory_is_refused_at_once(tmp_path, text, message):
     """Where that were not so, this test would not end."""
     with pytest.raises(UserError, match=message) as caught:
-        parse(text, "f.yml")
+        parse_yaml(text, "f.yml")
     assert "\n" not in str(caught.value)
     path = tmp_path / "large.yml"
     path.write_text(text + "#" * (1 << 20))
@@ -117,14 +117,14 @@ def test_what_would_take_hours_or_all_memory_is_refused_at_once(tmp_path, text, 
 def test_a_bomb_on_the_command_line_is_refused():
     rounds = ", ".join(f"&a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 40))
     with pytest.raises(UserError, match=r"^command line: x:1: more than 10,000 values"):
-        parse_value(f"[&a0 [1], {rounds}]", "command line: x")
+        parse_scalar(f"[&a0 [1], {rounds}]", "command line: x")
 
 
 def test_a_large_configuration_is_read():
     text = (
         "base: &b {" + ", ".join(f"k{i}: {i}" for i in range(400)) + "}\n" + "".join(f"v{i}: *b\n" for i in range(10))
     )
-    assert parse(text, "f.yml").values["v9"]["k399"] == 399
+    assert parse_yaml(text, "f.yml").values["v9"]["k399"] == 399
 
 
 def test_line_ends_of_other_systems_count_as_lines(tmp_path):
@@ -134,18 +134,18 @@ def test_line_ends_of_other_systems_count_as_lines(tmp_path):
 
 
 def test_empty_file_is_an_empty_mapping():
-    assert parse("", "f.yml").values == {}
-    assert parse("# nothing\n", "f.yml").values == {}
+    assert parse_yaml("", "f.yml").values == {}
+    assert parse_yaml("# nothing\n", "f.yml").values == {}
 
 
 def test_what_looks_like_a_date_and_is_none_is_told_with_its_line():
     with pytest.raises(UserError, match=r"^f\.yml:3: not valid YAML: month must be in 1\.\.12"):
-        parse("a: 2001-01-01\nb:\n- [1, 2001-99-99]\n", "f.yml")
+        parse_yaml("a: 2001-01-01\nb:\n- [1, 2001-99-99]\n", "f.yml")
 
 
 def test_a_number_of_thousands_of_digits_is_told_without_advice_for_programmers():
     with pytest.raises(UserError, match=r"^f\.yml:2: not valid YAML: Exceeds the limit .* value has 5000 digits$"):
-        parse(f"a: 1\nb: {'1' * 5000}\n", "f.yml")
+        parse_yaml(f"a: 1\nb: {'1' * 5000}\n", "f.yml")
 
 
 def test_not_text(tmp_path: Path):
@@ -167,5 +167,5 @@ plain = st.recursive(
 
 @given(st.dictionaries(st.text(letters, min_size=1), plain, max_size=4))
 def test_dump_and_parse_are_inverse(values):
-    text = dump(values)
-    assert parse(text, "f.yml").values == values
+    text = dump_yaml(values)
+    assert parse_yaml(text, "f.yml").values == values

@@ -12,7 +12,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.conversion.export_model import export_model
 from megatron.conversion.import_model import import_model
-from megatron.data.run_tokenizer import run_tokenizer
+from megatron.data.run_tokenizer import load_run_tokenizer
 from megatron.position.registry import list_encodings, list_processors
 from megatron.utils.errors import RunError, UserError
 from tools.export_cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run
@@ -49,7 +49,7 @@ def test_exported_and_imported(case: Case, tmp_path: Path) -> None:
     import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
     assert torch.equal(logits(tmp_path / "again"), logits(run))
     again = open_run(tmp_path / "again")
-    assert run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == "bytes"
+    assert load_run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == "bytes"
 
 
 def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
     import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
     again = open_run(tmp_path / "again")
     assert again.tokenizer_name == tokenizer.name
-    assert run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == tokenizer.name
+    assert load_run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == tokenizer.name
 
 
 def test_every_encoding_and_processor_is_among_them() -> None:

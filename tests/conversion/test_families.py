@@ -24,7 +24,7 @@ def read(name: str) -> tuple[ModelFamily, Config, dict[str, torch.Tensor]]:
         stored.pop("lm_head.weight", None), stored.pop("embed_out.weight", None)
     renamed = {theirs: ours for ours, theirs in family.tensor_aliases.items()}
     stored = {renamed.get(key, key): value for key, value in stored.items()}
-    return family, Config.of(family.from_hf_config(HFConfigReader(values, name))), stored
+    return family, Config.from_flat(family.from_hf_config(HFConfigReader(values, name))), stored
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -51,7 +51,7 @@ def test_the_configuration_there_and_back(name: str) -> None:
     assert (found is family) or family.model_type in ("opt", "qwen2")
     assert set(reasons) == {other for other, each in HF_FAMILIES.items() if each.unsupported_reason(config) is not None}
     values = json.loads(json.dumps(family.to_hf_config(config, ROWS, eos_token_id=0)))
-    again = Config.of(family.from_hf_config(HFConfigReader(values, name)))
+    again = Config.from_flat(family.from_hf_config(HFConfigReader(values, name)))
     assert {**again.model.model_dump(), **again.position.model_dump()} == {
         **config.model.model_dump(), **config.position.model_dump()
     }  # fmt: skip

@@ -11,7 +11,7 @@ from published import LAYERS, LENGTH, MODELS, ROWS, TOKENS, WIDTH, logits_of, mo
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.load_model import load_model
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.conversion.import_model import import_model
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import assert_alike, sums_of_gpt
@@ -99,7 +99,7 @@ def test_a_run_folder_like_any_other(tmp_path: Path) -> None:
     made, notes = import_model(tmp_path / "source", tmp_path / "runs" / "llama")
     assert notes == ()
     assert {path.name for path in made.run.iterdir()} == {"config.yml", "tokenizer", "checkpoints"}
-    again = read(made.run / "config.yml")
+    again = read_config(made.run / "config.yml")
     assert (again.model, again.position) == (made.config.model, made.config.position)
     text = (made.run / "config.yml").read_text()
     assert "num_kv_heads: 2" in text

@@ -9,7 +9,7 @@ from published import MODELS, logits_of, written
 from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.conversion.import_model import import_model
 from megatron.distributed.hardware import LocalHardware
@@ -36,14 +36,14 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(run: Path, corpus: Path, save: Path, **keys: object) -> Config:
     """Its own keys, and those that a training says."""
-    own = load([run / "config.yml"]).config
+    own = load_config([run / "config.yml"]).config
     sections = {**own.model.model_dump(exclude_unset=True), **own.position.model_dump(exclude_unset=True)}
     chosen = {"train_iters": 2, "load": str(run), "finetune": True, "eval_interval": 1, **keys}
     return tiny_config(corpus, save, **{**sections, "pos_emb_options": {}, **chosen})
 
 
 def test_its_configuration_says_nothing_of_training_and_a_training_asks_for_it(run: Path) -> None:
-    config = load([run / "config.yml"]).config
+    config = load_config([run / "config.yml"]).config
     assert config.training.train_iters == 0
     with pytest.raises(UserError, match="no data to train on"):
         resolve_run(config, LocalHardware(0, 2))
@@ -81,7 +81,7 @@ def test_there_is_no_training_to_go_on_with(run: Path, corpus: Path, tmp_path: P
 
 def test_the_first_loss_is_the_source_s(corpus: Path, tmp_path: Path) -> None:
     """Cross entropy of transformers' logits on the sequences that the validation reads."""
-    from megatron.data.datasets import token_stream
+    from megatron.data.datasets import load_token_stream
 
     assert "pythia" in MODELS
     source = written("pythia", tmp_path / "source")
@@ -91,7 +91,7 @@ def test_the_first_loss_is_the_source_s(corpus: Path, tmp_path: Path) -> None:
         [run], EvaluationOptions(data=str(corpus), lengths=[32], protocol="nonoverlapping", device="cpu"), output=None
     )
     own = tiny_config(corpus, None, test_data_paths=[str(corpus / "test_text_document")])
-    stream = torch.as_tensor(token_stream(own.data, "test").astype("int64"))
+    stream = torch.as_tensor(load_token_stream(own.data, "test").astype("int64"))
     windows = stream[: (len(stream) - 1) // 32 * 32 + 1]
     inputs, labels = windows[:-1].view(-1, 32), windows[1:].view(-1, 32)
     loss = torch.nn.functional.cross_entropy(logits_of(source, inputs).double().flatten(0, 1), labels.flatten())

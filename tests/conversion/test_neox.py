@@ -8,7 +8,7 @@ import torch
 from neox_layout import HEADS, INNER, LAYERS, LENGTH, ROWS, WIDTH, Layout
 
 from megatron.checkpoint.load_model import load_model
-from megatron.config.yaml_files import dump
+from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.import_model import import_model
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import assert_alike, sums_of_gpt
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(what: str, tmp_path: Path)
     elif what == "code":
         torch.save({"args": Boom()}, first)
     elif what == "another width":
-        (checkpoint / "configs/model.yml").write_text(dump({**theirs.keys, "intermediate_size": 48}))
+        (checkpoint / "configs/model.yml").write_text(dump_yaml({**theirs.keys, "intermediate_size": 48}))
     elif what == "no module":
         torch.save({"step": 3}, checkpoint / "mp_rank_00_model_states.pt")
     with pytest.raises((UserError, RunError), match=BAD[what]) as caught:

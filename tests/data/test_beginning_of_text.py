@@ -13,12 +13,12 @@ from tokenizer_files import SAMPLE
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
 from megatron.conversion.imported_run import resolve_tokenizer
 from megatron.conversion.model_source import ModelSource
-from megatron.data.corpus import prepare
-from megatron.data.run_tokenizer import keep_tokenizer, run_tokenizer
-from megatron.data.tokenizers import Tokenizer, open_tokenizer
-from megatron.data.vocabulary import vocabulary
+from megatron.data.corpus import prepare_corpus
+from megatron.data.run_tokenizer import load_run_tokenizer, save_tokenizer
+from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
+from megatron.data.vocabulary import read_vocabulary
 from megatron.evaluation.harness import HarnessModel
-from megatron.generation.writer import Writer
+from megatron.generation.writer import TextGenerator
 from megatron.options.data import CorpusOptions, DataOptions
 from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import UserError
@@ -102,7 +102,7 @@ def test_an_import_reads_as_the_source_and_so_does_its_export(published: tuple[s
     if tokenizer.type != "SPMTokenizer":  # no class of theirs reads a SentencePiece file as it is
         for text in TEXTS:
             assert tokenizer.encode_with_bos(text) == theirs(text).input_ids
-    copy = run_tokenizer(keep_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
+    copy = load_run_tokenizer(save_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
     assert (copy.bos, copy.name) == (tokenizer.bos, tokenizer.name)
     (tmp_path / "export").mkdir()
     write_hf_tokenizer(copy, tmp_path / "export", 64)
@@ -125,7 +125,7 @@ def test_prompts_and_tasks_begin_as_the_text_does(published: tuple[str, Path]) -
     tokenizer = resolve_tokenizer(source(folder), None, None, None)
     begin = [] if STYLES[style] is None else [STYLES[style]]
     gpt = gpt_of(Case("none", {"pos_emb": "none"}), tokenizer.vocab_size)
-    writer = Writer(gpt, tokenizer, GenerationOptions())
+    writer = TextGenerator(gpt, tokenizer, GenerationOptions())
     assert writer.encode("the") == [*begin, *tokenizer.encode("the")]
     assert writer.encode("") == (begin or [tokenizer.eod])
     harness = HarnessModel(gpt, tokenizer, 32)
@@ -141,20 +141,20 @@ def prepared(folder: Path, output: Path, **keys: Any) -> Path:
         sources=[str(folder / "texts.jsonl")], tokenizer="HFTokenizer", vocab_file=str(folder / "tokenizer.json"),
         split=None, workers=1, **keys,
     )  # fmt: skip
-    return prepare(options, output).folder
+    return prepare_corpus(options, output).folder
 
 
 @pytest.mark.parametrize("add_bos", [None, False])
 def test_documents_of_a_corpus_begin_with_it(tmp_path: Path, add_bos: bool | None) -> None:
     write_style("Llama 3", tmp_path)
     corpus = prepared(tmp_path, tmp_path / "corpus", add_bos=add_bos)
-    tokenizer = open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json", bos=add_bos)
+    tokenizer = tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json", bos=add_bos)
     assert tokenizer.bos == (0 if add_bos is None else None)
     prefix = next(corpus.glob("*.bin")).with_suffix("")
     found = np.memmap(f"{prefix}.bin", dtype=np.uint16)
     expected = [number for text in TEXTS for number in [*tokenizer.encode_with_bos(text), tokenizer.eod]]
     assert sorted(found) == sorted(expected)
-    assert vocabulary(DataOptions(train_data_paths=[str(prefix)])).bos == tokenizer.bos
+    assert read_vocabulary(DataOptions(train_data_paths=[str(prefix)])).bos == tokenizer.bos
     with pytest.raises(UserError, match="made differently"):
         prepared(tmp_path, corpus, add_bos=add_bos is not None)
 
@@ -164,14 +164,14 @@ def test_corpora_that_begin_differently_do_not_mix(tmp_path: Path) -> None:
     one, other = (prepared(tmp_path, tmp_path / str(add), add_bos=add) for add in (True, False))
     paths = [str(next(corpus.glob("*.bin")).with_suffix("")) for corpus in (one, other)]
     with pytest.raises(UserError, match=r"its documents begin with no token.*and those of .* with token 0; prepare bo"):
-        vocabulary(DataOptions(train_data_paths=paths))
+        read_vocabulary(DataOptions(train_data_paths=paths))
 
 
 def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|endoftext|>"], None)
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no token that begins a text"):
-        open_tokenizer("HFTokenizer", path, bos=True)
+        tokenizer_from_files("HFTokenizer", path, bos=True)
     content = json.loads(path.read_text())
     first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     content["post_processor"] = {
@@ -181,22 +181,22 @@ def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
     }  # fmt: skip
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="puts 2 tokens before a text, and at most one is offered; false puts none"):
-        open_tokenizer("HFTokenizer", path)
-    assert open_tokenizer("HFTokenizer", path, bos=False).bos is None
+        tokenizer_from_files("HFTokenizer", path)
+    assert tokenizer_from_files("HFTokenizer", path, bos=False).bos is None
 
 
 def test_an_end_of_an_unusual_name_is_named(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|fin|>"], None)
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"no token ends a document; looked for .*; name it with end_token"):
-        open_tokenizer("HFTokenizer", path)
+        tokenizer_from_files("HFTokenizer", path)
     with pytest.raises(UserError, match=r"end_token: .* has no token '<\|fim\|>'; did you mean <\|fin\|>"):
-        open_tokenizer("HFTokenizer", path, end_token="<|fim|>")
-    tokenizer = open_tokenizer("HFTokenizer", path, end_token="<|fin|>")
+        tokenizer_from_files("HFTokenizer", path, end_token="<|fim|>")
+    tokenizer = tokenizer_from_files("HFTokenizer", path, end_token="<|fin|>")
     assert tokenizer.eod == 0
-    copy: Tokenizer = run_tokenizer(keep_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
+    copy: Tokenizer = load_run_tokenizer(save_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
     assert (copy.eod, copy.end_token) == (0, "<|fin|>")
     corpus = prepared(tmp_path, tmp_path / "corpus", end_token="<|fin|>")
     prefix = next(corpus.glob("*.bin")).with_suffix("")
-    assert vocabulary(DataOptions(train_data_paths=[str(prefix)])).eod == 0
+    assert read_vocabulary(DataOptions(train_data_paths=[str(prefix)])).eod == 0
     assert int(np.memmap(f"{prefix}.bin", dtype=np.uint16)[-1]) == 0

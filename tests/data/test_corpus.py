@@ -18,7 +18,7 @@ from full_disk import full_disk
 from megatron.data import documents as documents_module
 from megatron.data import sources as sources_module
 from megatron.data.corpus_folder import read_corpus
-from megatron.data.tokenizers import load_tokenizer, open_tokenizer
+from megatron.data.tokenizers import load_tokenizer, tokenizer_from_files
 from megatron.utils.errors import RunError, UserError
 
 
@@ -128,7 +128,7 @@ def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
 
 def test_long_documents_become_several_sequences(texts, tmp_path, monkeypatch, reader):
     whole = prepare([str(texts)], tmp_path / "a", split=None)
-    monkeypatch.setattr("megatron.data.writing.LONGEST_SEQUENCE", 7)
+    monkeypatch.setattr("megatron.data.writing.MAX_SEQUENCE_TOKENS", 7)
     pieces = prepare([str(texts)], tmp_path / "b", split=None)
     assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # as documents the same
     assert (tmp_path / "a/text_document.bin").read_bytes() == (tmp_path / "b/text_document.bin").read_bytes()
@@ -375,8 +375,8 @@ def test_progress_counts_the_bytes_of_the_sources(many, tmp_path):
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(many, tmp_path, monkeypatch):
-    names = sources_module.document_names
-    monkeypatch.setattr(documents_module, "document_names", lambda *how: list(names(*how))[:-1])
+    names = sources_module.list_document_names
+    monkeypatch.setattr(documents_module, "list_document_names", lambda *how: list(names(*how))[:-1])
     with pytest.raises(RunError, match="a source changed while it was read"):
         prepare([str(many)], tmp_path / "out")
 
@@ -410,7 +410,7 @@ def test_preparing_needs_no_torch_until_it_writes():
 
 def test_python_is_prepared_reproducibly(tmp_path, reader):
     corpus = prepare(["python"], tmp_path / "python")
-    tokenizer = open_tokenizer("bytes")
+    tokenizer = tokenizer_from_files("bytes")
     again = prepare(["python"], tmp_path / "again", workers=2)
     assert contents(again.folder) == contents(corpus.folder)
     valid = [tokenizer.decode(document[:-1]) for document in reader(corpus.prefix("valid"))]

@@ -18,9 +18,9 @@ from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.datasets import build_datasets, token_stream
-from megatron.data.parts import sequence_range
-from megatron.data.vocabulary import vocabulary
+from megatron.data.datasets import build_datasets, load_token_stream
+from megatron.data.parts import compute_sequence_range
+from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
@@ -138,13 +138,13 @@ def test_splits_share_no_document_and_agree_with_the_stream(dataset, words):
     built = build(data, train=100, valid=7, test=7)
     seen = {}
     for split in ("train", "valid", "test"):
-        stream = token_stream(data, split)
-        first, last = sequence_range("8,1,1", split, 30)
+        stream = load_token_stream(data, split)
+        first, last = compute_sequence_range("8,1,1", split, 30)
         assert stream.tolist() == list(range(20 * first, 20 * last))
         seen[split] = set(np.ravel(rows(getattr(built, split))))
         assert seen[split] <= set(stream.tolist())
         assert len(seen[split]) >= min(56, 0.7 * len(stream))
-    assert [len(token_stream(data, split)) for split in seen] == [480, 60, 60]
+    assert [len(load_token_stream(data, split)) for split in seen] == [480, 60, 60]
     only_train = DataOptions(data_path=data.data_path, split="1", **words)
     assert build(only_train, train=5, valid=5).valid is None
 
@@ -163,18 +163,18 @@ def test_shares_are_rounded_as_megatron_core_does(numbers, sequences):
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(text))
     for i, split in enumerate(("train", "valid", "test")):
         expected = matrix[i] and tuple(round(edge * float(sequences)) for edge in matrix[i])
-        assert sequence_range(text, split, sequences) == expected
+        assert compute_sequence_range(text, split, sequences) == expected
 
 
 def test_streams_of_several_datasets_follow_each_other(dataset, words):
     paths = [dataset("d", numbered([3, 4])), dataset("e", numbered([5], first=100), dtype="uint16")]
     data = DataOptions(test_data_paths=paths, **words)
-    assert token_stream(data, "test").tolist() == [*range(7), *range(100, 105)]
+    assert load_token_stream(data, "test").tolist() == [*range(7), *range(100, 105)]
     with pytest.raises(UserError, match="no valid data: valid_data_paths is not given"):
-        token_stream(data, "valid")
+        load_token_stream(data, "valid")
     one = DataOptions(data_path=paths[0], split="1,1,0", **words)
     with pytest.raises(UserError, match="no test data: data_path's split is '1,1,0'"):
-        token_stream(one, "test")
+        load_token_stream(one, "test")
 
 
 def test_the_token_after_a_document_can_be_left_unscored(dataset, words):
@@ -197,17 +197,17 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
     folder = texts.parent
     corpus = prepare([str(texts)], folder / "bytes", split=None)
     prefix = str(corpus.prefix("all"))
-    found = vocabulary(DataOptions(data_path=prefix))
+    found = read_vocabulary(DataOptions(data_path=prefix))
     assert (found.size, found.name, found.eod) == (257, "bytes", 256)
-    assert vocabulary(DataOptions(data_path=prefix + ".bin", tokenizer_type="bytes")) == found
+    assert read_vocabulary(DataOptions(data_path=prefix + ".bin", tokenizer_type="bytes")) == found
     other = prepare([str(texts)], folder / "bpe", split=None, tokenizer="bpe", vocab_size=270)
     learned = str(other.prefix("all"))
-    assert vocabulary(DataOptions(data_path=learned)).name == other.tokenizer
-    assert vocabulary(DataOptions(data_path=learned, tokenizer_type="HFTokenizer")).size == 270
+    assert read_vocabulary(DataOptions(data_path=learned)).name == other.tokenizer
+    assert read_vocabulary(DataOptions(data_path=learned, tokenizer_type="HFTokenizer")).size == 270
     given_file = {"tokenizer_type": "HFTokenizer", "vocab_file": str(folder / "bpe/tokenizer.json")}
-    assert vocabulary(DataOptions(data_path=learned, **given_file)).name == other.tokenizer
+    assert read_vocabulary(DataOptions(data_path=learned, **given_file)).name == other.tokenizer
     foreign = dataset("foreign", numbered([30]))
-    assert vocabulary(DataOptions(train_data_paths=[foreign], **words)).eod == 1999
+    assert read_vocabulary(DataOptions(train_data_paths=[foreign], **words)).eod == 1999
     for options, message in [
         ({"train_data_paths": [prefix, learned]}, r"bpe/text_document: made by tokenizer HFTok.*, but .* by bytes"),
         ({"train_data_paths": [prefix], "valid_data_paths": [learned]}, "made by tokenizer"),
@@ -222,7 +222,7 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
         ({"data_path": str(folder / "bytes")}, r"is a folder; name a dataset in it: .*bytes/text_document"),
     ]:
         with pytest.raises(UserError, match=message) as error:
-            vocabulary(DataOptions(**options))
+            read_vocabulary(DataOptions(**options))
         assert "\n" not in str(error.value)
 
 
@@ -260,7 +260,9 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
 
 
 def test_a_token_beyond_the_vocabulary_is_caught_when_it_is_read(dataset, words, monkeypatch):
-    monkeypatch.setattr("megatron.data.indexed.Indexed.largest_token", lambda self: 0)  # as if it were not looked at
+    monkeypatch.setattr(
+        "megatron.data.indexed.IndexedTokens.find_largest_token", lambda self: 0
+    )  # as if it were not looked at
     samples = build(DataOptions(train_data_paths=[dataset("d", [[2000] * 30])], **words), train=3).train
     with pytest.raises(RunError, match="d: sample 0 has token 2000; the vocabulary has 2000"):
         samples[0]
@@ -297,7 +299,7 @@ def test_an_index_beyond_memory_is_refused(dataset, words, monkeypatch, key):
         train_data_paths=[dataset("d", numbered(LENGTHS))], valid_data_paths=[dataset("e", numbered(LENGTHS))], **words
     )
     asked = {"train": 10, "valid": 10, "train" if key == "train_iters" else "valid": 4_000_000_000}
-    monkeypatch.setattr("megatron.data.datasets.memory", lambda: 16 << 30)
+    monkeypatch.setattr("megatron.data.datasets.measure_memory", lambda: 16 << 30)
     with pytest.raises(UserError, match=rf"^{key}: 4,000,000,000 \w+ samples need an index of 45 GiB") as error:
         build(data, **asked)
     assert error.value.key == key

@@ -9,8 +9,8 @@ from corpora import prepare
 
 from megatron.data import description as description_module
 from megatron.data.corpus_folder import read_corpus
-from megatron.data.datasets import build_datasets, token_stream
-from megatron.data.description import CORPUS_FILE, read_description
+from megatron.data.datasets import build_datasets, load_token_stream
+from megatron.data.description import CORPUS_FILE, read_corpus_metadata
 from megatron.data.tokenizers import load_tokenizer
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import DataOptions
@@ -139,9 +139,9 @@ def test_what_is_no_description_is_refused_in_one_line(bpe, content):
 
 
 def test_a_description_of_gigabytes_is_not_read(bpe, monkeypatch):
-    monkeypatch.setattr(description_module, "LARGEST_FILE", 100)
+    monkeypatch.setattr(description_module, "MAX_JSON_BYTES", 100)
     with pytest.raises(RunError, match="it is larger than 100 bytes"):
-        read_description(bpe)
+        read_corpus_metadata(bpe)
 
 
 def test_every_flipped_length_is_noticed(bpe):
@@ -151,7 +151,7 @@ def test_every_flipped_length_is_noticed(bpe):
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(RunError, match=r"^[^;,]*train_text_document\.idx: is not what it was") as error:
-            token_stream(DataOptions(test_data_paths=[str(path)]), "test")
+            load_token_stream(DataOptions(test_data_paths=[str(path)]), "test")
         assert "\n" not in str(error.value)
 
 
@@ -165,7 +165,7 @@ def test_an_index_of_other_documents_of_the_same_size_is_noticed(original, tmp_p
     other = prepare([str(lines)], tmp_path / "three", split=None)
     shutil.copyfile(f"{other.prefix('all')}.idx", f"{corpus.prefix('all')}.idx")
     with pytest.raises(RunError, match=r"two/text_document\.idx: is not what it was when the corpus was made"):
-        token_stream(DataOptions(data_path=str(corpus.prefix("all")), split="0,0,1"), "test")
+        load_token_stream(DataOptions(data_path=str(corpus.prefix("all")), split="0,0,1"), "test")
     shutil.copyfile(folder / "test_text_document.bin", folder / "train_text_document.bin")
     with pytest.raises(RunError, match=r"train_text_document\.bin: has \d+ bytes, and had"):
         train_on(folder)
@@ -186,7 +186,7 @@ def test_flipped_tokens_are_noticed_before_they_are_used(corpus, tmp_path, cache
         train_on(corpus, cache)
     flip(corpus / "test_text_document.bin")
     with pytest.raises(RunError, match=r"test_text_document\.bin: is not what it was"):
-        token_stream(data(corpus), "test")
+        load_token_stream(data(corpus), "test")
     flip(corpus / "train_text_document.bin")
     assert [sample["tokens"].tolist() for sample in train_on(corpus, cache)] == rows
 
@@ -201,8 +201,8 @@ def test_a_content_is_read_once(bpe, tmp_path, monkeypatch):
     for _ in range(3):
         train_on(folder)
     assert sorted(read) == ["train_text_document.bin", "train_text_document.idx"]
-    monkeypatch.setattr("megatron.data.parts.CHECKED_WHOLE", 100)  # a larger file is left to `prepare`
-    monkeypatch.setattr("megatron.data.description._sha256_once", lambda path, *_: read.append(path.name) or "0" * 64)
+    monkeypatch.setattr("megatron.data.parts.MAX_CHECKED_WHOLE", 100)  # a larger file is left to `prepare`
+    monkeypatch.setattr("megatron.data.description._cached_sha256", lambda path, *_: read.append(path.name) or "0" * 64)
     train_on(folder)
     assert set(read[2:]) == {"train_text_document.idx"}
 
@@ -225,6 +225,6 @@ def test_prepare_looks_at_every_file_before_it_finds_a_corpus_again(original, tm
 def test_older_corpora_without_checksums_still_load(corpus):
     edit(corpus, "files", DELETE)
     edit(corpus, "tokenizer/a_later_fact", 1)
-    assert read_description(corpus).files is None
+    assert read_corpus_metadata(corpus).files is None
     assert len(train_on(corpus)) == 20
     assert load_tokenizer(corpus).vocab_size == read_corpus(corpus).vocab_size

@@ -7,11 +7,11 @@ import pytest
 from killed import die, killed
 
 from megatron.data import folders
-from megatron.data.folders import recover, whole_folder
+from megatron.data.folders import atomic_directory, recover_abandoned
 
 
 def write(target: Path, text: str, **choices: bool) -> None:
-    with whole_folder(target, **choices) as folder:
+    with atomic_directory(target, **choices) as folder:
         (folder / "file").write_text(text)
 
 
@@ -24,7 +24,7 @@ def test_a_folder_is_made_replaced_or_kept(tmp_path):
     write(target, "one")
     write(target, "two")
     assert (target / "file").read_text() == "two"
-    with whole_folder(target, replace=False) as folder:
+    with atomic_directory(target, replace=False) as folder:
         (folder / "file").write_text("three")
     assert (target / "file").read_text() == "two"
     assert names(target.parent) == ["er"]
@@ -39,7 +39,7 @@ def umask() -> int:
 
 def test_an_exception_leaves_what_was_there(tmp_path):
     write(tmp_path / "x", "one")
-    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "x"):
+    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "x"):
         raise KeyboardInterrupt
     assert names(tmp_path) == ["x"]
     assert (tmp_path / "x" / "file").read_text() == "one"
@@ -64,15 +64,15 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch, err
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
     def work() -> None:
-        with whole_folder(tmp_path / "x") as folder:
+        with atomic_directory(tmp_path / "x") as folder:
             (folder / "file").write_text("half")
             die()
 
     killed(work)
     assert len(names(tmp_path)) == 1  # the kill left something to remove
-    recover(tmp_path / "y")
+    recover_abandoned(tmp_path / "y")
     assert len(names(tmp_path)) == 1  # but not for another folder
-    recover(tmp_path / "x")
+    recover_abandoned(tmp_path / "x")
     assert names(tmp_path) == []
 
 
@@ -82,12 +82,12 @@ def test_a_stranger_in_the_way_keeps_nothing_else(tmp_path, monkeypatch):
     (tmp_path / ".x.00000000.tmp").write_text("first, and no folder")
 
     def work() -> None:
-        with whole_folder(tmp_path / "x"):
+        with atomic_directory(tmp_path / "x"):
             die()
 
     killed(work)
     assert len(names(tmp_path)) == 2
-    recover(tmp_path / "x")
+    recover_abandoned(tmp_path / "x")
     assert names(tmp_path) == [".x.00000000.tmp"]
 
 
@@ -97,7 +97,7 @@ def test_a_folder_whose_place_was_empty_for_a_moment_is_put_back(tmp_path, monke
     monkeypatch.setattr(Path, "rename", lambda self, to: die() if self.name == "new" else rename(self, to))
     killed(lambda: write(tmp_path / "x", "two"))
     assert not (tmp_path / "x").exists()
-    recover(tmp_path / "x")
+    recover_abandoned(tmp_path / "x")
     assert names(tmp_path) == ["x"]
     assert (tmp_path / "x" / "file").read_text() == "one"
 
@@ -105,8 +105,8 @@ def test_a_folder_whose_place_was_empty_for_a_moment_is_put_back(tmp_path, monke
 def test_the_work_of_the_living_and_of_strangers_is_left_alone(tmp_path):
     stranger = tmp_path / ".x.abcdefgh.tmp"
     (stranger / "mine").mkdir(parents=True)
-    with whole_folder(tmp_path / "x") as folder:
-        recover(tmp_path / "x")  # another descriptor: a lock belongs to the one that took it
+    with atomic_directory(tmp_path / "x") as folder:
+        recover_abandoned(tmp_path / "x")  # another descriptor: a lock belongs to the one that took it
         write(tmp_path / "x", "by another")
         assert folder.is_dir()
         (folder / "file").write_text("mine")
@@ -119,7 +119,7 @@ def test_a_file_system_without_locks_keeps_what_nobody_may_own(tmp_path, monkeyp
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(folders.fcntl, "flock", no_locks)
-    with whole_folder(tmp_path / "x") as folder:
-        recover(tmp_path / "x")
+    with atomic_directory(tmp_path / "x") as folder:
+        recover_abandoned(tmp_path / "x")
         (folder / "file").write_text("text")
     assert names(tmp_path) == ["x"]

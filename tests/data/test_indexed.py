@@ -19,16 +19,16 @@ DOCUMENTS = [[5, 6, 7], [8], [], [9, 1, 2, 3, 4]]
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_streams_are_the_documents_in_order(dataset, documents, dtype, data):
     opened = open_indexed(dataset("d", documents, dtype))
-    assert opened.stream().tolist() == list(chain(*documents))
+    assert opened.read_stream().tolist() == list(chain(*documents))
     first = data.draw(st.integers(0, len(documents)))
     last = data.draw(st.integers(first, len(documents)))
-    assert opened.stream(first, last).tolist() == list(chain(*documents[first:last]))
-    assert opened.largest_token() == max(chain(*documents), default=-1)
+    assert opened.read_stream(first, last).tolist() == list(chain(*documents[first:last]))
+    assert opened.find_largest_token() == max(chain(*documents), default=-1)
 
 
 def test_a_stream_is_a_view_of_the_file(dataset):
     opened = open_indexed(dataset("d", DOCUMENTS))
-    assert np.shares_memory(opened.stream(1, 4), opened.tokens)
+    assert np.shares_memory(opened.read_stream(1, 4), opened.tokens)
 
 
 def test_sequences_may_lie_in_any_order_in_the_file(dataset, tmp_path):
@@ -37,12 +37,12 @@ def test_sequences_may_lie_in_any_order_in_the_file(dataset, tmp_path):
     starts = slice(34 + 12, 34 + 12 + 24)
     idx[starts] = np.array([24, 0, 12], dtype=np.int64).tobytes()
     (tmp_path / "d.idx").write_bytes(idx)
-    assert open_indexed(prefix).stream().tolist() == [7, 8, 9, 1, 2, 3, 4, 5, 6]
+    assert open_indexed(prefix).read_stream().tolist() == [7, 8, 9, 1, 2, 3, 4, 5, 6]
 
 
 def test_large_datasets_are_sampled_for_their_largest_token(dataset):
     opened = open_indexed(dataset("d", [list(range(5000))]))
-    assert opened.largest_token(look_at=256 * 4) == 4999
+    assert opened.find_largest_token(max_tokens=256 * 4) == 4999
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
@@ -68,7 +68,7 @@ def test_a_damaged_index_never_crashes(dataset, tmp_path, position, byte):
     (tmp_path / "d.idx").write_bytes(idx)
     try:
         opened = open_indexed(prefix)
-        opened.stream()
+        opened.read_stream()
     except FarfieldError as error:
         assert "d.idx" in str(error)  # noqa: PT017
         assert "\n" not in str(error)  # noqa: PT017

@@ -8,8 +8,8 @@ import pytest
 from corpora import prepare
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
-from megatron.data.run_tokenizer import keep_tokenizer, run_tokenizer
-from megatron.data.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
+from megatron.data.run_tokenizer import load_run_tokenizer, save_tokenizer
+from megatron.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_files
 from megatron.options.data import DataOptions
 from megatron.utils.errors import RunError, UserError
 
@@ -24,27 +24,27 @@ def test_a_copy_is_the_tokenizer_wherever_the_run_goes(
     tmp_path: Path, all_tokenizers: dict[str, Tokenizer], kind: str
 ) -> None:
     original = all_tokenizers[kind]
-    folder = keep_tokenizer(original, tmp_path / "run")
+    folder = save_tokenizer(original, tmp_path / "run")
     assert {path.name for path in folder.iterdir()} == {"description.json", *original.files}
     moved = (tmp_path / "run").rename(tmp_path / "moved")
-    copy = run_tokenizer(moved, DataOptions(), original.name)
-    assert (copy.facts, copy.encode(SAMPLE[0])) == (original.facts, original.encode(SAMPLE[0]))
+    copy = load_run_tokenizer(moved, DataOptions(), original.name)
+    assert (copy.describe, copy.encode(SAMPLE[0])) == (original.describe, original.encode(SAMPLE[0]))
     assert all(path.is_relative_to(moved) for path in copy.files.values())
     # Kept again it stays as it is, and can itself be what is kept.
     before = (moved / "tokenizer" / "description.json").stat().st_mtime_ns
-    keep_tokenizer(copy, moved)
+    save_tokenizer(copy, moved)
     assert (moved / "tokenizer" / "description.json").stat().st_mtime_ns == before
 
 
 def test_a_changed_file_is_named_when_it_is_read_and_put_right_by_the_run(
     tmp_path: Path, all_tokenizers: dict[str, Tokenizer]
 ) -> None:
-    folder = keep_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
+    folder = save_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text + "\n")
     with pytest.raises(RunError, match=r"tokenizer: tokenizer.json changed since it was written; restore it or delete"):
         load_tokenizer(folder)
-    keep_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
+    save_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
     assert (folder / "tokenizer.json").read_text() == text
     facts = json.loads((folder / "description.json").read_text())
     for damaged in ({**facts, "eod": 1}, {**facts, "vocab_size": -1}, []):
@@ -52,7 +52,7 @@ def test_a_changed_file_is_named_when_it_is_read_and_put_right_by_the_run(
         with pytest.raises(RunError, match=r"description\.json: ") as error:
             load_tokenizer(folder)
         assert "\n" not in str(error.value)
-    keep_tokenizer(all_tokenizers["bytes"], tmp_path)  # the run began anew with another
+    save_tokenizer(all_tokenizers["bytes"], tmp_path)  # the run began anew with another
     assert {path.name for path in folder.iterdir()} == {"description.json"}
     assert load_tokenizer(folder).name == "bytes"
 
@@ -65,7 +65,7 @@ def test_a_folder_that_is_something_else_stays(
     for name in files:
         (tmp_path / "tokenizer" / name).write_text("mine")
     with pytest.raises(UserError, match=r"tokenizer: is not a run's copy of its tokenizer, .*; move it away"):
-        keep_tokenizer(all_tokenizers["bytes"], tmp_path)
+        save_tokenizer(all_tokenizers["bytes"], tmp_path)
     assert [path.read_text() for path in (tmp_path / "tokenizer").iterdir()] == ["mine"] * len(files)
 
 
@@ -73,18 +73,21 @@ def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_toke
     (tmp_path / "text.txt").write_text("some text\n" * 40)
     prepare([str(tmp_path / "text.txt")], tmp_path / "corpus", split=None)
     data = DataOptions(train_data_paths=[str(tmp_path / "corpus" / "text_document")])
-    assert run_tokenizer(tmp_path, data, "bytes").name == "bytes"
+    assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"
     with pytest.raises(UserError, match="was trained with tokenizer HFTokenizer-1, and its data have bytes now"):
-        run_tokenizer(tmp_path, data, "HFTokenizer-1")
+        load_run_tokenizer(tmp_path, data, "HFTokenizer-1")
     # A copy of another tokenizer is that of a later run in this folder.
-    keep_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
-    assert run_tokenizer(tmp_path, data, "bytes").name == "bytes"
-    assert run_tokenizer(tmp_path, data, None).type == "HFTokenizer"
+    save_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
+    assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"
+    assert load_run_tokenizer(tmp_path, data, None).type == "HFTokenizer"
     shutil.rmtree(tmp_path / "tokenizer")
     shutil.rmtree(tmp_path / "corpus")
-    assert run_tokenizer(tmp_path, data, "bytes").name == "bytes"  # which needs no file
+    assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"  # which needs no file
     with pytest.raises(UserError, match=r"has no copy of its tokenizer, and its data do not help: train_data"):
-        run_tokenizer(tmp_path, data, "HFTokenizer-1")
-    named = open_tokenizer("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
+        load_run_tokenizer(tmp_path, data, "HFTokenizer-1")
+    named = tokenizer_from_files("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
     files = dict(zip(("vocab_file", "merge_file"), map(str, named.files.values()), strict=True))
-    assert run_tokenizer(None, data.replace(tokenizer_type=named.type, **files), named.name).facts == named.facts
+    assert (
+        load_run_tokenizer(None, data.replace(tokenizer_type=named.type, **files), named.name).describe
+        == named.describe
+    )

@@ -10,17 +10,24 @@ from hypothesis import strategies as st
 
 from megatron.data import sources
 from megatron.data.encode import Chunk, Encoder
-from megatron.data.sources import SourceFile, cut, decode, document_names, raw_documents, scan
+from megatron.data.sources import (
+    SourceFile,
+    decode_document,
+    iter_raw_documents,
+    limit_source,
+    list_document_names,
+    scan_sources,
+)
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.utils.errors import RunError, UserError
 
 
 def read(*given, key="text", **options):
     """(name, text) of everything in the sources."""
-    files = scan([str(source) for source in given], **options)
-    documents = [document for file in files for document in raw_documents(file)]
-    assert [document.name for document in documents] == [name for file in files for name in document_names(file)]
-    return [(document.name, decode(document, key)) for document in documents]
+    files = scan_sources([str(source) for source in given], **options)
+    documents = [document for file in files for document in iter_raw_documents(file)]
+    assert [document.name for document in documents] == [name for file in files for name in list_document_names(file)]
+    return [(document.name, decode_document(document, key)) for document in documents]
 
 
 def write_lines(path, lines):
@@ -51,11 +58,11 @@ def test_suffixes_choose_files(texts):
     assert read(texts, suffixes=[".rs"]) == [("texts/code.rs", "fn main() {}")]
     assert read(texts / "code.rs", suffixes=[".rs"]) == [("code.rs", "fn main() {}")]
     with pytest.raises(UserError, match=r"code\.rs.*--suffixes \.rs"):
-        scan([str(texts / "code.rs")])
+        scan_sources([str(texts / "code.rs")])
     with pytest.raises(UserError, match=r"no file in this folder ends in \.c"):
-        scan([str(texts)], suffixes=[".c"])
+        scan_sources([str(texts)], suffixes=[".c"])
     with pytest.raises(UserError, match="dot"):
-        scan([str(texts)], suffixes=["txt"])
+        scan_sources([str(texts)], suffixes=["txt"])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
@@ -77,11 +84,11 @@ def test_lines_do_not_depend_on_the_block_size(tmp_path_factory, lines, block, z
     content = b"\n".join(lines)
     half = len(content) // 2  # several zstandard frames in one file are allowed
     path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]) if zst else content)
-    before, sources.BLOCK = sources.BLOCK, block * 8
+    before, sources.BLOCK_BYTES = sources.BLOCK_BYTES, block * 8
     try:
-        found = [line for line, _ in sources._lines(path)]
+        found = [line for line, _ in sources._iter_lines(path)]
     finally:
-        sources.BLOCK = before
+        sources.BLOCK_BYTES = before
     expected = content.split(b"\n")
     assert found == (expected[:-1] if expected[-1] == b"" else expected)
 
@@ -131,29 +138,29 @@ def test_damaged_compressed_files_are_named(tmp_path, suffix, kind, damage):
     }[damage]
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"data\.jsonl\{suffix}: broken {kind} file"):
-        list(document_names(scan([str(path)])[0]))
+        list(list_document_names(scan_sources([str(path)])[0]))
 
 
 def test_missing_and_repeated_sources(texts):
     with pytest.raises(UserError, match="none given"):
-        scan([])
+        scan_sources([])
     with pytest.raises(UserError, match="no-such: no such file or folder"):
-        scan(["no-such"])
+        scan_sources(["no-such"])
     with pytest.raises(UserError, match=r"a\.txt: given twice"):
-        scan([str(texts), str(texts / "a.txt")])
+        scan_sources([str(texts), str(texts / "a.txt")])
     with pytest.raises(UserError, match="only the source `python`"):
-        scan([str(texts)], packages=True)
+        scan_sources([str(texts)], packages=True)
 
 
 def test_the_standard_library(tmp_path):
-    files = scan(["python"])
+    files = scan_sources(["python"])
     names = {file.name for file in files}
     assert {"python/os.py", "python/json/decoder.py"} <= names
     assert not [name for name in names if "/test/" in name or "/tests/" in name or "site-packages" in name]
     assert 5e6 < sum(file.size for file in files) < 40e6
     os_file = next(file for file in files if file.name == "python/os.py")
-    assert decode(next(raw_documents(os_file))) == (os_file.path).read_text(encoding="utf-8")
-    everything = {file.name for file in scan(["python"], packages=True)}
+    assert decode_document(next(iter_raw_documents(os_file))) == (os_file.path).read_text(encoding="utf-8")
+    everything = {file.name for file in scan_sources(["python"], packages=True)}
     assert names < everything
     assert "site-packages/pydantic/main.py" in everything
 
@@ -169,8 +176,8 @@ def test_the_standard_library(tmp_path):
 def test_python_files_declare_their_encoding(tmp_path, content, text):
     path = tmp_path / "x.py"
     path.write_bytes(content)
-    (document,) = raw_documents(SourceFile(path, "x.py", "python", len(content), 0))
-    assert decode(document) == text
+    (document,) = iter_raw_documents(SourceFile(path, "x.py", "python", len(content), 0))
+    assert decode_document(document) == text
 
 
 @given(
@@ -181,7 +188,7 @@ def test_python_files_declare_their_encoding(tmp_path, content, text):
 def test_a_lone_file_is_cut_at_line_ends(tmp_path_factory, lines, shares):
     path = tmp_path_factory.mktemp("cut") / "x.txt"
     path.write_bytes("\n".join(lines).encode())
-    parts = cut(SourceFile(path, "x.txt", "text", 0, 0), shares)
+    parts = limit_source(SourceFile(path, "x.txt", "text", 0, 0), shares)
     assert b"".join(parts) == path.read_bytes()
     assert len(parts) == 3
     assert not any(part for part, share in zip(parts, shares, strict=True) if share == 0)
@@ -193,10 +200,10 @@ def test_a_lone_file_is_cut_at_line_ends(tmp_path_factory, lines, shares):
 @pytest.mark.parametrize("name", ["one.jsonl", "one.jsonl.gz"])
 def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
     """As a small file may hold that was compressed to fill a memory."""
-    monkeypatch.setattr(sources, "LARGEST_LINE", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
     content = b'{"text": "short"}\n{"text": "' + b"a" * (3 << 20) + b'"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    documents = sources.raw_documents(sources.source_file(tmp_path / name))
+    documents = sources.iter_raw_documents(sources.describe_source_file(tmp_path / name))
     next(documents)
     with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1,048,576 bytes"):
         next(documents)
@@ -204,7 +211,7 @@ def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
 
 def test_a_document_beyond_memory_is_named(tmp_path, monkeypatch):
     (tmp_path / "large.txt").write_text("text")
-    documents = list(sources.raw_documents(sources.source_file(tmp_path / "large.txt")))
+    documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "large.txt")))
     encoder = Encoder(ByteTokenizer(), np.uint16, "text")
 
     def fill(texts: object) -> None:

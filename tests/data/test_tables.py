@@ -9,7 +9,7 @@ from corpora import prepare
 
 from megatron.data import tables
 from megatron.data.corpus_folder import read_corpus
-from megatron.data.sources import decode, document_names, raw_documents, scan
+from megatron.data.sources import decode_document, iter_raw_documents, list_document_names, scan_sources
 from megatron.data.tokenizers import load_tokenizer
 from megatron.utils.errors import UserError
 
@@ -42,11 +42,11 @@ def table(**columns: object) -> "pa.Table":
 
 
 def decoded(path: Path, column: str = "text") -> list[str | None]:
-    (file,) = scan([str(path)])
-    documents = list(raw_documents(file, column))
-    assert [document.name for document in documents] == list(document_names(file))
+    (file,) = scan_sources([str(path)])
+    documents = list(iter_raw_documents(file, column))
+    assert [document.name for document in documents] == list(list_document_names(file))
     assert sum(document.size for document in documents) == (path.stat().st_size if documents else 0)
-    return [decode(document, column) for document in documents]
+    return [decode_document(document, column) for document in documents]
 
 
 @pytest.mark.parametrize(("name", "write"), KINDS)
@@ -54,7 +54,7 @@ def test_every_row_is_a_document(tmp_path: Path, name: str, write: Writer, monke
     other = pa.array([f"\ufeff{i}" if i else None for i in range(50)]).dictionary_encode()
     write(tmp_path / name, table(other=other, long=pa.array(TEXTS, pa.large_string())))
     for rows in (1, 4, 1000):
-        monkeypatch.setattr(tables, "ROWS", rows)
+        monkeypatch.setattr(tables, "ROWS_PER_BATCH", rows)
         assert decoded(tmp_path / name) == decoded(tmp_path / name, "long") == TEXTS
     assert decoded(tmp_path / name, "other") == ["", *(f"\ufeff{i}" for i in range(1, 50))]
     write(tmp_path / f"none-{name}", table().slice(0, 0))

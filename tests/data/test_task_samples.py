@@ -8,21 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.batches import batches
+from megatron.data.batches import build_dataloader
 from megatron.data.datasets import build_datasets
-from megatron.data.task_samples import TaskSamples
-from megatron.data.vocabulary import vocabulary
+from megatron.data.task_samples import TaskDataset
+from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import single_process
 from megatron.options.data import DataOptions
-from megatron.tasks.chosen import exercise
+from megatron.tasks.chosen import read_task_config
 from megatron.utils.errors import UserError
 
 REVERSE = DataOptions(task="reverse_string", task_length=9)
 
 
 def samples(total: int = 96, *, batch: int = 12, start: int = 0, seed: int = 3, data: DataOptions = REVERSE):
-    return TaskSamples(exercise(data), "train", total, seed=seed, batch=batch, start=start)
+    return TaskDataset(read_task_config(data), "train", total, seed=seed, batch=batch, start=start)
 
 
 def rows(found: list[dict[str, torch.Tensor]]) -> list[list[list[float]]]:
@@ -40,7 +40,7 @@ def test_any_layout_and_any_resumption_reads_the_same(shape: tuple[int, int, int
     steps: list[list[torch.Tensor]] = [[] for _ in range(8 - done)]
     for rank in range(world):
         mesh = Mesh(rank, ParallelSizes(data=world))
-        found = batches(samples(start=12 * done), micro_batch=micro_batch, mesh=mesh, start=12 * done)
+        found = build_dataloader(samples(start=12 * done), micro_batch_size=micro_batch, mesh=mesh, start=12 * done)
         for i, batch in enumerate(found):
             steps[i // accumulate] += rows(
                 [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
@@ -64,7 +64,7 @@ def test_a_step_has_one_length_and_lengths_are_uniform() -> None:
 def test_nothing_is_read_twice() -> None:
     data = DataOptions(task="parity_check", task_length=64, task_shortest_length=64)
     train = samples(600, data=data)
-    others = [samples(600, data=data, seed=4), TaskSamples(train.exercise, "valid", 600, seed=3, batch=12)]
+    others = [samples(600, data=data, seed=4), TaskDataset(train.task_config, "valid", 600, seed=3, batch=12)]
     inputs = [tuple(each[index]["tokens"].tolist()) for each in (train, *others) for index in range(600)]
     assert len(set(inputs)) == 1800  # 2^64 inputs: two that are equal would be no chance
 
@@ -80,13 +80,13 @@ def test_another_batch_size_goes_on_where_the_first_one_stopped() -> None:
 
 def test_samples_are_what_the_task_draws() -> None:
     sample = samples()[5]
-    task = exercise(REVERSE).task
+    task = read_task_config(REVERSE).task
     half = len(sample["tokens"]) // 2
     assert sample["tokens"].dtype == sample["labels"].dtype == torch.int64
     assert sample["loss_mask"].dtype == torch.float32
     assert sample["loss_mask"].tolist() == [0.0] * half + [1.0] * half
-    assert (sample["labels"][half:] - task.answers.start).tolist() == sample["tokens"][:half].tolist()[::-1]
-    assert vocabulary(REVERSE).size == task.size == 5
+    assert (sample["labels"][half:] - task.num_answers.start).tolist() == sample["tokens"][:half].tolist()[::-1]
+    assert read_vocabulary(REVERSE).size == task.vocab_size == 5
 
 
 def test_datasets_of_a_task() -> None:
@@ -112,4 +112,4 @@ def test_datasets_of_a_task() -> None:
 )
 def test_what_cannot_be_learned_is_refused(keys: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
-        vocabulary(DataOptions(**keys))
+        read_vocabulary(DataOptions(**keys))

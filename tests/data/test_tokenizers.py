@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
-from megatron.data.tokenizers import END_OF_DOCUMENT, load_tokenizer, open_tokenizer, train_bpe
+from megatron.data.tokenizers import END_OF_DOCUMENT, load_tokenizer, tokenizer_from_files, train_bpe
 from megatron.utils.errors import UserError
 
 
@@ -47,7 +47,7 @@ def test_batches_encode_as_single_texts_do(all_tokenizers, kind):
 
 
 def test_bytes_are_the_utf8_bytes():
-    tokenizer = open_tokenizer("bytes")
+    tokenizer = tokenizer_from_files("bytes")
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (257, 256, "bytes")
     assert tokenizer.encode("aß") == [97, 0xC3, 0x9F]
     assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"  # end of document is nothing, half a letter is marked
@@ -86,16 +86,16 @@ def test_training_is_deterministic_across_processes(tmp_path, files):
 def test_the_end_of_documents_is_found_by_its_names(tmp_path, eod):
     path = tmp_path / "tokenizer.json"
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 5, eod: 3}, unk_token="a")).save(str(path))
-    tokenizer = open_tokenizer("HFTokenizer", path)
+    tokenizer = tokenizer_from_files("HFTokenizer", path)
     assert (tokenizer.eod, tokenizer.vocab_size) == (3, 6)  # ids may have gaps
 
 
 def test_names_tell_tokenizers_apart(all_tokenizers, tmp_path, files):
     assert len({tokenizer.name for tokenizer in all_tokenizers.values()}) == 4
     all_tokenizers["HFTokenizer"].copy_files(tmp_path)
-    assert open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").name == all_tokenizers["HFTokenizer"].name
+    assert tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name == all_tokenizers["HFTokenizer"].name
     train_bpe(SAMPLE, 290, tmp_path / "tokenizer.json")
-    assert open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").name != all_tokenizers["HFTokenizer"].name
+    assert tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name != all_tokenizers["HFTokenizer"].name
 
 
 def test_errors_name_what_is_wrong(tmp_path, files):
@@ -122,7 +122,7 @@ def test_errors_name_what_is_wrong(tmp_path, files):
         (("bytes", broken), "vocab_file: .*: tokenizer bytes has no such file"),
     ]:
         with pytest.raises(UserError, match=message) as error:
-            open_tokenizer(*arguments)
+            tokenizer_from_files(*arguments)
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"vocab_size: 256 is too small.*257"):
         train_bpe(SAMPLE, 256, tmp_path / "small.json")
@@ -142,7 +142,7 @@ def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers,
                 damaged[place] = rng.integers(32, 127)  # printable: what is no text is refused at once
             (tmp_path / name).write_bytes(damaged[: rng.integers(1, len(damaged))] if turn % 3 == 0 else damaged)
         try:
-            tokenizer = open_tokenizer(kind, *(tmp_path / name for name in whole))
+            tokenizer = tokenizer_from_files(kind, *(tmp_path / name for name in whole))
         except UserError as error:
             refused += 1
             assert "\n" not in str(error)  # noqa: PT017
@@ -158,7 +158,7 @@ def test_ids_beyond_all_memory_are_refused(tmp_path):
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "</s>": 4_321}, unk_token="a")).save(str(path))
     path.write_text(path.read_text().replace("4321", "4000000000"))  # saving it so would count up to there
     with pytest.raises(UserError, match=r"tokenizer\.json: a token has id 4000000000; at most 16,777,216 tokens"):
-        open_tokenizer("HFTokenizer", path)
+        tokenizer_from_files("HFTokenizer", path)
 
 
 def test_a_regex_that_explodes_is_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_a_regex_that_explodes_is_told_in_a_line(tmp_path: Path, capfd: pytest.C
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     made.train_from_iterator(["abc"], hf.trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet))
     made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    tokenizer = tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json")
     assert tokenizer.encode("aab")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(

@@ -12,8 +12,8 @@ from corpora import prepare
 from killed import die, killed
 
 from megatron.data import hub, writing
-from megatron.data.corpus import unfinished
-from megatron.data.hub import Hub, UnfinishedError
+from megatron.data.corpus import find_unfinished
+from megatron.data.hub import HubDataset, UnfinishedError
 from megatron.utils.errors import RunError, UserError
 
 DOCUMENTS = [f"document {i} " + "ab\n" * (i % 17) if i % 11 else "" for i in range(400)]
@@ -22,9 +22,9 @@ DOCUMENTS = [f"document {i} " + "ab\n" * (i % 17) if i % 11 else "" for i in ran
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress is saved after every chunk, and chunks are small."""
-    monkeypatch.setattr(writing, "SAVED_EVERY", 0.0)
+    monkeypatch.setattr(writing, "SAVE_INTERVAL", 0.0)
     monkeypatch.setattr("megatron.data.encode.CHUNK_DOCUMENTS", 25)
-    monkeypatch.setattr(hub, "PIECE_BYTES", 500)
+    monkeypatch.setattr(hub, "SHARD_BYTES", 500)
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_interrupted_work_goes_on(tmp_path: Path, source: str, choices: dict[str
         prepare([source], tmp_path / "out", **choices, progress=first)
     (left,) = set(names(tmp_path)) - {"many.jsonl", "whole"}
     assert left.startswith(".out.")
-    assert unfinished(tmp_path / "out")
-    assert not unfinished(tmp_path / "whole")
+    assert find_unfinished(tmp_path / "out")
+    assert not find_unfinished(tmp_path / "whole")
     second = Interrupting("tokenizing", 3, die)
     killed(lambda: prepare([source], tmp_path / "out", **choices, progress=second))
     third = Interrupting()
@@ -159,7 +159,7 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     made = Stream(list(DOCUMENTS))
-    monkeypatch.setattr(Hub, "_opened", lambda self: made)
+    monkeypatch.setattr(HubDataset, "_open_stream", lambda self: made)
     return made
 
 

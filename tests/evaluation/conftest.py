@@ -10,10 +10,10 @@ from models import build_model
 from torch import Tensor, nn
 
 from megatron.data.vocabulary import Vocabulary
-from megatron.evaluation.perplexity import evaluate
-from megatron.evaluation.protocols import plan_of
-from megatron.evaluation.subject import Scoring
-from megatron.evaluation.texts import Text
+from megatron.evaluation.perplexity import evaluate_perplexity
+from megatron.evaluation.protocols import plan_from_options
+from megatron.evaluation.subject import ScoringContext
+from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.reports.records import Record
@@ -79,6 +79,6 @@ def scored(
     **scoring: Any,
 ) -> list[Record]:
     """Records of a model by the plan that options ask for."""
-    plan = plan_of(options, [TRAIN_LENGTH], len(stream))
-    text = Text(stream, "a text", vocabulary)
-    return evaluate(loaded, text, plan, Scoring(**scoring), options.measures or ("perplexity",))  # type: ignore[arg-type]
+    plan = plan_from_options(options, [TRAIN_LENGTH], len(stream))
+    text = EvalText(stream, "a text", vocabulary)
+    return evaluate_perplexity(loaded, text, plan, ScoringContext(**scoring), options.measures or ("perplexity",))  # type: ignore[arg-type]

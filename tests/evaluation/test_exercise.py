@@ -15,24 +15,24 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
-from megatron.evaluation.answers import answers
-from megatron.evaluation.exercise import FITTED, Questions, learned_task, questions
-from megatron.evaluation.subject import Scoring
+from megatron.evaluation.answers import score_answers
+from megatron.evaluation.exercise import NUM_FITTING_SEQUENCES, TaskEval, build_task_eval, is_task_run
+from megatron.evaluation.subject import ScoringContext
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.model import PositionOptions
 from megatron.reports import table_formats
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.tasks.chosen import exercise
-from megatron.tasks.floors import CONSTANT, PLACE
+from megatron.tasks.chosen import read_task_config
+from megatron.tasks.floors import CONSTANT, POSITION
 from megatron.utils.errors import RunError, UserError
 
 
 def config(task: str = "binary_addition", length: int = 6, **options: object) -> Config:
     data = {"task": task, "task_length": length, "task_options": options}
-    longest = max(exercise(DataOptions(**data)).sequences)
+    longest = max(read_task_config(DataOptions(**data)).sequence_lengths)
     shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": longest, "train_iters": 1}
-    return Config.of({**shape, **data})
+    return Config.from_flat({**shape, **data})
 
 
 def loaded(model: nn.Module, of: Config) -> SimpleNamespace:
@@ -40,7 +40,7 @@ def loaded(model: nn.Module, of: Config) -> SimpleNamespace:
 
 
 def gpt(of: Config, **position: object) -> nn.Module:
-    size = exercise(of.data).task.size
+    size = read_task_config(of.data).task.vocab_size
     return build_model(of.model, PositionOptions(**{"pos_emb": "alibi", **position}), size, seed=3).eval()
 
 
@@ -49,13 +49,13 @@ class Oracle(nn.Module):
 
     max_length = None
 
-    def __init__(self, asked: Questions, wrong: int) -> None:
+    def __init__(self, asked: TaskEval, wrong: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.wrong, self.size = wrong, asked.exercise.task.size
+        self.wrong, self.size = wrong, asked.task_config.task.vocab_size
         self.known = {
             tuple(tokens.tolist()): (row, labels)
-            for drawn in map(asked.draw, asked.lengths)
+            for drawn in map(asked.sample_batch, asked.lengths)
             for row, (tokens, labels) in enumerate(zip(drawn.tokens, drawn.labels, strict=True))
         }
 
@@ -78,34 +78,34 @@ class Oracle(nn.Module):
 @pytest.mark.parametrize("task", ["binary_addition", "reverse_string", "mqar", "copy_string"])
 def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
     of = config(task, 8, **({"pairs": 2, "vocabulary": 20} if task == "mqar" else {}))
-    asked, model = questions(EvaluationOptions(lengths=[8, 12], windows=7), [of]), gpt(of)
+    asked, model = build_task_eval(EvaluationOptions(lengths=[8, 12], windows=7), [of]), gpt(of)
     for length in asked.lengths:
-        drawn, choices = asked.draw(length), asked.exercise.task.answers
-        losses, correct = answers(model, drawn, choices, batch_tokens=3 * drawn.tokens.shape[1])
+        drawn, choices = asked.sample_batch(length), asked.task_config.task.num_answers
+        losses, correct = score_answers(model, drawn, choices, batch_tokens=3 * drawn.tokens.shape[1])
         for row in range(7):
             logits = model(torch.from_numpy(drawn.tokens[row : row + 1]))[0].detach().double().numpy()
             for place, label in enumerate(drawn.labels[row]):
                 values = logits[place, choices.start : choices.stop]
-                loss = math.log(np.exp(values).sum()) - logits[place, label] if drawn.asked[row, place] else 0.0
+                loss = math.log(np.exp(values).sum()) - logits[place, label] if drawn.loss_mask[row, place] else 0.0
                 # float32 logits in another batch, of size below 10, and as many roundings as there are choices
                 assert losses[row, place] == pytest.approx(loss, abs=1e-5)
                 best = choices.start + int(values.argmax())
-                assert correct[row, place] == (drawn.counted[row, place] and best == label)
+                assert correct[row, place] == (drawn.accuracy_mask[row, place] and best == label)
 
 
 def test_records_of_a_model_that_knows_the_answers() -> None:
     of = config(length=20)  # so many inputs that none is drawn twice
-    asked = questions(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
-    found = asked.score(loaded(Oracle(asked, wrong=10), of), Scoring(about={"run": "runs/a"}))
+    asked = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
+    found = asked.score(loaded(Oracle(asked, wrong=10), of), ScoringContext(about={"run": "runs/a"}))
     accuracy = [record for record in found if record.metric == "accuracy"]
     assert [(r.length, r.train_length, r.protocol, r.windows) for r in accuracy] == [
         (length, 20, "task", 40) for length in (20, 40, 60)
     ]
     for record in accuracy:
-        drawn = asked.draw(record.length)
-        counts = drawn.counted.sum(axis=1)
+        drawn = asked.sample_batch(record.length)
+        counts = drawn.accuracy_mask.sum(axis=1)
         assert record.value == counts[10:].sum() / counts.sum()
-        assert record.tokens == counts.sum() < drawn.asked.sum()  # the zeros after the terminator have a loss
+        assert record.tokens == counts.sum() < drawn.loss_mask.sum()  # the zeros after the terminator have a loss
         right_, wrong = (math.log(2 + math.exp(value)) - value for value in (5.0, -5.0))
         assert record.nll == pytest.approx(0.75 * right_ + 0.25 * wrong, rel=1e-6)
         assert record.low is not None
@@ -120,12 +120,12 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
 def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
     """The model is wrong in the same rows at every length: were these drawn together, changes would look certain."""
     of = config(length=20)
-    asked = questions(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
-    found = asked.score(loaded(Oracle(asked, wrong=10), of), Scoring())
+    asked = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
+    found = asked.score(loaded(Oracle(asked, wrong=10), of), ScoringContext())
     generator = np.random.default_rng(5)
     draws = {}
     for length in asked.lengths:
-        counts = asked.draw(length).counted.sum(axis=1)
+        counts = asked.sample_batch(length).accuracy_mask.sum(axis=1)
         rows = generator.integers(40, size=(4000, 40))
         draws[length] = (counts * (np.arange(40) >= 10))[rows].sum(axis=1) / counts[rows].sum(axis=1)
     (last,) = (record for record in found if (record.metric, record.length) == ("accuracy", 60))
@@ -142,22 +142,24 @@ def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
 
 def test_whole_answers_of_letters() -> None:
     of = config("copy_string", 5)
-    asked = questions(EvaluationOptions(lengths=[5], windows=20), [of])
-    found = {record.metric: record.value for record in asked.score(loaded(Oracle(asked, wrong=5), of), Scoring())}
+    asked = build_task_eval(EvaluationOptions(lengths=[5], windows=20), [of])
+    found = {
+        record.metric: record.value for record in asked.score(loaded(Oracle(asked, wrong=5), of), ScoringContext())
+    }
     assert found == {"accuracy": 0.75, "exact_match": 0.75}
 
 
 def test_floors_stand_beside_the_models() -> None:
     of = config("bucket_sort", 10)
-    asked = questions(EvaluationOptions(lengths=[10, 40], windows=200), [of])
-    found = asked.beside()
+    asked = build_task_eval(EvaluationOptions(lengths=[10, 40], windows=200), [of])
+    found = asked.baseline_records()
     values = {(record.method, record.metric, record.length): record.value for record in found}
-    assert values[f"floor: {PLACE}", "accuracy", 40] > 0.7
+    assert values[f"floor: {POSITION}", "accuracy", 40] > 0.7
     assert values[f"floor: {CONSTANT}", "accuracy", 40] == pytest.approx(0.2, abs=0.04)  # 5 deviations of 8,000
-    assert values[f"floor: {PLACE}", "mean_accuracy", 40] == values[f"floor: {PLACE}", "accuracy", 40]
-    recall = questions(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
-    assert {record.value for record in recall.beside() if "values" in record.method} == {0.25}
-    model = asked.score(loaded(Oracle(asked, wrong=0), of), Scoring())
+    assert values[f"floor: {POSITION}", "mean_accuracy", 40] == values[f"floor: {POSITION}", "accuracy", 40]
+    recall = build_task_eval(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
+    assert {record.value for record in recall.baseline_records() if "values" in record.method} == {0.25}
+    model = asked.score(loaded(Oracle(asked, wrong=0), of), ScoringContext())
     (table, _) = build_comparison_tables([*model, *found])
     text = table_formats.render_comparison_markdown(table)
     assert text.count("floor: ") == 2
@@ -170,8 +172,8 @@ def test_floors_stand_beside_the_models() -> None:
 
 def test_positions_that_end() -> None:
     of = config("reverse_string", 6)
-    asked = questions(EvaluationOptions(lengths=[6, 9, 12], windows=4), [of])
-    found = asked.score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), Scoring())
+    asked = build_task_eval(EvaluationOptions(lengths=[6, 9, 12], windows=4), [of])
+    found = asked.score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), ScoringContext())
     assert [record.length for record in found if record.metric == "accuracy"] == [6, 9]
     assert {record.max_length for record in found} == {9}
 
@@ -188,36 +190,38 @@ def test_positions_that_end() -> None:
 )
 def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
-        questions(EvaluationOptions(**options), [config("mqar", 64)])
+        build_task_eval(EvaluationOptions(**options), [config("mqar", 64)])
 
 
 def test_runs_of_different_tasks_are_apart() -> None:
     def run(name: str, of: Config) -> TrainedRun:
         return SimpleNamespace(name=name, config=of)  # type: ignore[return-value]
 
-    text = Config.of({"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8})
-    assert not learned_task([run("a", text)])
-    assert learned_task([run("a", config()), run("b", config(length=9))])
+    text = Config.from_flat({"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8})
+    assert not is_task_run([run("a", text)])
+    assert is_task_run([run("a", config()), run("b", config(length=9))])
     with pytest.raises(UserError, match=r"b learned the task mqar\(pairs=4\), a the task mqar: ask them apart"):
-        learned_task([run("a", config("mqar", 64)), run("b", config("mqar", 64, pairs=4))])
+        is_task_run([run("a", config("mqar", 64)), run("b", config("mqar", 64, pairs=4))])
     with pytest.raises(UserError, match="b learned a text, a the task binary_addition"):
-        learned_task([run("a", config()), run("b", text)])
+        is_task_run([run("a", config()), run("b", text)])
 
 
 def test_a_loss_that_is_not_finite_is_told() -> None:
     of = config("even_pairs", 4)
-    asked, model = questions(EvaluationOptions(lengths=[4], windows=4), [of]), gpt(of)
+    asked, model = build_task_eval(EvaluationOptions(lengths=[4], windows=4), [of]), gpt(of)
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
     with pytest.raises(RunError, match="the loss at length 4 is nan"):
-        asked.score(loaded(model, of), Scoring())
+        asked.score(loaded(model, of), ScoringContext())
 
 
 def test_predictors_are_fitted_to_fewer_sequences_where_these_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = questions(EvaluationOptions(lengths=[4, 40]), [config("reverse_string", 4)])
-    assert [asked.draw(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [FITTED] * 2
-    monkeypatch.setattr("megatron.evaluation.exercise.FITTED_TOKENS", 800)
-    assert [asked.draw(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [100, 10]
+    asked = build_task_eval(EvaluationOptions(lengths=[4, 40]), [config("reverse_string", 4)])
+    assert [asked.sample_batch(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [
+        NUM_FITTING_SEQUENCES
+    ] * 2
+    monkeypatch.setattr("megatron.evaluation.exercise.MAX_FITTING_TOKENS", 800)
+    assert [asked.sample_batch(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [100, 10]
 
 
 def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +238,7 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
     out = io.StringIO()
     found = evaluate_runs(["runs/a"], EvaluationOptions(windows=16), console=Console(file=out, width=200))
     assert [r.length for r in found if r.method == "alibi" and r.metric == "accuracy"] == [4, 8, 16, 32]
-    assert {r.method for r in found} == {"alibi", f"floor: {CONSTANT}", f"floor: {PLACE}"}
+    assert {r.method for r in found} == {"alibi", f"floor: {CONSTANT}", f"floor: {POSITION}"}
     assert records.read_records("runs/a/results.json") == found
     assert "causal decoder" in out.getvalue()
     assert not Path("runs/a/tokenizer").exists()

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.distributed.process_groups import single_process
-from megatron.evaluation.harness_tasks import evaluate_tasks, records_of
+from megatron.evaluation.harness_tasks import build_task_records, evaluate_tasks
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
@@ -108,7 +108,7 @@ def make_run(folder: Path, *overrides: str) -> Path:
     shape = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=12", "train_iters=5"]
     position = ["pos_emb=kerple_log", "score_processor=cdape", "init_method_std=0.3"]
     data = ["train_data_paths=[gone/train_text_document]"]
-    config = load([], [*shape, *position, *data, f"save={folder}", *overrides]).config
+    config = load_config([], [*shape, *position, *data, f"save={folder}", *overrides]).config
     model = build_model(config.model, config.position, 257, groups=single_process(), seed=3)
     checkpoint = folder / "checkpoints" / "step_0000005"
     checkpoint.mkdir(parents=True)
@@ -307,7 +307,7 @@ def test_an_empty_choice(run: Path) -> None:
 
 
 def test_values_that_no_record_holds_are_told() -> None:
-    from megatron.evaluation.harness import Requests
+    from megatron.evaluation.harness import RequestBatch
 
     about = {"method": "a", "train_length": 8, "length": 8, "seed": 1}
     values = {
@@ -320,7 +320,7 @@ def test_values_that_no_record_holds_are_told() -> None:
     }
     said: list[str] = []
     results = {"results": {"told": values}, "n-shot": {"told": 3}}
-    (record,) = records_of(results, {"told": Requests(tokens=7)}, about, said.append)
+    (record,) = build_task_records(results, {"told": RequestBatch(tokens=7)}, about, said.append)
     assert (record.protocol, record.value, record.stderr, record.tokens) == ("told, 3-shot, strict-match", 0.5, None, 7)
     assert said == [
         "told, 3-shot: mcc is 0.25, which records have no place for",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.evaluation.measures import check_measures, position_bins
-from megatron.evaluation.protocols import plan_of
+from megatron.evaluation.measures import check_measures, list_position_bins
+from megatron.evaluation.protocols import plan_from_options
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record, read_records, write_records
@@ -109,7 +109,7 @@ def test_a_bin_is_as_sure_as_all_blocks_with_tokens_in_it(running_mean: RunningM
 
 @given(st.integers(1, 4096), st.integers(1, 5000))
 def test_bins_of_positions(train_length: int, length: int) -> None:
-    ends = position_bins(train_length, length)
+    ends = list_position_bins(train_length, length)
     assert ends == sorted(set(ends))
     assert ends[-1] == length
     assert ends[0] == 1
@@ -156,7 +156,7 @@ def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_
 def test_what_cannot_be_measured_is_one_line(choices: dict, message: str) -> None:
     options = Options(**{"lengths": [8, 16], **choices})
     with pytest.raises(UserError, match=message):
-        check_measures(options, plan_of(options, [TRAIN_LENGTH], 999))
+        check_measures(options, plan_from_options(options, [TRAIN_LENGTH], 999))
 
 
 def test_lists_of_options() -> None:

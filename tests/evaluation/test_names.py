@@ -2,16 +2,16 @@
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.config.schema import Config
-from megatron.evaluation.names import distinct_names, method_name
+from megatron.evaluation.names import assign_distinct_names, format_method_name
 from megatron.options.model import PositionOptions
 
 BASE = ["num_layers=2", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
 
 
 def config(*overrides: str) -> Config:
-    return load([], [*BASE, *overrides]).config
+    return load_config([], [*BASE, *overrides]).config
 
 
 @pytest.mark.parametrize(
@@ -36,34 +36,34 @@ def config(*overrides: str) -> Config:
     ],
 )
 def test_method_name(options: dict, name: str) -> None:
-    assert method_name(PositionOptions(**options)) == name
+    assert format_method_name(PositionOptions(**options)) == name
 
 
 def test_a_window_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
     everything = PositionOptions(pos_emb="rotary")
     windowed = PositionOptions(pos_emb="rotary", attention_window=64)
     assert (
-        method_name(everything, 64)
-        == method_name(PositionOptions(pos_emb="rotary", attention_window=32), 64)
+        format_method_name(everything, 64)
+        == format_method_name(PositionOptions(pos_emb="rotary", attention_window=32), 64)
         == "rotary(window=64 at evaluation)"
     )
-    assert method_name(windowed, 64) == method_name(windowed) == "rotary(window=64)"
+    assert format_method_name(windowed, 64) == format_method_name(windowed) == "rotary(window=64)"
     trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=64", "seed=2")]
-    assert len(set(distinct_names(trained, ["a", "b"], 64))) == 2
+    assert len(set(assign_distinct_names(trained, ["a", "b"], 64))) == 2
     # Trained with different windows, scored with one: never one row.
     trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=32", "seed=2")]
-    assert distinct_names(trained, ["a", "b"], 4) == [f"rotary(window=4 at evaluation) [{run}]" for run in "ab"]
+    assert assign_distinct_names(trained, ["a", "b"], 4) == [f"rotary(window=4 at evaluation) [{run}]" for run in "ab"]
 
 
 def test_seeds_of_one_method_share_a_name() -> None:
     runs = [config("pos_emb=rotary", f"seed={seed}", f"save=runs/{seed}") for seed in (1, 2)]
-    assert distinct_names(runs, ["a", "b"]) == ["rotary", "rotary"]
+    assert assign_distinct_names(runs, ["a", "b"]) == ["rotary", "rotary"]
 
 
 def test_runs_that_differ_do_not_share_a_name() -> None:
     runs = [config("pos_emb=rotary"), config("pos_emb=rotary", "optimizer.params.lr=1e-2"), config("pos_emb=alibi")]
-    assert distinct_names(runs, ["a", "b", "c"]) == ["rotary [a]", "rotary [b]", "alibi"]
+    assert assign_distinct_names(runs, ["a", "b", "c"]) == ["rotary [a]", "rotary [b]", "alibi"]
 
 
 def test_a_repeated_seed_is_not_a_second_one() -> None:
-    assert distinct_names([config("pos_emb=t5")] * 2, ["a", "b"]) == ["t5 [a]", "t5 [b]"]
+    assert assign_distinct_names([config("pos_emb=t5")] * 2, ["a", "b"]) == ["t5 [a]", "t5 [b]"]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from megatron.data.vocabulary import Vocabulary
-from megatron.evaluation.measures import summary_of
-from megatron.evaluation.perplexity import window_losses
-from megatron.evaluation.protocols import default_targets
+from megatron.evaluation.measures import summarize_losses
+from megatron.evaluation.perplexity import compute_window_losses
+from megatron.evaluation.protocols import choose_default_targets
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import apart, sums_of_gpt
@@ -103,7 +103,7 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(running_mea
 @pytest.mark.parametrize("batch_tokens", [1, 20, 65, 10_000])
 def test_batching_changes_nothing_but_the_batches(running_mean: RunningMean, batch_tokens: int) -> None:
     starts = np.arange(0, 180, 18)
-    losses = window_losses(running_mean, STREAM, starts, 20, 7, batch_tokens=batch_tokens)
+    losses = compute_window_losses(running_mean, STREAM, starts, 20, 7, batch_tokens=batch_tokens)
     assert losses == pytest.approx(np.array(by_hand(running_mean, (starts + 20).tolist(), 20, 7)), abs=ROUNDING)
     assert all(count * 20 <= max(batch_tokens, 20) for count, _ in running_mean.batches)
     assert sum(count for count, _ in running_mean.batches) == 10
@@ -118,22 +118,22 @@ def test_too_little_memory_takes_smaller_batches(running_mean: RunningMean) -> N
         return whole(tokens, **rest)
 
     starts = np.arange(0, 180, 18)
-    expected = window_losses(running_mean, STREAM, starts, 20, 7)
+    expected = compute_window_losses(running_mean, STREAM, starts, 20, 7)
     running_mean.forward = small_memory  # type: ignore[method-assign]
-    assert np.allclose(window_losses(running_mean, STREAM, starts, 20, 7), expected, rtol=0, atol=ROUNDING)
+    assert np.allclose(compute_window_losses(running_mean, STREAM, starts, 20, 7), expected, rtol=0, atol=ROUNDING)
 
     def no_memory(tokens: torch.Tensor, **rest: Any) -> torch.Tensor:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
     running_mean.forward = no_memory  # type: ignore[method-assign]
     with pytest.raises(RunError, match="length 20: one window does not fit"):
-        window_losses(running_mean, STREAM, starts, 20, 7)
+        compute_window_losses(running_mean, STREAM, starts, 20, 7)
 
 
 def test_other_errors_are_not_taken_for_memory(running_mean: RunningMean) -> None:
     running_mean.output = nn.Linear(5, 3)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        window_losses(running_mean, STREAM, np.array([0]), 20, 7)
+        compute_window_losses(running_mean, STREAM, np.array([0]), 20, 7)
 
 
 def test_tokens_after_a_document_end_are_left_out_if_training_left_them_out(running_mean: RunningMean) -> None:
@@ -227,11 +227,11 @@ def test_one_block_has_no_interval(running_mean: RunningMean) -> None:
 
 def test_a_summary_against_the_formula_for_equal_blocks() -> None:
     losses = np.random.default_rng(1).normal(2, 1, (11, 6))
-    summary = summary_of(losses.sum(axis=1), np.full(11, 6))
+    summary = summarize_losses(losses.sum(axis=1), np.full(11, 6))
     means = losses.mean(1)
     assert summary.nll == pytest.approx(losses.mean())
     assert summary.stderr == pytest.approx(means.std(ddof=1) / math.sqrt(11))
-    assert summary_of(losses[:1].sum(axis=1), np.array([6])).stderr is None
+    assert summarize_losses(losses[:1].sum(axis=1), np.array([6])).stderr is None
 
 
 def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
@@ -240,12 +240,12 @@ def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
     for _ in range(400):
         blocks = generator.normal(0, 1, (32, 1)) + generator.normal(0, 0.5, (32, 8))  # tokens of a block are alike
         counted = generator.random((32, 8)) < 0.8
-        summary = summary_of(np.where(counted, blocks, 0.0).sum(axis=1), counted.sum(axis=1))
+        summary = summarize_losses(np.where(counted, blocks, 0.0).sum(axis=1), counted.sum(axis=1))
         means.append(summary.nll)
         errors.append(summary.stderr)
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.12)
 
 
 def test_default_targets() -> None:
-    assert default_targets(64, [64, 2048]) == 64
-    assert default_targets(64, [32, 2048]) == 32
+    assert choose_default_targets(64, [64, 2048]) == 64
+    assert choose_default_targets(64, [32, 2048]) == 32

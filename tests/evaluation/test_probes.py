@@ -12,11 +12,11 @@ from torch import nn
 
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.data.vocabulary import Vocabulary
-from megatron.evaluation.probes.chosen import PROBES, probe_of
+from megatron.evaluation.probes.chosen import PROBES, build_probe
 from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
 from megatron.evaluation.probes.probe import Probe
-from megatron.evaluation.probes.repeated import Repeated
-from megatron.evaluation.subject import Scoring
+from megatron.evaluation.probes.repeated import RepeatedTokens
+from megatron.evaluation.subject import ScoringContext
 from megatron.options import evaluation
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.comparison_table import build_comparison_tables
@@ -57,13 +57,13 @@ class Copier(nn.Module):
 
 @given(st.integers(1, 6), st.integers(14, 60), st.integers(2, 5))
 def test_the_copy_stands_where_it_should(copied: int, length: int, count: int) -> None:
-    probe = Repeated([length], count, Vocabulary(50, "x", 7), copied)
-    distances = probe.marks(length)
+    probe = RepeatedTokens([length], count, Vocabulary(50, "x", 7), copied)
+    distances = probe.list_axis_values(length)
     assert distances[0] == copied + 1
     assert distances[-1] == length - copied
     targets = []
     for distance in map(int, distances):
-        made = probe.sequences(length, distance)
+        made = probe.build_sequences(length, distance)
         assert made.shape == (count, length + 1)
         assert made.min() >= 0
         assert made.max() < 50
@@ -75,8 +75,8 @@ def test_the_copy_stands_where_it_should(copied: int, length: int, count: int) -
 
 
 def test_a_model_that_copies_so_far_is_seen_to() -> None:
-    probe = Repeated([40, 80], 6, Vocabulary(4000, "x", None), 4)
-    found = probe.score(loaded(Copier(4000, reach=20)), Scoring())  # type: ignore[arg-type]
+    probe = RepeatedTokens([40, 80], 6, Vocabulary(4000, "x", None), 4)
+    found = probe.score(loaded(Copier(4000, reach=20)), ScoringContext())  # type: ignore[arg-type]
     assert {record.metric for record in found} == {"loss"}
     for record in found:
         near = record.place <= 20
@@ -89,9 +89,9 @@ def test_a_model_that_copies_so_far_is_seen_to() -> None:
 
 @pytest.mark.parametrize("model", [RunningMean(), tiny_gpt(pos_emb="kerple_log")], ids=["running mean", "kerple_log"])
 def test_losses_equal_a_plain_loop(model: nn.Module) -> None:
-    probe = Repeated([16], 3, SMALL, 4)
-    for record in probe.score(loaded(model.eval()), Scoring()):  # type: ignore[arg-type]
-        rows = probe.sequences(16, record.place)
+    probe = RepeatedTokens([16], 3, SMALL, 4)
+    for record in probe.score(loaded(model.eval()), ScoringContext()):  # type: ignore[arg-type]
+        rows = probe.build_sequences(16, record.place)
         losses = [one_loss(model, row[:at], int(row[at])) for row in rows for at in range(13, 17)]
         assert record.value == pytest.approx(sum(losses) / 12, abs=ROUNDING)
         assert record.low <= record.value <= record.high
@@ -100,11 +100,11 @@ def test_losses_equal_a_plain_loop(model: nn.Module) -> None:
 def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
     probe = Passkey([300], 5, BYTES)
     keys = list(probe.answers)
-    assert probe.marks(300) == DEPTHS
-    assert probe.marks(100) == ()
+    assert probe.list_axis_values(300) == DEPTHS
+    assert probe.list_axis_values(100) == ()
     places = []
     for depth in DEPTHS:
-        texts = [BYTES.decode(row.tolist()) for row in probe.sequences(300, depth)]
+        texts = [BYTES.decode(row.tolist()) for row in probe.build_sequences(300, depth)]
         for key, text in zip(keys, texts, strict=True):
             assert len(text) == 301
             assert text.endswith(f"What is the pass key? The pass key is {key}")
@@ -116,7 +116,7 @@ def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
         - len(f"What is the pass key? The pass key is {keys[0]}")
     )
     assert places == [round(depth * room) for depth in DEPTHS]
-    assert probe.scored == 6  # a space and five digits
+    assert probe.num_scored_tokens == 6  # a space and five digits
     assert len(set(keys)) == 5
 
 
@@ -142,8 +142,8 @@ def test_keys_that_have_no_tokens_of_their_own_are_not_asked() -> None:
     some = Passkey([300], 2, Joining(apart="0123456"))
     assert len(some.answers) == 2
     assert all(set(key) <= set("0123456") for key in some.answers)
-    assert some.scored == 6
-    assert some.sequences(300, 0.5).shape == (2, 301)
+    assert some.num_scored_tokens == 6
+    assert some.build_sequences(300, 0.5).shape == (2, 301)
     with pytest.raises(UserError, match="too few keys of as many tokens"):
         Passkey([300], 3, Joining(apart="0124"))
 
@@ -152,9 +152,12 @@ def test_options_of_probes() -> None:
     assert tuple(PROBES) == evaluation.PROBES
 
     def probe(**choices: object) -> Probe:
-        return probe_of(Options(**choices), [64, 128], BYTES)
+        return build_probe(Options(**choices), [64, 128], BYTES)
 
-    assert (probe(protocol="repeated").scored, probe(protocol="repeated", targets=8).scored) == (16, 8)
+    assert (probe(protocol="repeated").num_scored_tokens, probe(protocol="repeated", targets=8).num_scored_tokens) == (
+        16,
+        8,
+    )
     assert probe(protocol="repeated", windows=7).count == 7
     for choices, message in (
         ({"protocol": "passkey"}, "windows of 64 tokens are too short for it"),
@@ -166,4 +169,4 @@ def test_options_of_probes() -> None:
     ):
         with pytest.raises(UserError, match=message):
             probe(**choices)
-    assert np.array_equal(*(probe(protocol="repeated", windows=2).sequences(128, 40) for _ in range(2)))
+    assert np.array_equal(*(probe(protocol="repeated", windows=2).build_sequences(128, 40) for _ in range(2)))

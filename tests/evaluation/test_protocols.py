@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.evaluation.protocols import make_plan
+from megatron.evaluation.protocols import build_scoring_plan
 from megatron.utils.errors import UserError
 
 lengths = st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=4)
@@ -18,13 +18,13 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
     assume(targets <= min(lengths))
     assume(stream > max(lengths))
     try:
-        plan = make_plan(stream, lengths, "last", targets=[targets], windows=windows)
+        plan = build_scoring_plan(stream, lengths, "last", targets=[targets], windows=windows)
     except UserError:
         assert windows is not None
         assert max(lengths) + (windows - 1) * targets > stream - 1  # refused only where they do not fit
         return
     assert plan.lengths == tuple(sorted(set(lengths)))
-    (cut,) = plan.cuts
+    (cut,) = plan.target_sets
     reference = plan.target_positions(cut, plan.lengths[0])
     assert reference.shape == (cut.blocks, targets)
     assert len(np.unique(reference)) == reference.size  # no token counts twice
@@ -43,28 +43,28 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
 def test_strided(lengths: list[int], more: int, stride: int) -> None:
     assume(stride <= min(lengths))
     stream = max(lengths) + more
-    plan = make_plan(stream, lengths, "strided", stride=stride)
-    (cut,) = plan.cuts
+    plan = build_scoring_plan(stream, lengths, "strided", stride=stride)
+    (cut,) = plan.target_sets
     scored = cut.blocks * cut.targets
     # From the first token that has the largest window before it on, each once and in order, at every length.
     first = max(lengths) - stride + 1
     for length in plan.lengths:
         assert plan.target_positions(cut, length).ravel().tolist() == list(range(first, first + scored))
         assert (plan.starts[length] >= 0).all()
-        assert plan.windows(length) * stride == scored
+        assert plan.select_windows(length) * stride == scored
     assert stream - 1 - (first + scored - 1) < max(cut.targets, stride)  # what is left out fills no block
 
 
 def test_several_targets_share_their_windows() -> None:
-    plan = make_plan(1001, [10, 40, 100], "last", targets=[40, 10], windows=4)
-    small, large = plan.cuts
+    plan = build_scoring_plan(1001, [10, 40, 100], "last", targets=[40, 10], windows=4)
+    small, large = plan.target_sets
     assert (small.lengths, large.lengths) == ((10, 40, 100), (40, 100))
     assert [plan.scored(length) for length in plan.lengths] == [10, 40, 40]
     for length in large.lengths:
         assert np.array_equal(plan.target_positions(large, length)[:, -10:], plan.target_positions(small, length))
     rows = np.arange(4 * 40).reshape(4, 40)
-    assert small.of(rows, 100).tolist() == rows[:, 30:].tolist()
-    assert large.of(rows, 100).tolist() == rows.tolist()
+    assert small.from_rows(rows, 100).tolist() == rows[:, 30:].tolist()
+    assert large.from_rows(rows, 100).tolist() == rows.tolist()
 
 
 @given(lengths=lengths, stream=st.integers(2, 2000))
@@ -73,26 +73,26 @@ def test_nonoverlapping(lengths: list[int], stream: int) -> None:
     assume(stream > max(lengths))
     if stream <= span:
         with pytest.raises(UserError, match="multiples of"):
-            make_plan(stream, lengths, "nonoverlapping")
+            build_scoring_plan(stream, lengths, "nonoverlapping")
         return
-    plan = make_plan(stream, lengths, "nonoverlapping")
+    plan = build_scoring_plan(stream, lengths, "nonoverlapping")
     scored = (stream - 1) // span * span
     for length in plan.lengths:
-        assert plan.windows(length) == scored // length
+        assert plan.select_windows(length) == scored // length
         assert plan.scored(length) == length
         # The targets are positions 1, 2, 3, … of the stream, each once and in order, whatever the length.
-        assert plan.target_positions(plan.cuts[0], length).ravel().tolist() == list(range(1, scored + 1))
+        assert plan.target_positions(plan.target_sets[0], length).ravel().tolist() == list(range(1, scored + 1))
 
 
 def test_windows_spread_over_the_whole_stream() -> None:
-    plan = make_plan(1001, [10, 100], "last", targets=[10], windows=4)
+    plan = build_scoring_plan(1001, [10, 100], "last", targets=[10], windows=4)
     assert (plan.starts[100] + 100).tolist() == [100, 400, 700, 1000]
     assert plan.starts[10].tolist() == [90, 390, 690, 990]
 
 
 def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
-    plan = make_plan(1000, [8, 32], "nonoverlapping", windows=3)
-    assert (plan.windows(32), plan.windows(8), plan.cuts[0].blocks) == (3, 12, 3)
+    plan = build_scoring_plan(1000, [8, 32], "nonoverlapping", windows=3)
+    assert (plan.select_windows(32), plan.select_windows(8), plan.target_sets[0].blocks) == (3, 12, 3)
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,5 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
 )
 def test_what_cannot_be_planned_is_one_line(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_plan(**{"targets": [64], **arguments})
+        build_scoring_plan(**{"targets": [64], **arguments})
     assert "\n" not in str(caught.value)

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.chosen import chosen
-from megatron.config.load import load
-from megatron.data.datasets import token_stream
-from megatron.data.run_tokenizer import keep_tokenizer
+from megatron.config.chosen import section_from_cli
+from megatron.config.load import load_config
+from megatron.data.datasets import load_token_stream
+from megatron.data.run_tokenizer import save_tokenizer
 from megatron.data.tokenizers import load_tokenizer
-from megatron.evaluation.lengths import wanted_lengths
-from megatron.evaluation.provenance import machine, software
+from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.evaluation.run import evaluate_runs
 from megatron.model.device_dtype import resolve_device
 from megatron.options.evaluation import EvaluationOptions as Options
@@ -60,7 +60,7 @@ def evaluated(
 ) -> list[Record]:
     """`evaluate_runs` with lengths in tokens or as the command line has them, and the other options by name."""
     of_text = {} if lengths is None else parse_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
-    return evaluate_runs(runs, chosen(Options, {**options, **of_text}), output=output, console=console)
+    return evaluate_runs(runs, section_from_cli(Options, {**options, **of_text}), output=output, console=console)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def make_run(
     directory: str | None = None,
 ) -> Path:
     """A run folder with random weights, made without training."""
-    config = load([], [*SHAPE, *data, f"save={name}", "pos_emb=rotary", *overrides]).config
+    config = load_config([], [*SHAPE, *data, f"save={name}", "pos_emb=rotary", *overrides]).config
     model = build_model(config.model, config.position, size, seed=config.training.seed)
     checkpoint = Path(name) / "checkpoints" / f"step_{step:07d}"
     checkpoint.mkdir(parents=True)
@@ -105,10 +105,15 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     assert len({r.target_digest for r in found}) == 1
     for r in found:
         assert (r.tokens, r.windows, r.step, r.train_tokens, r.dataset) == (48, 6, 5, 160, "corpus/test_text_document")
-        assert (r.tokenizer, r.backend, r.machine, r.software) == ("bytes", "auto", machine(), software())
+        assert (r.tokenizer, r.backend, r.machine, r.software) == (
+            "bytes",
+            "auto",
+            describe_machine(),
+            list_software_versions(),
+        )
     # The same as scoring the loaded model directly.
     loaded = load_model("runs/b")
-    direct = scored(loaded, token_stream(loaded.config.data, "test"), Options(lengths=[8, 32], windows=6))
+    direct = scored(loaded, load_token_stream(loaded.config.data, "test"), Options(lengths=[8, 32], windows=6))
     assert [r.value for r in found[2:]] == [r.value for r in direct]
 
     assert records.read_records("results/results.json") == found
@@ -226,7 +231,7 @@ def test_a_run_reads_text_by_its_own_copy_when_its_corpus_is_gone(place: Path) -
     data = [entry.replace("corpus/", "bpe/") for entry in DATA]
     run = make_run("runs/bpe", data=data, tokenizer=bpe.tokenizer, size=bpe.vocab_size)
     (found,) = evaluated([run], [8], data="text.txt")
-    keep_tokenizer(load_tokenizer(bpe.folder), run)
+    save_tokenizer(load_tokenizer(bpe.folder), run)
     for suffix in ("bin", "idx"):  # a bare dataset, as GPT-NeoX's tools make them
         Path(f"bare.{suffix}").write_bytes(Path(f"bpe/test_text_document.{suffix}").read_bytes())
     (bare,) = evaluated([run], [8], data="bpe")
@@ -439,13 +444,13 @@ def test_records_are_plain_json(place: Path) -> None:
 )
 def test_lengths_in_tokens_and_in_training_lengths(text: str | None, lengths: list[int] | None) -> None:
     asked = Options(**({} if text is None else parse_lengths(text)))
-    assert wanted_lengths(asked, [8, 8]) == tuple(lengths or [8, 16, 32, 64, 128, 256])
+    assert choose_lengths(asked, [8, 8]) == tuple(lengths or [8, 16, 32, 64, 128, 256])
 
 
 @pytest.mark.parametrize("text", ["", "8,", "x", "-8", "0", "0.3x", "1e99999x", "8.0", "nanx", "infx", "9" * 30])
 def test_lengths_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="is not a length"):
-        wanted_lengths(Options(**parse_lengths(text)), [8])
+        choose_lengths(Options(**parse_lengths(text)), [8])
 
 
 def test_devices() -> None:

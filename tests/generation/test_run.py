@@ -10,7 +10,7 @@ from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.generation import run as generation
-from megatron.generation.writer import Text, Writer
+from megatron.generation.writer import Completion, TextGenerator
 from megatron.options.generation import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.utils.errors import UserError
@@ -25,14 +25,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def a_writer(**options: object) -> Writer:
+def a_writer(**options: object) -> TextGenerator:
     model = build_model(SHAPE, PositionOptions(pos_emb="learned"), 257, seed=3).eval()
-    return Writer(model, ByteTokenizer(), GenerationOptions(**{"maximum_tokens": 9, **options}))
+    return TextGenerator(model, ByteTokenizer(), GenerationOptions(**{"maximum_tokens": 9, **options}))
 
 
-def shown(writer: Writer, prompts: list[str], **how: bool) -> tuple[str, list[str]]:
+def shown(writer: TextGenerator, prompts: list[str], **how: bool) -> tuple[str, list[str]]:
     out, said = io.StringIO(), []
-    generation.write_all(writer, prompts, out, said.append, **how)
+    generation.generate_all(writer, prompts, out, said.append, **how)
     return out.getvalue(), said
 
 
@@ -42,10 +42,10 @@ def test_prompts_come_from_the_command_line_files_and_standard_input(tmp_path: P
     (tmp_path / "many.jsonl").write_text('{"text": "one\\n"}\n\n{"text": ""}\n')
     files = [tmp_path / name for name in ("text.txt", "code", "many.jsonl")]
     standard = io.StringIO("given\n")
-    found = generation.read_prompts(["a", ""], files, standard)
+    found = generation.collect_prompts(["a", ""], files, standard)
     assert found == ("a", "", "two\nlines\n", "def main(", "one\n", "")
-    assert generation.read_prompts([], [], standard) == ("given",)
-    assert generation.read_prompts([], [], Terminal("typed later\n")) == ()
+    assert generation.collect_prompts([], [], standard) == ("given",)
+    assert generation.collect_prompts([], [], Terminal("typed later\n")) == ()
     (tmp_path / "none.jsonl").write_text("\n")
     (tmp_path / "bytes.txt").write_bytes(b"a\xff")
     for path, message in (
@@ -55,21 +55,21 @@ def test_prompts_come_from_the_command_line_files_and_standard_input(tmp_path: P
         (tmp_path / "bytes.txt", r"bytes.txt:1: not UTF-8: byte 0xff at offset 1"),
     ):
         with pytest.raises(UserError, match=message):
-            generation.read_prompts([], [path], standard)
+            generation.collect_prompts([], [path], standard)
     with pytest.raises(UserError, match="standard input: not UTF-8 at byte 1"):
-        generation.read_prompts([], [], io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+        generation.collect_prompts([], [], io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
 
 
 def test_bytes_that_are_no_text() -> None:
     for prompts, standard_input in ((["caf\udce9"], ""), ([], "caf\udce9\n")):
         with pytest.raises(UserError, match="the prompt is not UTF-8: byte 0xe9 at character 3"):
-            generation.read_prompts(prompts, [], io.StringIO(standard_input))
+            generation.collect_prompts(prompts, [], io.StringIO(standard_input))
 
 
 def test_texts_are_shown_in_the_order_of_their_prompts() -> None:
     prompts = ["abc", "d", "efg", "h", "abc"]
     texts = {
-        prompt: "".join(p for _, p in a_writer(temperature=0.0).write([list(prompt.encode())])) for prompt in prompts
+        prompt: "".join(p for _, p in a_writer(temperature=0.0).generate([list(prompt.encode())])) for prompt in prompts
     }
     out, said = shown(a_writer(temperature=0.0, batch_size=3), prompts)
     assert out == "".join(f"{texts[prompt]}\n" for prompt in prompts)
@@ -94,20 +94,20 @@ def test_json_has_a_line_for_each_prompt() -> None:
 
 
 def test_a_text_that_is_interrupted_ends_with_a_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Writer, prompts: object) -> Iterator[tuple[Text, str]]:
-        yield Text(0), "begun"
+    def interrupted(self: TextGenerator, prompts: object) -> Iterator[tuple[Completion, str]]:
+        yield Completion(0), "begun"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Writer, "write", interrupted)
+    monkeypatch.setattr(TextGenerator, "generate", interrupted)
     out = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
-        generation.write_all(a_writer(), ["x"], out, lambda line: None)
+        generation.generate_all(a_writer(), ["x"], out, lambda line: None)
     assert out.getvalue() == "begun\n"
 
 
 def test_lines_are_gone_on_with_until_there_are_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = iter(["ab", "x" * 30, "stop", "ab"])
-    writer, usual = a_writer(temperature=0.0), Writer.write
+    writer, usual = a_writer(temperature=0.0), TextGenerator.generate
 
     def line(_: str) -> str:
         try:
@@ -115,16 +115,16 @@ def test_lines_are_gone_on_with_until_there_are_no_more(monkeypatch: pytest.Monk
         except StopIteration:
             raise EOFError from None
 
-    def stopping(self: Writer, prompts: list[list[int]]) -> Iterator[tuple[Text, str]]:
+    def stopping(self: TextGenerator, prompts: list[list[int]]) -> Iterator[tuple[Completion, str]]:
         for text, piece in usual(self, prompts):
             yield text, piece
             if bytes(prompts[0]) == b"stop" and text.text:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr(Writer, "write", stopping)
+    monkeypatch.setattr(TextGenerator, "generate", stopping)
     out, said = io.StringIO(), []
-    generation.talk(writer, out, said.append)
+    generation.run_interactive(writer, out, said.append)
     (alone, _), (other, _) = shown(a_writer(temperature=0.0), ["ab"]), shown(a_writer(temperature=0.0), ["stop "])
     assert out.getvalue().startswith(alone)
     assert out.getvalue().endswith(f"\n{alone}\n")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import TokenSampler
 from megatron.utils.errors import RunError
 
 ROUNDING = 1e-13  # sums of at most 24 float64 terms, each from one exp and one division
@@ -41,14 +41,14 @@ def test_probabilities_are_those_of_the_definitions(
     logits: list[int], temperature: float, top_k: int, top_p: float
 ) -> None:
     values = [value / 10 for value in logits]
-    sampling = Sampling(len(values), temperature, top_k, top_p)
+    sampling = TokenSampler(len(values), temperature, top_k, top_p)
     found = sampling.probabilities(torch.tensor([[*values, 1e3, 1e3]], dtype=torch.float64))[0]
     assert found.tolist() == pytest.approx(defined(values, temperature, top_k, top_p), abs=ROUNDING)
 
 
 def test_each_token_is_drawn_as_often_as_its_probability_says() -> None:
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    sampling, draws = Sampling(10, temperature=1.3, top_k=7, top_p=0.9), 20_000
+    sampling, draws = TokenSampler(10, temperature=1.3, top_k=7, top_p=0.9), 20_000
     expected = defined(logits[0, :10].tolist(), 1.3, 7, 0.9)
     evenly = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
     counts = torch.bincount(sampling.choose(logits.expand(draws, -1), evenly), minlength=10)
@@ -61,21 +61,21 @@ def test_padding_and_what_is_cut_off_are_never_chosen(dtype: torch.dtype) -> Non
     logits = torch.tensor([[0.0, -torch.inf, 3.0, 1.0, 50.0, 60.0]] * 4, dtype=dtype)
     edges = torch.tensor([0.0, 0.5, 1 - 2**-53, 1 - 2**-30], dtype=torch.float64)
     for sampling in (
-        Sampling(4),
-        Sampling(4, 1e-300),
-        Sampling(4, 0.0),
-        Sampling(4, 9.0, top_k=3),
-        Sampling(4, top_p=1e-9),
+        TokenSampler(4),
+        TokenSampler(4, 1e-300),
+        TokenSampler(4, 0.0),
+        TokenSampler(4, 9.0, top_k=3),
+        TokenSampler(4, top_p=1e-9),
     ):
         chosen = sampling.choose(logits, edges)
         assert set(chosen.tolist()) <= {0, 2, 3}
         assert chosen[1] == 2 or sampling.temperature > 1
-    assert Sampling(4, 0.0).choose(logits, edges).tolist() == [2] * 4
-    assert Sampling(4, 5.0, top_k=1).choose(logits, edges).tolist() == [2] * 4
-    assert Sampling(6, 0.0).choose(logits, edges).tolist() == [5] * 4
+    assert TokenSampler(4, 0.0).choose(logits, edges).tolist() == [2] * 4
+    assert TokenSampler(4, 5.0, top_k=1).choose(logits, edges).tolist() == [2] * 4
+    assert TokenSampler(6, 0.0).choose(logits, edges).tolist() == [5] * 4
 
 
 def test_logits_that_are_no_numbers_are_named() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(RunError, match="logits are not numbers"):
-            Sampling(2, temperature).choose(torch.tensor([[0.0, torch.nan]]), torch.zeros(1, dtype=torch.float64))
+            TokenSampler(2, temperature).choose(torch.tensor([[0.0, torch.nan]]), torch.zeros(1, dtype=torch.float64))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.generation.stream import StopTexts, TextStream
+from megatron.generation.stream import IncrementalDetokenizer, StopStrings
 
 KINDS = ["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
@@ -19,7 +19,7 @@ def all_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokeni
 
 
 def pieces(tokenizer: Tokenizer, tokens: list[int], before: list[int]) -> list[str]:
-    stream = TextStream(tokenizer.decode, before)
+    stream = IncrementalDetokenizer(tokenizer.decode, before)
     return [*(stream.push(token) for token in tokens), stream.flush()]
 
 
@@ -87,13 +87,13 @@ def ended(text: str, stops: list[str]) -> str:
 )
 @settings(max_examples=1000, deadline=None)
 def test_a_text_ends_at_the_same_place_however_it_comes(text: str, stops: list[str], cuts: list[int]) -> None:
-    texts = StopTexts(stops)
+    texts = StopStrings(stops)
     found = [texts.push(text[start:end]) for start, end in pairwise(sorted([0, *cuts, len(text)]))]
     assert "".join(found) + texts.flush() == ended(text, stops)
     assert texts.found == any(stop in text for stop in stops)
 
 
 def test_only_what_may_begin_a_stop_waits() -> None:
-    texts = StopTexts(["\n\n"])
+    texts = StopStrings(["\n\n"])
     assert [texts.push(piece) for piece in ("one", "\n", "two\n", "\nthree", "four")] == ["one", "", "\ntwo", "", ""]
     assert texts.flush() == ""

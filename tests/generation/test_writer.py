@@ -5,9 +5,9 @@ import torch
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.generation.decode import check_length, groups
-from megatron.generation.sampling import Sampling
-from megatron.generation.writer import Text, Writer
+from megatron.generation.decode import check_prompt_length, group_prompts
+from megatron.generation.sampling import TokenSampler
+from megatron.generation.writer import Completion, TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
@@ -29,11 +29,11 @@ def gpt(pos_emb: str = "kerple_log", **position: object) -> GPT:
     return build_model(SHAPE, PositionOptions(pos_emb=pos_emb, **position), 257, seed=5).eval()
 
 
-def written(model: GPT, prompts: list[str], **options: object) -> list[Text]:
-    writer = Writer(model, ByteTokenizer(), GenerationOptions(**options))
-    texts: dict[int, Text] = {}
+def written(model: GPT, prompts: list[str], **options: object) -> list[Completion]:
+    writer = TextGenerator(model, ByteTokenizer(), GenerationOptions(**options))
+    texts: dict[int, Completion] = {}
     joined: dict[int, str] = {}
-    for text, piece in writer.write([writer.encode(prompt) for prompt in prompts]):
+    for text, piece in writer.generate([writer.encode(prompt) for prompt in prompts]):
         assert texts.setdefault(text.prompt, text) is text
         joined[text.prompt] = joined.get(text.prompt, "") + piece
     assert {number: text.text for number, text in texts.items()} == joined
@@ -111,10 +111,10 @@ def test_draws_follow_the_probabilities_of_the_model() -> None:
 def test_stops_and_the_end_of_a_document_end_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter("one two€ three".encode())
 
-    def dictated(self: Sampling, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    def dictated(self: TokenSampler, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         return torch.tensor([next(said, 256)])
 
-    monkeypatch.setattr(Sampling, "choose", dictated)
+    monkeypatch.setattr(TokenSampler, "choose", dictated)
     (text,) = written(gpt(), ["x"], maximum_tokens=30)
     assert (text.text, text.reason, len(text.tokens)) == ("one two€ three", "eod", 16)
     said = iter("one two€ three".encode())
@@ -130,19 +130,19 @@ def test_a_table_of_positions_is_used_to_its_last_row_and_not_beyond() -> None:
     (text,) = written(model, ["x" * 30], temperature=0.0, maximum_tokens=11)
     assert text.reason == "eod" or len(text.tokens) == 11
     with pytest.raises(UserError, match=r"40 positions; 30 tokens of a prompt and 12 more need 41: .*-tokens 11 or"):
-        check_length(model, 30, 12)
+        check_prompt_length(model, 30, 12)
     with pytest.raises(UserError, match="the prompt alone is too long"):
-        check_length(model, 41, 1)
-    check_length(gpt("rotary"), 10**6, 10**6)
+        check_prompt_length(model, 41, 1)
+    check_prompt_length(gpt("rotary"), 10**6, 10**6)
 
 
 def test_groups_are_of_similar_length_and_not_too_large() -> None:
     model = gpt()
-    assert groups(model, [3, 5, 3, 4, 5], 2) == [[0, 2], [3, 1], [4]]
-    assert groups(model, [3, 5, 3], 1) == [[0], [1], [2]]
-    assert groups(model, [], 2) == []
+    assert group_prompts(model, [3, 5, 3, 4, 5], 2) == [[0, 2], [3, 1], [4]]
+    assert group_prompts(model, [3, 5, 3], 1) == [[0], [1], [2]]
+    assert group_prompts(model, [], 2) == []
     drawn = gpt("kerple_log", randomized_positions=60)
-    assert groups(drawn, [3, 5, 3, 4, 5], 2) == [[0, 2], [3], [1, 4]]
+    assert group_prompts(drawn, [3, 5, 3, 4, 5], 2) == [[0, 2], [3], [1, 4]]
 
 
 @pytest.mark.parametrize(

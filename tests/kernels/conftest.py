@@ -97,7 +97,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "mixer_tile", lambda *args: replace(mixer_tile(*args), block_m=16, block_n=16))
     monkeypatch.setattr(chunks, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=16))
     monkeypatch.setattr(chunks, "heads_tile", lambda *args: replace(heads_tile(*args), block_m=16, block_n=16))
-    monkeypatch.setattr(chunks, "splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
+    monkeypatch.setattr(chunks, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernels import compile as compiler
-from kernels.bias.compiled import configurations
+from kernels.bias.compiled import list_configurations
 from kernels.compile import SHARED_LIMIT, Resources, all_ops, main, resources
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_what_is_beyond_a_limit_is_named_and_fails(
 
 
 def test_an_interpreted_kernel_is_not_compiled() -> None:
-    one = next(iter(configurations()))
+    one = next(iter(list_configurations()))
     if os.environ.get("TRITON_INTERPRET") == "1":
         with pytest.raises(RuntimeError, match="_toeplitz_fwd_kernel is interpreted"):
             resources(one.kernel, one.signature, one.constexprs, arch=80, options=one.options)

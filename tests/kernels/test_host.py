@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from kernels import host
-from kernels.host import CannotCompile, library
+from kernels.host import CompileError, build_library
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sources of a small library, in a world with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    library.cache_clear()
+    build_library.cache_clear()
     sources = tmp_path / "op" / "native"
     sources.mkdir(parents=True)
     (sources / "answer.h").write_text("#define ANSWER 42\n")
@@ -28,37 +28,37 @@ def _kept(tmp_path: Path) -> list[Path]:
 def test_is_compiled_once_for_each_state_of_its_sources(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert library(folder).answer() == 42
+    assert build_library(folder).answer() == 42
     (first,) = _kept(tmp_path)
     when = first.stat().st_mtime_ns
-    library.cache_clear()
-    assert library(folder).answer() == 42
+    build_library.cache_clear()
+    assert build_library(folder).answer() == 42
     assert [first] == _kept(tmp_path)
     assert first.stat().st_mtime_ns == when
     (folder / "answer.h").write_text("#define ANSWER 43\n")
-    library.cache_clear()
-    assert library(folder).answer() == 43
+    build_library.cache_clear()
+    assert build_library(folder).answer() == 43
     assert len(_kept(tmp_path)) == 2
 
 
 def test_a_damaged_one_is_made_again(folder: Path, tmp_path: Path) -> None:
-    assert library(folder).answer() == 42
+    assert build_library(folder).answer() == 42
     (made,) = _kept(tmp_path)
     made.unlink()
     made.write_bytes(b"not a library")
-    library.cache_clear()
-    assert library(folder).answer() == 42
+    build_library.cache_clear()
+    assert build_library(folder).answer() == 42
 
 
 def test_says_why_it_cannot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "answer.c").write_text("int answer(void) { return nothing; }\n")
-    with pytest.raises(CannotCompile, match=r"cc failed: .*answer\.c"):
-        library(folder)
+    with pytest.raises(CompileError, match=r"cc failed: .*answer\.c"):
+        build_library(folder)
     assert _kept(tmp_path) == []
     monkeypatch.setattr(host.shutil, "which", lambda name: None)
-    library.cache_clear()
-    with pytest.raises(CannotCompile, match=r"no C compiler was found \(cc, gcc, clang\)"):
-        library(folder)
+    build_library.cache_clear()
+    with pytest.raises(CompileError, match=r"no C compiler was found \(cc, gcc, clang\)"):
+        build_library(folder)
 
 
 @pytest.mark.parametrize("there_is_one", [True, False])
@@ -71,5 +71,5 @@ def test_a_home_that_cannot_be_written_is_done_without(
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert library(folder).answer() == 42
+    assert build_library(folder).answer() == 42
     assert list(tmp_path.glob("farfield-*/op-*.so"))

@@ -44,8 +44,8 @@ def test_the_kernels_of_a_step_are_counted() -> None:
     """All launches are told; one is compiled and disassembled."""
     script = (
         "from kernels.instructions import clocks\n"
-        "from kernels.cdape_attention.compiled import passes\n"
-        "(launches,) = passes(80).values()\n"
+        "from kernels.cdape_attention.compiled import list_passes\n"
+        "(launches,) = list_passes(80).values()\n"
         "print(*(launch.configuration.name.split()[0] for launch in launches))\n"
         "assert 0 < clocks(launches[0], 80) < 100\n"
     )

@@ -10,7 +10,7 @@ from position_methods import MAPPED, build, random_qkv
 
 from kernels.bias.configs import MAX_WIDTH
 from kernels.biased_attention.op import biased_attention
-from kernels.cdape_attention.op import WIDEST
+from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 from kernels.rows import MAX_HEAD_DIM
 from megatron.attention.backends import triton
 from megatron.attention.backends.backend import AttentionBackend
@@ -213,7 +213,7 @@ def test_sizes_beyond_the_kernels_are_refused_by_name() -> None:
         select_backend("triton", 4, encoding, None)
     for name in list_processors():
         encoding, _ = build("kerple_log", "none", SHAPE)
-        wide = load_processor_class(name)(SHAPE, has_bias=True, width=WIDEST + 1)
+        wide = load_processor_class(name)(SHAPE, has_bias=True, width=MAX_PROCESSOR_WIDTH + 1)
         with pytest.raises(UserError, match="'triton': its processors have a width of at most 64, not 65"):
             select_backend("triton", 4, encoding, wide)
 

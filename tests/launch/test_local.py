@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import LaunchContext, RankInfo
 from megatron.launch import local_launcher, worker
@@ -19,12 +19,12 @@ SMALL = [
 
 
 def settled(*overrides: str) -> ResolvedRun:
-    return resolve_run(load([], [*SMALL, *overrides]).config, LocalHardware(num_gpus=0, num_cores=2))
+    return resolve_run(load_config([], [*SMALL, *overrides]).config, LocalHardware(num_gpus=0, num_cores=2))
 
 
 @pytest.fixture(autouse=True)
 def _data_are_there(monkeypatch):
-    monkeypatch.setattr(local_launcher, "split_prefixes", lambda data, split: [])
+    monkeypatch.setattr(local_launcher, "list_split_prefixes", lambda data, split: [])
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import losses, records, tiny_config, write_corpora
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.launch import ssh_launcher
@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def hosts(text: str, *overrides: str) -> list[Host]:
     Path("hosts").write_text(text)
-    return ssh_launcher.read_hostfile(load([], [*SMALL, *overrides]).config.launch)
+    return ssh_launcher.read_hostfile(load_config([], [*SMALL, *overrides]).config.launch)
 
 
 def test_a_hostfile_is_deepspeeds(place: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_no_hostfile_says(place: Path, text: str, keys: list[str], message:
 
 def test_when_ssh_is_used(place: Path) -> None:
     def launch(*overrides: str):
-        return load([], [*SMALL, *overrides]).config.launch
+        return load_config([], [*SMALL, *overrides]).config.launch
 
     assert not ssh_launcher.uses_ssh(launch())  # as in DeepSpeed, no file means this machine
     assert ssh_launcher.list_ssh_notes(launch()) == ("hostfile hosts has no effect: no such file",)
@@ -91,7 +91,7 @@ def test_when_ssh_is_used(place: Path) -> None:
     assert ssh_launcher.list_ssh_notes(launch()) == ()
     assert not ssh_launcher.uses_ssh(launch("launcher=slurm", "num_gpus=1"))
     with pytest.raises(UserError, match="launcher ssh needs hostfile"):
-        load([], ["launcher=ssh", *SMALL, "hostfile=null"])
+        load_config([], ["launcher=ssh", *SMALL, "hostfile=null"])
 
 
 def test_neighbours_in_number_are_on_one_machine() -> None:
@@ -104,7 +104,7 @@ def test_neighbours_in_number_are_on_one_machine() -> None:
 
 def test_a_machine_that_cannot_be_reached_is_named(place: Path) -> None:
     Path("hosts").write_text("nowhere slots=1\n")
-    config = load([], [*SMALL, "save=run"]).config
+    config = load_config([], [*SMALL, "save=run"]).config
     with pytest.raises(RunError, match=r"^nowhere cannot be reached, .*Could not resolve .*; try: ssh nowhere true$"):
         ssh_launcher.train_over_ssh(config)
     with pytest.raises(UserError, match="a run over several machines needs save"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo
 from megatron.launch import local_launcher, rank_group
 from megatron.training.resolve_run import ResolvedRun
@@ -19,7 +19,9 @@ from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.signals import StoppedBySignal
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = load([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=4", "train_iters=1"]).config
+CONFIG = load_config(
+    [], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=4", "train_iters=1"]
+).config
 
 
 def places(ranks: int) -> list[RankInfo]:
@@ -169,10 +171,10 @@ def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], lis
     launcher = textwrap.dedent(
         f"""
         import pathlib, sys
-        from megatron.config.load import read
+        from megatron.config.load import read_config
         from megatron.launch import local_launcher as local
         from megatron.launch import rank_group as processes
-        config = read({str(tmp_path / "config.yml")!r})
+        config = read_config({str(tmp_path / "config.yml")!r})
         command = [sys.executable, "-c", {rank_code!r}]
         from megatron.distributed.launcher_environment import RankInfo
         places = [RankInfo(rank, 2, rank) for rank in range(2)]

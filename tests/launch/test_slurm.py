@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.launch import slurm
 from megatron.utils.errors import RunError, UserError
@@ -21,7 +21,7 @@ SMALL = [
 
 
 def job_config(*overrides: str) -> Config:
-    return load([], [*SMALL, *overrides]).config
+    return load_config([], [*SMALL, *overrides]).config
 
 
 def job(*overrides: str) -> slurm.SlurmJob:
@@ -209,7 +209,7 @@ def test_without_sbatch_or_a_folder_there_is_no_job(monkeypatch, tmp_path) -> No
 )
 def test_what_cannot_be_is_refused_with_its_line(keys: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load([], [*SMALL, *keys])
+        load_config([], [*SMALL, *keys])
 
 
 @pytest.mark.parametrize(
@@ -219,4 +219,4 @@ def test_what_cannot_be_is_refused_with_its_line(keys: list[str], message: str) 
 def test_slurms_forms_of_a_time(text: str, seconds: int) -> None:
     """As sbatch's manual lists them: minutes, minutes:seconds, hours:minutes:seconds, days-hours, …"""
     time = f"slurm.time='{text}'"
-    assert load([], [*SMALL, time]).config.launch.slurm.seconds() == seconds
+    assert load_config([], [*SMALL, time]).config.launch.slurm.time_limit_seconds() == seconds

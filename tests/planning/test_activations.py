@@ -33,7 +33,7 @@ METHODS = {
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the C code for CPUs is not."""
-    monkeypatch.setattr(host, "unavailable", lambda: "a GPU")
+    monkeypatch.setattr(host, "unavailable_reason", lambda: "a GPU")
 
 
 def config(length: int, **keys: Any) -> Config:
@@ -46,7 +46,7 @@ def config(length: int, **keys: Any) -> Config:
 
 def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False) -> int:
     """Bytes that a layer of the model keeps, its input included; where ranks share a sequence, what `context` keeps."""
-    kind = TYPES[config.training.compute_type]
+    kind = TYPES[config.training.compute_dtype]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
     parts = concatenate_ranges([TokenRange(start, size) for start, size in list_context_chunks(length, context)])
@@ -180,7 +180,7 @@ def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
     """Forward and backward pass with the loss: activations of all layers, and the larger of logits and a layer."""
     wanted = config(256, **METHODS[method], **({"num_layers": 3, "precision": "fp32"} | keys))
     for vocabulary in (64, 4096):  # a layer's backward pass, and the logits, decide
-        gpt = build_model(wanted.model, wanted.position, vocabulary, dtype=TYPES[wanted.training.compute_type]).train()
+        gpt = build_model(wanted.model, wanted.position, vocabulary, dtype=TYPES[wanted.training.compute_dtype]).train()
         for parameter in gpt.parameters():
             parameter.grad = torch.zeros_like(parameter)
         tokens = torch.zeros(2, 256, dtype=torch.int64)

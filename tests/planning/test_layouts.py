@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware, get_gpu_spec
 from megatron.planning.parallel_layouts import build_configured_layout, find_fastest_layouts, iter_layouts
 from megatron.planning.plan import make_plan
@@ -36,11 +36,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_train_accepts_what_is_proposed(case: str) -> None:
     files, pairs, gpus = CASES[case]
-    config = load(files, [*pairs, *DATA]).config
+    config = load_config(files, [*pairs, *DATA]).config
     found = find_fastest_layouts(config, VOCABULARY, Cluster(A100, gpus))
     assert found
     for layout in found:
-        written = load(files, [*pairs, *DATA, *as_pairs(layout.config_keys)]).config
+        written = load_config(files, [*pairs, *DATA, *as_pairs(layout.config_keys)]).config
         settled = resolve_run(written, LocalHardware(num_gpus=8, num_cores=8), dry_run=True)
         assert layout.config.training.model_dump() == settled.config.training.model_dump()
         assert layout.memory.fits(A100.gib)
@@ -48,7 +48,7 @@ def test_train_accepts_what_is_proposed(case: str) -> None:
 
 
 def sizes_of(files: Sequence[str], gpus: int, *pairs: str, **cluster: Any) -> set[tuple[int, int, int]]:
-    found = iter_layouts(load(files, pairs).config, VOCABULARY, Cluster(A100, gpus, **cluster))
+    found = iter_layouts(load_config(files, pairs).config, VOCABULARY, Cluster(A100, gpus, **cluster))
     return {(layout.sizes.tensor, layout.sizes.context, layout.sizes.pipeline) for layout in found}
 
 
@@ -65,7 +65,7 @@ def test_everything_that_divides_is_looked_at() -> None:
 
 def test_the_fastest_is_first_and_stands_once() -> None:
     cluster = Cluster(A100, 16)
-    config = load(["2-7B", "cdape_kerple_log", "a100_2k"]).config
+    config = load_config(["2-7B", "cdape_kerple_log", "a100_2k"]).config
     found = find_fastest_layouts(config, VOCABULARY, cluster)
     times = [float(f"{layout.step_time.total:.4g}") for layout in found]
     assert times == sorted(times)
@@ -75,7 +75,7 @@ def test_the_fastest_is_first_and_stands_once() -> None:
 
 
 def test_a_layout_that_train_refuses_is_told_with_its_words() -> None:
-    config = load(["125M", "rotary", "a100_128k"]).config
+    config = load_config(["125M", "rotary", "a100_128k"]).config
     with pytest.raises(UserError, match="does not divide the 4 processes"):
         build_configured_layout(config, VOCABULARY, Cluster(A100, 4))
     made = make_plan(config, VOCABULARY, Cluster(A100, 4))
@@ -85,19 +85,19 @@ def test_a_layout_that_train_refuses_is_told_with_its_words() -> None:
 
 def test_gpus_are_whole_nodes() -> None:
     with pytest.raises(UserError, match="12 GPUs are not whole nodes of 8"):
-        make_plan(load(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 12))
+        make_plan(load_config(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 12))
 
 
 def test_nothing_fits() -> None:
-    made = make_plan(load(["6-7B", "rotary", "a100_2k"]).config, VOCABULARY, Cluster(get_gpu_spec("t4"), 2))
+    made = make_plan(load_config(["6-7B", "rotary", "a100_2k"]).config, VOCABULARY, Cluster(get_gpu_spec("t4"), 2))
     assert (made.fitting_layouts, made.configured_layout is not None) == ([], True)
     assert not made.fits_gpu(made.configured_layout)  # type: ignore[arg-type]
-    impossible = make_plan(load(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 7))  # a batch of 256
+    impossible = make_plan(load_config(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 7))  # a batch of 256
     assert (impossible.detailed_layout, impossible.estimate_backend_memory()) == (None, {})
 
 
 def test_maps_are_told_apart() -> None:
-    config = load(["125M", "cdape_kerple_log", "a100_512"], ["checkpoint_activations=false"]).config
+    config = load_config(["125M", "cdape_kerple_log", "a100_512"], ["checkpoint_activations=false"]).config
     found = make_plan(config, VOCABULARY, Cluster(A100, 8)).estimate_backend_memory()
     assert list(found) == ["auto", "chunked", "eager"]  # fused attention cannot do it
     assert found["chunked"].kept_maps == 0 < found["chunked"].working_maps

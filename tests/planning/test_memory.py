@@ -8,7 +8,7 @@ import pytest
 from forked import Forked
 from tiny_runs import VOCABULARY, tiny_config
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
@@ -56,7 +56,7 @@ def of(name: str, method: str, sizes: ParallelSizes, **keys: Any) -> MemoryEstim
 
 def settled(name: str, method: str, **keys: Any) -> Config:
     keys = {"precision": "bf16", "train_batch_size": None, "train_micro_batch_size_per_gpu": 1} | keys
-    return load([name, method]).config.replace(**keys)
+    return load_config([name, method]).config.replace(**keys)
 
 
 def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:

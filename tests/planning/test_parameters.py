@@ -8,7 +8,7 @@ from models import build_model
 from tiny_runs import tiny_config
 
 from megatron.config import method_names
-from megatron.config.load import SHIPPED, load
+from megatron.config.load import SHIPPED_CONFIGS, load_config
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
@@ -18,7 +18,7 @@ from megatron.planning.parameter_count import count_parameters, count_rank_param
 from megatron.position import catalog
 
 VOCABULARY = 50257
-MODELS = sorted(path.stem for path in (SHIPPED / "model").glob("*.yml"))
+MODELS = sorted(path.stem for path in (SHIPPED_CONFIGS / "model").glob("*.yml"))
 
 
 def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
@@ -30,7 +30,7 @@ def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_models(name: str) -> None:
-    config = load([name, "cdape_kerple_log"]).config
+    config = load_config([name, "cdape_kerple_log"]).config
     gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
     assert count_parameters(config, VOCABULARY) == gpt.num_parameters()
     for tensor in (2, 4):
@@ -43,7 +43,7 @@ def test_shipped_models(name: str) -> None:
 @pytest.mark.parametrize("method", ["kerple_log", "cdape_kerple_log", "learned"])
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 5), (4, 12)])
 def test_every_stage(method: str, tied: bool, tensor: int, stages: int) -> None:
-    config = load(["125M", method]).config.replace(no_weight_tying=not tied)
+    config = load_config(["125M", method]).config.replace(no_weight_tying=not tied)
     sizes = ParallelSizes(tensor=tensor, pipeline=stages, data=2)
     for stage in sorted({0, 1, stages - 1}):
         assert count_rank_parameters(config, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), stage

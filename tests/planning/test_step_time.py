@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec, get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes
@@ -22,7 +22,7 @@ def timed(sizes: ParallelSizes, method: str = "rotary", **keys: Any) -> StepTime
         "precision": "bf16", "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
         "checkpoint_activations": False, "train_batch_size": 8 * sizes.data,
     }  # fmt: skip
-    config = load(["2-7B", method]).config.replace(**(flat | keys))
+    config = load_config(["2-7B", method]).config.replace(**(flat | keys))
     return estimate_step_time(config, sizes, VOCABULARY, Cluster(A100, sizes.world_size))
 
 
@@ -30,13 +30,13 @@ def test_one_gpu_computes_at_its_mfu() -> None:
     found = timed(ParallelSizes(), "none")
     assert (found.waiting, found.communicating) == (0, 0)
     # Fused attention computes q·k once more: half of a forward pass of the scores.
-    one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
     again = 0.5 * one.attention * one.num_layers / one.training_flops_per_token
     assert found.mfu == pytest.approx(0.45 / (1 + again))
 
 
 def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
-    one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
     forward = one.num_layers * (one.linear + one.attention)
     plain, again = (timed(ParallelSizes(), "none", checkpoint_activations=value) for value in (False, True))
     tokens = 8 * 2048
@@ -44,7 +44,7 @@ def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
 
 
 def test_an_output_layer_whose_logits_are_too_many_is_computed_once_more() -> None:
-    one = estimate_forward_flops(load(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
     # 10 sequences of 2,048 tokens have fewer than 2^30 logits, 11 have more.
     fits, exceeds = (
         timed(ParallelSizes(), "none", train_micro_batch_size_per_gpu=n, train_batch_size=8 * n) for n in (10, 11)
@@ -110,7 +110,7 @@ Biderman et al. 2023 (arXiv 2304.01373, appendix), layouts from the configuratio
 
 
 def pythia(layers: int, width: int, heads: int, micro: int, tensor: int, steps: int) -> Config:
-    return Config.of({
+    return Config.from_flat({
         "num_layers": layers, "hidden_size": width, "num_attention_heads": heads, "seq_length": 2048,
         "pos_emb": "rotary", "no_weight_tying": True, "gpt_j_residual": True, "precision": "fp16",
         "zero_optimization": {"stage": 1}, "checkpoint_activations": True, "model_parallel_size": tensor,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.chosen import chosen
+from megatron.config.chosen import section_from_cli
 from megatron.data import corpus
-from megatron.data.corpus_folder import Corpus, Progress
+from megatron.data.corpus_folder import CorpusInfo, Progress
 from megatron.options.data import CorpusOptions
 
 
@@ -17,10 +17,10 @@ def prepare(
     overwrite: bool = False,
     progress: Progress | None = None,
     **options: Any,
-) -> Corpus:
+) -> CorpusInfo:
     """`megatron.data.corpus.prepare`; `options` are CorpusOptions'. Raises as it, and UserError for wrong ones."""
     plain = {name: _plain(value) for name, value in {"sources": sources, **options}.items()}
-    return corpus.prepare(chosen(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
+    return corpus.prepare_corpus(section_from_cli(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
 
 
 def _plain(value: Any) -> Any:

@@ -40,7 +40,7 @@ def main() -> None:
     config, rank, world, late, how = sys.argv[1:]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1")
 
-    from megatron.config.load import read
+    from megatron.config.load import read_config
     from megatron.training import trainer
 
     prepare = trainer.build_state
@@ -52,7 +52,7 @@ def main() -> None:
         return run
 
     trainer.build_state = prepared
-    trainer.train(read(Path(config)))
+    trainer.train(read_config(Path(config)))
 
 
 if __name__ == "__main__":

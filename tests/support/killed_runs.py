@@ -58,7 +58,7 @@ def count_operations(run: Path, last: int | None, report: Path) -> None:
 
 def live(job: Path, rank: int, world_size: int, port: int, last: int | None) -> None:
     """One life of one rank, in a process of its own."""
-    from megatron.config.load import read
+    from megatron.config.load import read_config
     from megatron.training.trainer import train
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -67,7 +67,7 @@ def live(job: Path, rank: int, world_size: int, port: int, last: int | None) -> 
     log = os.open(job / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    config = read(job / "life.yml")
+    config = read_config(job / "life.yml")
     if rank == 0:
         count_operations(Path(config.checkpoint.save or ""), last, job / "operations.txt")
     try:
@@ -118,9 +118,9 @@ def one_life(
 
 def main() -> None:
     job, world, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    from megatron.config.load import read
+    from megatron.config.load import read_config
 
-    drawn, config = random.Random(seed), read(job / "config.yml")
+    drawn, config = random.Random(seed), read_config(job / "config.yml")
 
     def life(name: str, **death: Any) -> list[int]:
         folder = str(job / name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.config.yaml_files import dump
+from megatron.config.yaml_files import dump_yaml
 
 WIDTH, HEADS, LAYERS, LENGTH, ROWS, INNER = 32, 4, 2, 24, 48, 40
 D = WIDTH // HEADS
@@ -147,7 +147,7 @@ class Layout:
         checkpoint = folder / "global_step10"
         (checkpoint / "configs").mkdir(parents=True)
         (folder / "latest").write_text("global_step10")
-        (checkpoint / "configs" / "model.yml").write_text(dump(self.keys))
+        (checkpoint / "configs" / "model.yml").write_text(dump_yaml(self.keys))
         for rank, state in enumerate(self.states):
             if self.whole_files:
                 module = {f"sequential.{name}": value for name, value in state.items()}

@@ -91,7 +91,7 @@ def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
         "save": None if run is None else str(run),
         **keys,
     }
-    return Config.of(flat)
+    return Config.from_flat(flat)
 
 
 def records(run: Path, kind: str = "train") -> dict[int, dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import sentencepiece
 import tokenizers as hf
 
-from megatron.data.tokenizers import Tokenizer, open_tokenizer, train_bpe
+from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
 
 SAMPLE = ["def encode(text):\n    return list(text.encode('utf-8'))\n", "Grüße, 東京!\n", "the the then there\n" * 9]
 
@@ -28,8 +28,8 @@ def write_tokenizers(folder: Path) -> Path:
 def open_tokenizers(files: Path) -> dict[str, Tokenizer]:
     """The tokenizers whose files `write_tokenizers` wrote, and `bytes`, by their types."""
     return {
-        "bytes": open_tokenizer("bytes"),
-        "HFTokenizer": open_tokenizer("HFTokenizer", files / "tokenizer.json"),
-        "GPT2BPETokenizer": open_tokenizer("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt"),
-        "SPMTokenizer": open_tokenizer("SPMTokenizer", files / "spm.model"),
+        "bytes": tokenizer_from_files("bytes"),
+        "HFTokenizer": tokenizer_from_files("HFTokenizer", files / "tokenizer.json"),
+        "GPT2BPETokenizer": tokenizer_from_files("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt"),
+        "SPMTokenizer": tokenizer_from_files("SPMTokenizer", files / "spm.model"),
     }

@@ -17,7 +17,7 @@ def main() -> None:
 
     import torch.distributed as dist
 
-    from megatron.config.load import read
+    from megatron.config.load import read_config
     from megatron.distributed.megatron_core import parallel_state
     from megatron.training.trainer import train
     from megatron.utils.errors import FarfieldError
@@ -30,7 +30,7 @@ def main() -> None:
         store = dist.FileStore(str(job / f"{file.stem}.store"), int(world))
         dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world))
         try:
-            code = train(read(file)).exit_code
+            code = train(read_config(file)).exit_code
             (job / f"{file.stem}.{rank}.code").write_text(str(code), encoding="utf-8")
         except FarfieldError as error:
             (job / f"{file.stem}.{rank}.error").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")

@@ -14,10 +14,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
-from megatron.evaluation.lengths import wanted_lengths
+from megatron.evaluation.lengths import choose_lengths
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import plots
 from megatron.reports.records import Record
@@ -95,7 +95,7 @@ class Trainer:
         self.steps: tuple[int, ...] = ()  # that the training is seen at
 
     def train(self, configuration: Path, printed: Path, metrics: Path, watch: Watch) -> None:
-        config = resolve_run(read(configuration), LocalHardware.detect()).config
+        config = resolve_run(read_config(configuration), LocalHardware.detect()).config
         name = config.position.pos_emb
         self.asked.append(f"{name} {config.training.seed} {config.checkpoint.load}")
         for step in (None, *self.steps):
@@ -165,7 +165,7 @@ def trainer(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Train
         stand_in.asked.append(f"evaluate {runs[0]}")
         known = {"train_length": 16, "protocol": "last", "tokens": 48, "method": names[0], "metric": "perplexity"}
         known |= {"value": 5.0, "seed": int(str(runs[0]).rsplit("_", 1)[1]), "run": str(runs[0])}
-        found = [Record(**known, length=length) for length in wanted_lengths(options, [16])]
+        found = [Record(**known, length=length) for length in choose_lengths(options, [16])]
         write_records(output / "results.json", found)
         return found
 

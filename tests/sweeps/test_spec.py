@@ -125,7 +125,7 @@ def test_the_zoo_has_every_encoding_alone_and_every_processor_at_the_quickstarts
     assert {position.score_processor for position in positions.values()} == {"none", *list_processors()}
     positional = {"save", "max_position_embeddings", *PositionOptions.model_fields}
     budgets = [
-        {name: value for name, value in member.config.flat().items() if name not in positional}
+        {name: value for name, value in member.config.to_flat().items() if name not in positional}
         for member in (*zoo.members, *quickstart.members)
     ]
     assert all(budget == budgets[0] for budget in budgets)

@@ -11,7 +11,7 @@ from megatron.sweeps import receipts
 from megatron.sweeps.run_sweep import sort_baselines_last
 from megatron.sweeps.spec import read_sweep
 from megatron.sweeps.work_estimate import estimate_work
-from megatron.tasks.chosen import exercise
+from megatron.tasks.chosen import read_task_config
 
 SWEEP = """\
 num_layers: 1
@@ -41,7 +41,7 @@ def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_work_counts_the_lengths_that_are_drawn(members) -> None:
     config = members.members[0].config
-    assert exercise(config.data).lengths == (8, 10, 12)
+    assert read_task_config(config.data).lengths == (8, 10, 12)
     # Estimates leave the output layer out, all but a token of it.
     model = build_model(config.model, config.position, 1, groups=single_process(), device="meta")
     said: list[str] = []

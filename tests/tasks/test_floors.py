@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from megatron.tasks import registry
-from megatron.tasks.floors import CONSTANT, PLACE, right
-from megatron.tasks.task import Drawn
+from megatron.tasks.floors import CONSTANT, POSITION, measure_baseline_correctness
+from megatron.tasks.task import TaskBatch
 
 
 def floors(name: str, lengths: list[int], count: int = 2000) -> dict[str, float]:
     """Accuracy of each predictor in percent, the mean over lengths."""
-    task = registry.build(name)
-    scores: dict[str, list[float]] = {CONSTANT: [], PLACE: []}
+    task = registry.build_task(name)
+    scores: dict[str, list[float]] = {CONSTANT: [], POSITION: []}
     for length in lengths:
-        fitted, scored = (task.draw(np.random.default_rng([part, length]), count, length) for part in range(2))
-        for predictor, rights in right(task, fitted, scored).items():
-            scores[predictor].append(rights.sum() / scored.counted.sum())
+        fitted, scored = (task.sample_batch(np.random.default_rng([part, length]), count, length) for part in range(2))
+        for predictor, rights in measure_baseline_correctness(task, fitted, scored).items():
+            scores[predictor].append(rights.sum() / scored.accuracy_mask.sum())
     return {predictor: 100 * float(np.mean(found)) for predictor, found in scores.items()}
 
 
@@ -31,9 +31,9 @@ def test_brackets_have_more_zeros_than_chance() -> None:
 
 def test_sorted_symbols_are_known_by_their_place() -> None:
     """78% at 41, 94% at 500 and 90% over all lengths between."""
-    assert floors("bucket_sort", [41], 500)[PLACE] == pytest.approx(78, abs=1)
-    assert floors("bucket_sort", [500], 500)[PLACE] == pytest.approx(94, abs=1)
-    assert floors("bucket_sort", FROM_41_TO_500, 300)[PLACE] == pytest.approx(90, abs=1.5)
+    assert floors("bucket_sort", [41], 500)[POSITION] == pytest.approx(78, abs=1)
+    assert floors("bucket_sort", [500], 500)[POSITION] == pytest.approx(94, abs=1)
+    assert floors("bucket_sort", FROM_41_TO_500, 300)[POSITION] == pytest.approx(90, abs=1.5)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_other_floors_are_chance(name: str, chance: float) -> None:
 
 def test_predictors_of_a_hand_made_batch() -> None:
     """Fitted on 0 1 / 0 0 / 1 1: the constant is either; at the places 0 and 1."""
-    task = registry.build("reverse_string")
-    first = task.answers.start
+    task = registry.build_task("reverse_string")
+    first = task.num_answers.start
     everywhere = np.ones((3, 2), dtype=bool)
 
-    def of(labels: list[list[int]], counted: np.ndarray) -> Drawn:
+    def of(labels: list[list[int]], counted: np.ndarray) -> TaskBatch:
         array = np.array(labels) + first
-        return Drawn(np.zeros_like(array), array, everywhere, counted)
+        return TaskBatch(np.zeros_like(array), array, everywhere, counted)
 
     fitted = of([[0, 1], [0, 1], [1, 1]], everywhere)
     scored = of([[0, 0], [0, 1], [1, 1]], np.array([[True, True], [True, True], [True, False]]))
-    found = right(task, fitted, scored)
+    found = measure_baseline_correctness(task, fitted, scored)
     assert found[CONSTANT].tolist() == [[False, False], [False, True], [True, False]]
-    assert found[PLACE].tolist() == [[True, False], [True, True], [False, False]]
+    assert found[POSITION].tolist() == [[True, False], [True, True], [False, False]]

@@ -4,20 +4,20 @@ import numpy as np
 import pytest
 
 from megatron.tasks import registry
-from megatron.tasks.letters import Letters
+from megatron.tasks.letters import AutoregressiveTask
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."
 
 
 def written(name: str, count: int, length: int, **options: object) -> list[tuple[str, str]]:
     """What each sequence reads, and what it is asked for where."""
-    task = registry.build(name, options)
-    assert isinstance(task, Letters)
-    drawn = task.draw(np.random.default_rng(length), count, length)
-    assert drawn.tokens.shape == (count, task.places(length))
-    assert (drawn.asked == drawn.counted).all()
+    task = registry.build_task(name, options)
+    assert isinstance(task, AutoregressiveTask)
+    drawn = task.sample_batch(np.random.default_rng(length), count, length)
+    assert drawn.tokens.shape == (count, task.sequence_length(length))
+    assert (drawn.loss_mask == drawn.accuracy_mask).all()
     lines = []
-    for tokens, labels, asked in zip(drawn.tokens, drawn.labels, drawn.asked, strict=True):
+    for tokens, labels, asked in zip(drawn.tokens, drawn.labels, drawn.loss_mask, strict=True):
         read, wanted = ("".join(SYMBOLS[token] for token in row) for row in (tokens, labels[asked]))
         # Every answer but the last stands one place later, as a text that goes on with itself.
         assert read[np.flatnonzero(asked)[0] + 1 :] + "." == wanted
@@ -58,6 +58,6 @@ def test_every_place_is_asked_for_as_often() -> None:
 
 
 def test_lengths_without_an_input() -> None:
-    lookup = registry.build("ngram_lookup", {"letters": 2, "ngram": 2, "answer": 1})
-    assert [length for length in range(40) if lookup.refusal(length) is None] == list(range(3, 17))
-    assert registry.build("copy_string").refusal(0) is not None
+    lookup = registry.build_task("ngram_lookup", {"letters": 2, "ngram": 2, "answer": 1})
+    assert [length for length in range(40) if lookup.unsupported_length_reason(length) is None] == list(range(3, 17))
+    assert registry.build_task("copy_string").unsupported_length_reason(0) is not None

@@ -8,13 +8,13 @@ from megatron.utils.errors import UserError
 
 
 def drawn(count: int, length: int, seed: int = 0, **options: float):
-    return registry.build("mqar", options).draw(np.random.default_rng(seed), count, length)
+    return registry.build_task("mqar", options).sample_batch(np.random.default_rng(seed), count, length)
 
 
 @pytest.mark.parametrize(("length", "options"), [(64, {}), (32, {}), (256, {"pairs": 64}), (16, {"pairs": 2})])
 def test_values_follow_from_the_pairs(length: int, options: dict[str, int]) -> None:
     pairs, found = options.get("pairs", 8), drawn(300, length, **options)
-    for tokens, labels, asked in zip(found.tokens, found.labels, found.asked, strict=True):
+    for tokens, labels, asked in zip(found.tokens, found.labels, found.loss_mask, strict=True):
         known = dict(zip(tokens[: 2 * pairs : 2].tolist(), tokens[1 : 2 * pairs : 2].tolist(), strict=True))
         assert len(known) == len(set(known.values())) == pairs
         assert all(1 <= key < 4096 <= value < 8192 for key, value in known.items())
@@ -24,14 +24,14 @@ def test_values_follow_from_the_pairs(length: int, options: dict[str, int]) -> N
         assert not (queries % 2).any()
         assert {tokens[place] for place in queries} == set(known)
         assert all(labels[place] == known[tokens[place]] for place in queries)
-    assert (found.asked == found.counted).all()
+    assert (found.loss_mask == found.accuracy_mask).all()
 
 
 def test_gaps_follow_a_power_law_and_the_rest_is_noise() -> None:
     """Of one pair the gap is g with probability g^(a−1) over their sum; a = 1 is uniform."""
     for power in (0.01, 1.0):
         found = drawn(40_000, 22, pairs=1, power=power, vocabulary=64)
-        gaps = (found.asked.argmax(axis=1) - 2) // 2 + 1
+        gaps = (found.loss_mask.argmax(axis=1) - 2) // 2 + 1
         expected = np.arange(1.0, 11.0) ** (power - 1)
         expected /= expected.sum()
         shares = np.bincount(gaps, minlength=11)[1:] / len(gaps)
@@ -55,7 +55,7 @@ def test_several_gaps_are_drawn_one_after_the_other_without_repetition() -> None
         )
         for out in range(3)
     ]
-    taken = found.asked[:, 4::2]
+    taken = found.loss_mask[:, 4::2]
     assert taken.sum(axis=1).max() == 2
     shares = (~taken).mean(axis=0)
     assert np.abs(shares - left).max() < 5 * (0.25 / 40_000) ** 0.5
@@ -73,10 +73,10 @@ def test_several_gaps_are_drawn_one_after_the_other_without_repetition() -> None
 )
 def test_impossible_options_are_refused(options: dict[str, float], why: str) -> None:
     with pytest.raises(UserError, match=why):
-        registry.build("mqar", options)
+        registry.build_task("mqar", options)
 
 
 def test_lengths() -> None:
-    task = registry.build("mqar", {"pairs": 4})
-    assert [length for length in range(1, 24) if task.refusal(length) is None] == [16, 18, 20, 22]
-    assert task.guesses(64) == {"one of the sequence's values": 0.25}
+    task = registry.build_task("mqar", {"pairs": 4})
+    assert [length for length in range(1, 24) if task.unsupported_length_reason(length) is None] == [16, 18, 20, 22]
+    assert task.baseline_accuracies(64) == {"one of the sequence's values": 0.25}

@@ -19,9 +19,9 @@ COUNTS = {"1": 1, "n": 7, "n + 1": 8, "2n": 14, "⌈n/2⌉": 4}
 """Answers of an input of 7 symbols."""
 
 
-@pytest.mark.parametrize("name", registry.tasks())
+@pytest.mark.parametrize("name", registry.find_task_files())
 def test_every_task_has_its_row(name: str) -> None:
-    task = registry.build(name)
+    task = registry.build_task(name)
     row = ROWS[name]
     if isinstance(task, Transduction):
         assert ("†" in row[0]) == task.order_free
@@ -34,9 +34,9 @@ def test_every_task_has_its_row(name: str) -> None:
         assert row[1] == ", ".join(f"`{option}` ({default})" for option, default in defaults.items())
 
 
-@pytest.mark.parametrize("name", registry.tasks())
+@pytest.mark.parametrize("name", registry.find_task_files())
 def test_every_task_says_what_it_is(name: str) -> None:
-    kind = registry.task_class(name)
+    kind = registry.load_task_class(name)
     assert kind.title
     assert not kind.title.endswith(".")
     assert "(20" in kind.source

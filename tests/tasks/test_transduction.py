@@ -14,17 +14,19 @@ NAMES = sorted(solvers.SOLVERS)
 
 
 def task(name: str, **options: int) -> Transduction:
-    found = registry.build(name, options)
+    found = registry.build_task(name, options)
     assert isinstance(found, Transduction)
     return found
 
 
 def sampled(name: str, count: int, length: int, seed: int = 0) -> tuple[Array, Array]:
-    return task(name).sample(np.random.default_rng([seed, length]), count, length)
+    return task(name).sample_strings(np.random.default_rng([seed, length]), count, length)
 
 
 def test_every_task_of_the_papers_has_a_solver() -> None:
-    transductions = [name for name in registry.tasks() if issubclass(registry.task_class(name), Transduction)]
+    transductions = [
+        name for name in registry.find_task_files() if issubclass(registry.load_task_class(name), Transduction)
+    ]
     assert transductions == NAMES
     assert len(NAMES) == 15
 
@@ -87,31 +89,31 @@ def test_published_examples(name: str, asked: str, answer: str, alphabet: str) -
 def test_layout(name: str, compute: int) -> None:
     kind = task(name, compute_tokens=compute)
     for length in (1, 2, 7):
-        drawn = kind.draw(np.random.default_rng(5), 20, length)
-        inputs, outputs = kind.sample(np.random.default_rng(5), 20, length)
+        drawn = kind.sample_batch(np.random.default_rng(5), 20, length)
+        inputs, outputs = kind.sample_strings(np.random.default_rng(5), 20, length)
         read, asked = inputs.shape[1], outputs.shape[1]
-        assert drawn.tokens.shape == (20, kind.places(length)) == (20, read + compute * read + asked)
+        assert drawn.tokens.shape == (20, kind.sequence_length(length)) == (20, read + compute * read + asked)
         assert (drawn.tokens[:, :read] == inputs).all()
         assert (drawn.tokens[:, read : read + compute * read] == kind.inputs + 1).all()
         assert (drawn.tokens[:, -asked:] == kind.inputs).all()
-        assert (drawn.labels[:, -asked:] - kind.answers.start == outputs).all()
-        assert drawn.asked[:, -asked:].all()
-        assert not drawn.asked[:, :-asked].any()
+        assert (drawn.labels[:, -asked:] - kind.num_answers.start == outputs).all()
+        assert drawn.loss_mask[:, -asked:].all()
+        assert not drawn.loss_mask[:, :-asked].any()
     # No id is both read and answered, and none is left over.
-    assert kind.answers.start == kind.inputs + 1 + (compute > 0)
-    assert kind.size == kind.answers.stop == kind.answers.start + kind.outputs
+    assert kind.num_answers.start == kind.inputs + 1 + (compute > 0)
+    assert kind.vocab_size == kind.num_answers.stop == kind.num_answers.start + kind.outputs
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_counts_ends_with_the_terminator(name: str) -> None:
     kind = task(name)
-    drawn = kind.draw(np.random.default_rng(2), 300, 12)
+    drawn = kind.sample_batch(np.random.default_rng(2), 300, 12)
     terminated = name in ("binary_addition", "binary_multiplication", "stack_manipulation")
-    for labels, asked, counted in zip(drawn.labels, drawn.asked, drawn.counted, strict=True):
-        outputs = [symbol - kind.answers.start for symbol in labels[asked]]
+    for labels, asked, counted in zip(drawn.labels, drawn.loss_mask, drawn.accuracy_mask, strict=True):
+        outputs = [symbol - kind.num_answers.start for symbol in labels[asked]]
         counts = outputs.index(2) + 1 if terminated else len(outputs)
         assert counted[asked].tolist() == [True] * counts + [False] * (len(outputs) - counts)
-    assert not (drawn.counted & ~drawn.asked).any()
+    assert not (drawn.accuracy_mask & ~drawn.loss_mask).any()
 
 
 def test_daggers_are_the_tasks_whose_answer_ignores_order() -> None:
@@ -184,7 +186,7 @@ def test_stacks_are_as_often_of_each_size() -> None:
 @given(st.sampled_from(NAMES), st.integers(1, 64), st.integers(1, 9), st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=60)
 def test_any_shape_is_drawn_and_repeats(name: str, length: int, count: int, seed: int) -> None:
-    one, other = (task(name).draw(np.random.default_rng(seed), count, length) for _ in range(2))
-    assert one.tokens.shape == (count, task(name).places(length))
+    one, other = (task(name).sample_batch(np.random.default_rng(seed), count, length) for _ in range(2))
+    assert one.tokens.shape == (count, task(name).sequence_length(length))
     assert all((a == b).all() for a, b in zip(one, other, strict=True))
     assert one.tokens.dtype == one.labels.dtype == np.int64

@@ -9,7 +9,7 @@ from tools import bench_save
 
 
 def test_every_kind_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_save, "prepare", lambda sources, where: write_corpora(where.parent))
+    monkeypatch.setattr(bench_save, "prepare_corpus", lambda sources, where: write_corpora(where.parent))
     found = bench_save.measure("tiny", 1, tmp_path)
     assert set(found["medians"]) == {"step", "stall", "step_while_writing", "written", "waited_for"}
     assert 12 < found["bytes"] / found["parameters"] < 13

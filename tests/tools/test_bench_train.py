@@ -48,7 +48,7 @@ def test_a_signal_ends_it_with_the_records_so_far(
 ) -> None:
     loops = {"rotary": Loop(None, number), "cdape": Loop(4, number)}
     plain = SimpleNamespace(step=lambda: None, model=torch.nn.Linear(1, 1))
-    monkeypatch.setattr(bench_train, "prepare", lambda sources, folder: None)
+    monkeypatch.setattr(bench_train, "prepare_corpus", lambda sources, folder: None)
     monkeypatch.setattr(bench_train, "farfield", lambda shape, method, corpus: loops[method])
     monkeypatch.setattr(bench_train, "Plain", lambda *_: plain)
     words = ("--shapes", "medium", "--methods", "rotary,cdape", "--blocks", "9", "--json", str(tmp_path / "a.json"))

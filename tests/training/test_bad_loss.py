@@ -12,7 +12,7 @@ from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.load import load
+from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
@@ -141,7 +141,7 @@ def test_stop_means_the_first(corpus: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_spike_that_is_skipped_is_refused() -> None:
     shape = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"]
     with pytest.raises(UserError, match=r"loss_spike 2: .* set on_bad_loss to rollback or stop"):
-        load([], [*shape, "loss_spike=2"])
+        load_config([], [*shape, "loss_spike=2"])
 
 
 def test_the_usual_loss() -> None:

@@ -14,7 +14,7 @@ from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
-from megatron.config.load import read
+from megatron.config.load import read_config
 from megatron.training.engine import Engine
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError, UserError
@@ -67,7 +67,7 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
         word in lines[0] for word in ("loss", "ppl", "lr", "grad", "tok/s", "ms", "FLOP/s", "MFU", "GiB", "left")
     )
     assert list((tmp_path / "tensorboard").glob("events*"))
-    assert read(tmp_path / "config.yml").flat() == config.flat()
+    assert read_config(tmp_path / "config.yml").to_flat() == config.to_flat()
 
 
 def test_the_flops_that_are_reported_are_the_models(corpus: Path, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from tiny_runs import losses, tiny_config, write_corpora
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
-from megatron.config.load import SHIPPED, load
+from megatron.config.load import SHIPPED_CONFIGS, load_config
 from megatron.position import registry
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
-OVERLAYS = sorted((SHIPPED / "position").glob("*.yml"))
+OVERLAYS = sorted((SHIPPED_CONFIGS / "position").glob("*.yml"))
 LENGTH = 16
 
 
@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> None:
     """Twenty steps lower the loss, and nothing that can learn stays where it was."""
-    position = load(["125M", overlay]).config.position.model_dump()
+    position = load_config(["125M", overlay]).config.position.model_dump()
     keys = {"train_iters": 20, "checkpoint_factor": 10, "keep_last_n_checkpoints": None, "warmup": 0.0, **position}
     train(tiny_config(corpus, tmp_path, **keys))
     first, *_, last = losses(tmp_path)

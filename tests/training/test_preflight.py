@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.load import load, read
+from megatron.config.load import load_config, read_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
@@ -23,7 +23,7 @@ LOGIN_NODE = LocalHardware(num_gpus=0, num_cores=2)
 
 
 def config(*overrides: str) -> Config:
-    return load([], [*SMALL, *overrides]).config
+    return load_config([], [*SMALL, *overrides]).config
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_configuration_that_no_file_gave_is_checked_too() -> None:
 
 def reloaded(config: Config, folder: Path) -> Config:
     config.save(folder / "config.yml")
-    return read(folder / "config.yml")
+    return read_config(folder / "config.yml")
 
 
 @pytest.mark.parametrize("overrides", [["precision=fp16"], ["device=cuda"]])
@@ -165,9 +165,10 @@ def test_a_dry_run_on_a_login_node_resolves_and_says_what_it_could_not_check(
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from megatron.config.load import load; from megatron.distributed.hardware import LocalHardware\n"
+        "import sys; from megatron.config.load import load_config; from megatron.distributed.hardware import "
+        "LocalHardware\n"
         "from megatron.training.resolve_run import resolve_run\n"
-        "resolve_run(load(['162M', 'local_setup']).config, LocalHardware.detect(), dry_run=True)\n"
+        "resolve_run(load_config(['162M', 'local_setup']).config, LocalHardware.detect(), dry_run=True)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

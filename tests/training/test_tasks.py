@@ -7,7 +7,7 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
-from megatron.data.batches import batches
+from megatron.data.batches import build_dataloader
 from megatron.data.datasets import build_datasets
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import single_process
@@ -55,7 +55,7 @@ def test_speed_counts_what_was_read(tmp_path: Path) -> None:
     train(config)
     counts = {"train_samples": 32, "valid_samples": 0, "test_samples": 0}
     data = build_datasets(config.data, seq_length=16, **counts, seed=1234, cache=None, groups=single_process(), batch=4)
-    lengths = [batch["tokens"].shape[1] for batch in batches(data.train, micro_batch=4, mesh=Mesh())]
+    lengths = [batch["tokens"].shape[1] for batch in build_dataloader(data.train, micro_batch_size=4, mesh=Mesh())]
     assert len(set(lengths)) > 2
     found = records(tmp_path / "run")
     assert [found[step]["tokens"] for step in range(1, 9)] == [4 * sum(lengths[:step]) for step in range(1, 9)]

@@ -72,7 +72,7 @@ def test_a_run_whose_output_is_on_a_full_disk_says_so(ranks: int, tmp_path: Path
     config = tiny_config(write_corpora(tmp_path / "corpus"), tmp_path / "run", train_iters=2000)
     errors = tmp_path / "errors.txt"
     config_file = tmp_path / "t.yml"
-    config_file.write_text(config.text(given=True))
+    config_file.write_text(config.to_yaml(only_set=True))
     words = ("train", str(config_file), f"num_gpus={ranks}", f"train_micro_batch_size_per_gpu={4 // ranks}")
     child = Forked(ROOT / "deepy.py", *words, cwd=tmp_path, output=Path("/dev/full"), errors=errors)
     try:

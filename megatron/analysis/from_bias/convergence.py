@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.analysis.analysis import Analysis, Block, Looked
-from megatron.analysis.convergence import TERMS, Series, series_of
-from megatron.analysis.heads import HeadCells, table_of_heads
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block
+from megatron.analysis.convergence import TERMS, BiasSeries, sum_bias_series
+from megatron.analysis.heads import HeadCells, build_head_table
 
 SUMS = (1_000, TERMS)
 
-Found = list[tuple[str, list[Series], str]]
+ConvergenceResult = list[tuple[str, list[BiasSeries], str]]
 """Whose encoding it is, its heads' series, and what else must be known of the model."""
 
 
@@ -23,17 +23,23 @@ class Convergence(Analysis):
         "bias; what lies beyond them is bounded by the form that the encoding declares."
     )
 
-    def measure(self, looked: Looked) -> Found:
-        return [(each.name, series_of(each.encoding, looked.window), _remark(looked)) for each in looked.encodings]
+    def measure(self, context: AnalysisContext) -> ConvergenceResult:
+        return [
+            (each.name, sum_bias_series(each.encoding, context.window), _describe_layers(context))
+            for each in context.encodings
+        ]
 
-    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+    def render_blocks(self, results: Mapping[str, ConvergenceResult], names: Sequence[str]) -> list[Block]:
         columns = ["verdict", *(f"sum of {count:,} terms" for count in SUMS), "whole sum", "why"]
         caption = "Each head's series, heads counted from 0; neighbours with the same series share a row."
-        heads = [head for name, each in found.items() for head in _cells(name, each)]
-        return [*(_sentence(name, each) for name, each in found.items()), table_of_heads(columns, heads, caption)]
+        heads = [head for name, each in results.items() for head in _format_cells(name, each)]
+        return [
+            *(_format_sentence(name, each) for name, each in results.items()),
+            build_head_table(columns, heads, caption),
+        ]
 
-    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
-        for layer, heads, _ in found:
+    def list_rows(self, result: ConvergenceResult) -> Iterator[Mapping[str, object]]:
+        for layer, heads, _ in result:
             for series in heads:
                 low, high = series.total
                 yield {
@@ -42,7 +48,7 @@ class Convergence(Analysis):
                 }  # fmt: skip
 
 
-def _remark(looked: Looked) -> str:
+def _describe_layers(looked: AnalysisContext) -> str:
     position = looked.config.position
     if position.score_processor != "none":
         return f"The theorem speaks of the bias alone, not of what {position.score_processor} makes of it."
@@ -53,7 +59,7 @@ def _remark(looked: Looked) -> str:
     return ""
 
 
-def _sentence(name: str, found: Found) -> str:
+def _format_sentence(name: str, found: ConvergenceResult) -> str:
     series = [each for _, heads, _ in found for each in heads]
     counts = {verdict: sum(each.verdict == verdict for each in series) for verdict in ("converges", "diverges")}
     remark = found[0][2]
@@ -65,15 +71,15 @@ def _sentence(name: str, found: Found) -> str:
     return f"{text} {remark}".strip()
 
 
-def _cells(name: str, found: Found) -> Iterator[HeadCells]:
+def _format_cells(name: str, found: ConvergenceResult) -> Iterator[HeadCells]:
     for layer, heads, _ in found:
         for series in heads:
             low, high = series.total
             unknown = high == float("inf") > low
-            whole = "∞" if series.tail.converges is False else "not known" if unknown else _number(low)
-            sums = [_number(series.sum_to(count)) for count in SUMS]
+            whole = "∞" if series.tail.converges is False else "not known" if unknown else _format_number(low)
+            sums = [_format_number(series.sum_to(count)) for count in SUMS]
             yield name, layer, series.head, [series.verdict, *sums, whole, series.tail.reason]
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.4g}" if value < 1e6 else f"{value:.3g}"

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture, Table
-from megatron.analysis.effective_length import FAR, cumulative, effective_lengths
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
+from megatron.analysis.effective_length import FAR, accumulate_by_length, compute_effective_lengths
 
-Found = list[tuple[str, list[float | None]]]
+EffectiveLengthResult = list[tuple[str, list[float | None]]]
 
 
 class EffectiveLength(Analysis):
@@ -19,51 +19,51 @@ class EffectiveLength(Analysis):
         "never rises with the distance; a window is a bias of −∞ outside it."
     )
 
-    def measure(self, looked: Looked) -> Found:
-        encoding = looked.encodings[0].encoding
-        if not encoding.adds_bias and looked.window is None:
+    def measure(self, context: AnalysisContext) -> EffectiveLengthResult:
+        encoding = context.encodings[0].encoding
+        if not encoding.adds_bias and context.window is None:
             raise NotApplicable("It adds no bias.")
         if type(encoding).overrides_hook("dense"):
             raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
-        found = [(each.name, effective_lengths(each.encoding, looked.window)) for each in looked.encodings]
+        found = [(each.name, compute_effective_lengths(each.encoding, context.window)) for each in context.encodings]
         if all(length is None for _, heads in found for length in heads):
             raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")
         return found
 
-    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+    def render_blocks(self, results: Mapping[str, EffectiveLengthResult], names: Sequence[str]) -> list[Block]:
         rows = []
-        for name, each in found.items():
+        for name, each in results.items():
             lengths = [length for _, heads in each for length in heads]
             known = sorted(length for length in lengths if length is not None)
             within = sum(length <= FAR for length in known)
-            cells = [_shown(known[0]), _shown(known[(len(known) - 1) // 2]), _shown(known[-1])]
+            cells = [_format_length(known[0]), _format_length(known[(len(known) - 1) // 2]), _format_length(known[-1])]
             rows.append([name, f"{len(lengths):,}", *cells, f"{within:,}", f"{len(lengths) - len(known):,}"])
         columns = ["method", "heads", "least", "median", "largest", f"heads within {FAR:,}", "heads whose bias rises"]
         curves = "; ".join(f"{row[0]} {row[-2]} of {row[1]}, the first at {row[2]}" for row in rows)
         alt = f"Share of heads with an effective length up to each distance, to {FAR:,}: {curves}."
         return [
-            Picture(alt, lambda narrow: _draw(found, names, narrow)),
+            Figure(alt, lambda narrow: _draw(results, names, narrow)),
             Table(columns, rows, "∞ stands for a bias above −2 at every distance up to 2^53."),
         ]
 
-    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
-        for layer, heads in found:
+    def list_rows(self, result: EffectiveLengthResult) -> Iterator[Mapping[str, object]]:
+        for layer, heads in result:
             for head, length in enumerate(heads):
                 yield {"layer": layer, "head": head, "effective_length": "" if length is None else length}
 
 
-def _shown(length: float) -> str:
+def _format_length(length: float) -> str:
     return "∞" if math.isinf(length) else f"{int(length):,}"
 
 
-def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import legend, panels, png, titled
+def _draw(found: Mapping[str, EffectiveLengthResult], names: Sequence[str], narrow: bool) -> bytes:
+    from megatron.analysis.drawing import add_legend, add_titles, create_panels, save_png
     from megatron.reports.plots import get_curve_style
 
-    figure, (axes,) = panels(1, narrow, width=5.6, height=3.2, below=0.18 * len(found))
+    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.2, below=0.18 * len(found))
     for name, each in found.items():
         lengths = [length for _, heads in each for length in heads]
-        curve = cumulative([length for length in lengths if length is not None])
+        curve = accumulate_by_length([length for length in lengths if length is not None])
         look = get_curve_style(names.index(name))
         across, up = zip(*curve, strict=True)
         axes.step(
@@ -73,6 +73,6 @@ def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> byt
     axes.set_xscale("symlog", base=10, linthresh=1)
     axes.set_xlim(0, FAR)
     axes.set_ylim(0, 103)
-    titled(axes, "heads whose bias is below −2 at that distance", "distance", "% of heads")
-    legend(figure, axes, narrow, 1)
-    return png(figure)
+    add_titles(axes, "heads whose bias is below −2 at that distance", "distance", "% of heads")
+    add_legend(figure, axes, narrow, 1)
+    return save_png(figure)

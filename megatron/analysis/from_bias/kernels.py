@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.analysis.analysis import Analysis, Block, LayerEncoding, Looked, NotApplicable, Picture, Table
-from megatron.analysis.bias import in_double, terms_at
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, LayerEncoding, NotApplicable, Table
+from megatron.analysis.bias import compute_terms, to_float64
 from megatron.reports.metrics import format_number
 
 LOWEST = -12.0
@@ -15,7 +15,7 @@ POINTS = 160
 """Distances of the data, evenly spaced on a logarithmic scale."""
 FEW_HEADS = 8
 """Up to so many have a colour and a name each in pictures; more go from dark, head 0, to light."""
-MOST_PARAMETERS = 8
+MAX_PARAMETERS = 8
 """Parameters per head and layer that a table shows."""
 
 
@@ -42,31 +42,31 @@ class Kernels(Analysis):
         "heads, colours go from dark, head 0, to light."
     )
 
-    def measure(self, looked: Looked) -> list[Kernel]:
-        longest = looked.lengths[-1]
-        found = [_kernel(each, longest, looked.config.model.seq_length) for each in looked.encodings]
+    def measure(self, context: AnalysisContext) -> list[Kernel]:
+        longest = context.lengths[-1]
+        found = [_measure_kernel(each, longest, context.config.model.seq_length) for each in context.encodings]
         if not found[0].terms:
             raise NotApplicable("It has neither a bias nor a weight over distances.")
         return found
 
-    def show(self, found: Mapping[str, list[Kernel]], names: Sequence[str]) -> list[Block]:
-        drawn = {name: _chosen(kernels) for name, kernels in found.items()}
+    def render_blocks(self, results: Mapping[str, list[Kernel]], names: Sequence[str]) -> list[Block]:
+        drawn = {name: _select_kernels(kernels) for name, kernels in results.items()}
         panels = [
             (name, kernel, which) for name, kernels in drawn.items() for kernel in kernels for which in kernel.terms
         ]
-        curves = "; ".join(_course(*panel) for panel in panels)
+        curves = "; ".join(_describe_course(*panel) for panel in panels)
         blocks: list[Block] = [
-            Picture(
+            Figure(
                 f"Bias or weight over the distance, one curve per head: {curves}.", lambda narrow: _draw(panels, narrow)
             )
         ]
-        for name, kernels in found.items():
-            if table := _parameters(name, kernels):
+        for name, kernels in results.items():
+            if table := _format_parameters(name, kernels):
                 blocks.append(table)
         return blocks
 
-    def rows(self, found: list[Kernel]) -> Iterator[Mapping[str, object]]:
-        for kernel in found:
+    def list_rows(self, result: list[Kernel]) -> Iterator[Mapping[str, object]]:
+        for kernel in result:
             for which, values in kernel.terms.items():
                 for head, line in enumerate(values.tolist()):
                     for distance, value in zip(kernel.distances.tolist(), line, strict=True):
@@ -76,7 +76,7 @@ class Kernels(Analysis):
                         }  # fmt: skip
 
 
-def _course(name: str, kernel: Kernel, which: str) -> str:
+def _describe_course(name: str, kernel: Kernel, which: str) -> str:
     """Where the curves of a panel begin and end, in words: of all heads the least and the largest."""
     values, far = kernel.terms[which], int(kernel.distances[-1])
 
@@ -89,11 +89,11 @@ def _course(name: str, kernel: Kernel, which: str) -> str:
 
 
 @torch.no_grad()
-def _kernel(each: LayerEncoding, longest: int, train_length: int) -> Kernel:
-    encoding = in_double(each.encoding)
+def _measure_kernel(each: LayerEncoding, longest: int, train_length: int) -> Kernel:
+    encoding = to_float64(each.encoding)
     distances = torch.logspace(0, torch.tensor(float(longest)).log10().item(), POINTS, dtype=torch.float64).round() - 1
     distances = distances.clamp(max=longest - 1).unique()
-    terms = terms_at(encoding, distances, row=longest - 1)
+    terms = compute_terms(encoding, distances, row=longest - 1)
     found = {which: values for which, values in terms._asdict().items() if values is not None}
     if type(encoding).overrides_hook("dense"):
         found = {which: values[:, distances.long()] for which, values in found.items()}
@@ -106,16 +106,16 @@ def _kernel(each: LayerEncoding, longest: int, train_length: int) -> Kernel:
     return Kernel(each.name, distances, found, parameters, train_length)
 
 
-def _chosen(kernels: list[Kernel]) -> list[Kernel]:
+def _select_kernels(kernels: list[Kernel]) -> list[Kernel]:
     """At most three layers."""
     if len(kernels) <= 3:
         return kernels
     return [kernels[0], kernels[len(kernels) // 2], kernels[-1]]
 
 
-def _parameters(name: str, kernels: list[Kernel]) -> Table | None:
+def _format_parameters(name: str, kernels: list[Kernel]) -> Table | None:
     names = list(kernels[0].parameters)
-    if not names or len(names) > MOST_PARAMETERS:
+    if not names or len(names) > MAX_PARAMETERS:
         return None
     rows = [
         [f"{kernel.layer}, head {head}", *(f"{kernel.parameters[each][head]:.4g}" for each in names)]
@@ -126,21 +126,23 @@ def _parameters(name: str, kernels: list[Kernel]) -> Table | None:
 
 
 def _draw(drawn: list[tuple[str, Kernel, str]], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import GREY, legend, panels, png, shades, titled
+    from megatron.analysis.drawing import GREY, add_legend, add_titles, create_panels, list_colors, save_png
 
     most = max(len(next(iter(kernel.terms.values()))) for _, kernel, _ in drawn)
     few = most <= FEW_HEADS
-    figure, axes = panels(len(drawn), narrow, height=2.6, below=0.2 * (-(-most // (3 if narrow else 6))) if few else 0)
+    figure, axes = create_panels(
+        len(drawn), narrow, height=2.6, below=0.2 * (-(-most // (3 if narrow else 6))) if few else 0
+    )
     for each, (name, kernel, which) in zip(axes, drawn, strict=True):
         values = kernel.terms[which]
-        for head, (line, colour) in enumerate(zip(values.tolist(), shades(len(values), few), strict=True)):
+        for head, (line, colour) in enumerate(zip(values.tolist(), list_colors(len(values), few), strict=True)):
             shown = [value if which != "bias" or value >= LOWEST else float("nan") for value in line]
             each.plot((kernel.distances + 1).tolist(), shown, color=colour, linewidth=1.3, label=f"head {head}")
         each.axvline(kernel.train_length, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         each.set_xscale("log", base=10)
         layer = "" if kernel.layer == "all layers" else f", {kernel.layer}"
-        titled(each, f"{which}{layer}\n{name}", "distance + 1", wrap=44)
+        add_titles(each, f"{which}{layer}\n{name}", "distance + 1", wrap=44)
     if few:
         largest = max(range(len(drawn)), key=lambda place: len(drawn[place][1].terms[drawn[place][2]]))
-        legend(figure, axes[largest], narrow, 3 if narrow else 6)
-    return png(figure)
+        add_legend(figure, axes[largest], narrow, 3 if narrow else 6)
+    return save_png(figure)

@@ -4,28 +4,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.analysis.analysis import Analysis, Block, Looked, Picture
-from megatron.analysis.bias import bias_over_distance, windowed
-from megatron.analysis.convergence import series_of
-from megatron.analysis.heads import table_of_heads
-from megatron.analysis.receptive_field import PLOTTED, Field, finite, theoretical
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure
+from megatron.analysis.bias import compute_bias_by_distance, mask_window
+from megatron.analysis.convergence import sum_bias_series
+from megatron.analysis.heads import build_head_table
+from megatron.analysis.receptive_field import (
+    PLOTTED_FRACTIONS,
+    ReceptiveField,
+    compute_finite_field,
+    compute_theoretical_field,
+)
 
 SHARES = (0.5, 0.1, 0.01, 0.001)
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadField:
     layer: str
     head: int
-    fields: list[Field]
+    fields: list[ReceptiveField]
     """By equation 22, at each of SHARES."""
     finite: list[int]
     """By the algorithm of the plots, at each of PLOTTED."""
 
 
 @dataclass(frozen=True)
-class Found:
-    heads: list[Head]
+class ReceptiveFieldResult:
+    heads: list[HeadField]
     length: int
     """Terms of the finite algorithm, the same for all models."""
 
@@ -41,62 +46,68 @@ class TheoreticalReceptiveField(Analysis):
         "comes after; for a series that diverges it grows with that length."
     )
 
-    def measure(self, looked: Looked) -> Found:
-        length = looked.lengths[-1]
+    def measure(self, context: AnalysisContext) -> ReceptiveFieldResult:
+        length = context.lengths[-1]
         heads = []
-        for each in looked.encodings:
-            terms = windowed(bias_over_distance(each.encoding, length), looked.window)
-            for series in series_of(each.encoding, looked.window):
-                within = finite((terms[series.head] - terms[series.head].max()).exp())
-                heads.append(Head(each.name, series.head, theoretical(series.bias, series.tail, SHARES), within))
-        return Found(heads, length)
+        for each in context.encodings:
+            terms = mask_window(compute_bias_by_distance(each.encoding, length), context.window)
+            for series in sum_bias_series(each.encoding, context.window):
+                within = compute_finite_field((terms[series.head] - terms[series.head].max()).exp())
+                heads.append(
+                    HeadField(
+                        each.name, series.head, compute_theoretical_field(series.bias, series.tail, SHARES), within
+                    )
+                )
+        return ReceptiveFieldResult(heads, length)
 
-    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
-        within = f"within {next(iter(found.values())).length:,} keys"
+    def render_blocks(self, results: Mapping[str, ReceptiveFieldResult], names: Sequence[str]) -> list[Block]:
+        within = f"within {next(iter(results.values())).length:,} keys"
         heads = [
             (name, head.layer, head.head, list(map(str, head.fields)))
-            for name, each in found.items()
+            for name, each in results.items()
             for head in each.heads
         ]
         columns = [f"ε = {share:g}" for share in SHARES]
-        place = len(PLOTTED) // 2
+        place = len(PLOTTED_FRACTIONS) // 2
         medians = "; ".join(
-            f"{name} {median(head.finite[place] for head in each.heads):,.0f}" for name, each in found.items()
+            f"{name} {median(head.finite[place] for head in each.heads):,.0f}" for name, each in results.items()
         )
-        alt = f"Receptive field over ε {within}; at ε = {PLOTTED[place]:.2g}, medians in keys: {medians}."
+        alt = f"Receptive field over ε {within}; at ε = {PLOTTED_FRACTIONS[place]:.2g}, medians in keys: {medians}."
         return [
-            Picture(alt, lambda narrow: _draw(found, names, narrow)),
+            Figure(alt, lambda narrow: _draw(results, names, narrow)),
             f"Lines are medians over heads and layers, bands 10% to 90%; {within}, by the finite algorithm.",
-            table_of_heads(columns, heads, "By equation 22, in keys, the query's own counted."),
+            build_head_table(columns, heads, "By equation 22, in keys, the query's own counted."),
         ]
 
-    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
-        for head in found.heads:
+    def list_rows(self, result: ReceptiveFieldResult) -> Iterator[Mapping[str, object]]:
+        for head in result.heads:
             for share, field in zip(SHARES, head.fields, strict=True):
                 yield {
                     "layer": head.layer, "head": head.head, "definition": "equation 22", "epsilon": share,
                     "keys": field.high, "keys_low": field.low, "of": "",
                 }  # fmt: skip
-            for share, keys in zip(PLOTTED, head.finite, strict=True):
+            for share, keys in zip(PLOTTED_FRACTIONS, head.finite, strict=True):
                 yield {
                     "layer": head.layer, "head": head.head, "definition": "finite", "epsilon": share, "keys": keys,
-                    "keys_low": keys, "of": found.length,
+                    "keys_low": keys, "of": result.length,
                 }  # fmt: skip
 
 
-def _draw(found: Mapping[str, Found], names: Sequence[str], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import band, legend, panels, png, titled
+def _draw(found: Mapping[str, ReceptiveFieldResult], names: Sequence[str], narrow: bool) -> bytes:
+    from megatron.analysis.drawing import add_legend, add_titles, compute_band, create_panels, save_png
     from megatron.reports.plots import get_curve_style
 
-    figure, (axes,) = panels(1, narrow, width=5.6, height=3.4, below=0.18 * len(found))
+    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.4, below=0.18 * len(found))
     for name, each in found.items():
         look = get_curve_style(names.index(name))
-        middle, low, high = band([[keys / each.length for keys in head.finite] for head in each.heads])
-        axes.plot(PLOTTED, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6)
-        axes.fill_between(PLOTTED, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        middle, low, high = compute_band([[keys / each.length for keys in head.finite] for head in each.heads])
+        axes.plot(
+            PLOTTED_FRACTIONS, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6
+        )
+        axes.fill_between(PLOTTED_FRACTIONS, low, high, color=look["color"], alpha=0.15, linewidth=0)
     axes.set_xlim(1, 0)
     axes.set_ylim(0, 1.02)
     of = f"share of {next(iter(found.values())).length:,} keys"
-    titled(axes, "theoretical receptive field", "ε, the share of the sum that is left out", of)
-    legend(figure, axes, narrow, 1)
-    return png(figure)
+    add_titles(axes, "theoretical receptive field", "ε, the share of the sum that is left out", of)
+    add_legend(figure, axes, narrow, 1)
+    return save_png(figure)

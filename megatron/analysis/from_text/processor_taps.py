@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture, Table
-from megatron.analysis.taps import REACH, Taps, processor_taps
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
+from megatron.analysis.taps import REACH, ProcessorJacobian, measure_processor_jacobian
 
-Found = Mapping[int, list[Taps]]
+ProcessorJacobianResult = Mapping[int, list[ProcessorJacobian]]
 """Length of the windows, ascending → the taps of each layer."""
 
 
-class ProcessorTaps(Analysis):
+class ProcessorJacobians(Analysis):
     order = 90
     title = "What each head of the processor reads"
     text = (
@@ -24,30 +24,32 @@ class ProcessorTaps(Analysis):
         "these windows, rows are output heads h, and columns are input heads g with their keys from left to right."
     )
 
-    def measure(self, looked: Looked) -> Found:
-        if looked.config.position.score_processor == "none":
+    def measure(self, context: AnalysisContext) -> ProcessorJacobianResult:
+        if context.config.position.score_processor == "none":
             raise NotApplicable("It has no score processor: every head's logit is its own score and bias.")
-        windows = looked.readable
+        windows = context.select_readable_windows
         long_enough = [length for length in windows if length >= 4 * REACH]
         if not long_enough:
             raise NotApplicable(f"The windows are too short: taps are looked at up to {REACH} keys to either side.")
-        if looked.window is not None and looked.window <= 2 * REACH:
-            raise NotApplicable(f"A window of {looked.window} keys hides what lies {REACH} keys to either side.")
-        return {length: processor_taps(looked.trained, windows[length]) for length in sorted(long_enough)}
+        if context.window is not None and context.window <= 2 * REACH:
+            raise NotApplicable(f"A window of {context.window} keys hides what lies {REACH} keys to either side.")
+        return {
+            length: measure_processor_jacobian(context.train_length, windows[length]) for length in sorted(long_enough)
+        }
 
-    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+    def render_blocks(self, results: Mapping[str, ProcessorJacobianResult], names: Sequence[str]) -> list[Block]:
         blocks: list[Block] = []
         rows = []
-        for name, of_lengths in found.items():
+        for name, of_lengths in results.items():
             for length in sorted({min(of_lengths), max(of_lengths)}):
                 taps = of_lengths[length]
                 layers = sorted({each.layer for each in taps})
                 shown = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
-                blocks.append(_picture(name, length, [each for each in taps if each.layer in shown]))
+                blocks.append(_build_figure(name, length, [each for each in taps if each.layer in shown]))
             found_at = [(each.layer, each.reads, length, each) for length, taps in of_lengths.items() for each in taps]
             found_at.sort(key=lambda entry: (entry[0], entry[1] != "score", entry[2]))
             rows += [
-                [name, f"layer {layer}", reads, f"{length:,}", *_numbers(each)]
+                [name, f"layer {layer}", reads, f"{length:,}", *_summarize(each)]
                 for layer, reads, length, each in found_at
             ]
         columns = ["method", "layer", "of the", "length", "own head", "other heads", "neighbouring keys", "varies by"]
@@ -57,8 +59,8 @@ class ProcessorTaps(Analysis):
         )
         return [*blocks, Table(columns, rows, caption)]
 
-    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
-        for length, each in ((length, each) for length, taps in found.items() for each in taps):
+    def list_rows(self, result: ProcessorJacobianResult) -> Iterator[Mapping[str, object]]:
+        for length, each in ((length, each) for length, taps in result.items() for each in taps):
             outputs, inputs, width = each.mean.shape
             for h in range(outputs):
                 for g in range(inputs):
@@ -70,7 +72,7 @@ class ProcessorTaps(Analysis):
                         }  # fmt: skip
 
 
-def _numbers(taps: Taps) -> list[str]:
+def _summarize(taps: ProcessorJacobian) -> list[str]:
     squares = taps.rms.square()
     total = squares.sum().item()
     if total == 0:
@@ -82,24 +84,31 @@ def _numbers(taps: Taps) -> list[str]:
     return [*(f"{100 * share / total:.0f}%" for share in shares), f"{100 * max(0.0, 1 - mean / total) ** 0.5:.0f}%"]
 
 
-def _picture(name: str, length: int, drawn: list[Taps]) -> Picture:
+def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Figure:
     def draw(narrow: bool) -> bytes:
-        from megatron.analysis.drawing import colour_bar, heat, panels, png, scale, titled
+        from megatron.analysis.drawing import (
+            add_colour_bar,
+            add_titles,
+            choose_norm,
+            create_panels,
+            draw_heatmap,
+            save_png,
+        )
 
-        figure, axes = panels(len(drawn), narrow, columns=2, width=5.0, height=1.9)
+        figure, axes = create_panels(len(drawn), narrow, columns=2, width=5.0, height=1.9)
         title = f"{name}\nwhat the processor adds to S + B in windows of {length:,} tokens"
         figure.suptitle(title, x=0.01, ha="left", fontsize=9)
         for panel, taps in zip(axes, drawn, strict=True):
             outputs, inputs, width = taps.mean.shape
             values = taps.mean.reshape(outputs, inputs * width).numpy()
-            colour_bar(figure, heat(panel, values, scale([values], signed=True)), panel)
+            add_colour_bar(figure, draw_heatmap(panel, values, choose_norm([values], signed=True)), panel)
             for edge in range(1, inputs):
                 panel.axvline(edge * width - 0.5, color="0.75", linewidth=0.8)
             panel.set_xticks(np.arange(inputs) * width + taps.reach, [str(g) for g in range(inputs)])
             panel.set_yticks(range(outputs), [str(h) for h in range(outputs)])
             span = f"δ from −{taps.reach} to {taps.reach}" if taps.reach else "δ = 0"
-            titled(panel, f"layer {taps.layer}, of the {taps.reads}", f"input head g, {span} within each", "head h")
-        return png(figure)
+            add_titles(panel, f"layer {taps.layer}, of the {taps.reads}", f"input head g, {span} within each", "head h")
+        return save_png(figure)
 
     largest = max(drawn, key=lambda taps: taps.mean.abs().max().item())
     head, other, place = np.unravel_index(int(largest.mean.abs().argmax()), largest.mean.shape)
@@ -108,4 +117,4 @@ def _picture(name: str, length: int, drawn: list[Taps]) -> Picture:
         f"{largest.mean[head, other, place].item():.2g}: head {head}'s logit by head {other}'s {largest.reads} at "
         f"δ = {int(place) - largest.reach} in layer {largest.layer}."
     )
-    return Picture(told, draw)
+    return Figure(told, draw)

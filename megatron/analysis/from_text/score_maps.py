@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.analysis.analysis import Analysis, Block, Looked, NotApplicable, Picture
-from megatron.analysis.heads import triangle
-from megatron.analysis.maps import KINDS, SIDE, Maps, layer_maps
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable
+from megatron.analysis.heads import format_triangle
+from megatron.analysis.maps import KINDS, SIDE, LayerMaps, compute_layer_maps
 
 NAMED = {"score": "score", "bias": "bias", "processor": "processor adds", "attention": "attention"}
-MOST_PANELS = 5
+MAX_PANELS = 5
 """Lengths that a picture puts side by side."""
 
 
 @dataclass(frozen=True)
-class Found:
-    maps: dict[int, list[Maps]]
+class ScoreMapResult:
+    maps: dict[int, list[LayerMaps]]
     """By length."""
     heads: list[int]
     name: str
@@ -33,16 +33,19 @@ class ScoreMaps(Analysis):
         "attention is logarithmic."
     )
 
-    def measure(self, looked: Looked) -> Found:
-        model, layers, heads = looked.trained, looked.layers, looked.heads
+    def measure(self, context: AnalysisContext) -> ScoreMapResult:
+        model, layers, heads = context.train_length, context.select_layers, context.select_heads
         if not layers or not heads:
             raise NotApplicable("It has none of the layers or heads that were asked for.")
-        found = {length: layer_maps(model, windows[-1], layers, heads) for length, windows in looked.readable.items()}
-        return Found(found, heads, looked.name)
+        found = {
+            length: compute_layer_maps(model, windows[-1], layers, heads)
+            for length, windows in context.select_readable_windows.items()
+        }
+        return ScoreMapResult(found, heads, context.name)
 
-    def show(self, found: Mapping[str, Found], names: Sequence[str]) -> list[Block]:
+    def render_blocks(self, results: Mapping[str, ScoreMapResult], names: Sequence[str]) -> list[Block]:
         blocks: list[Block] = []
-        for name, each in found.items():
+        for name, each in results.items():
             first = next(iter(each.maps.values()))
             kinds = [kind for kind in KINDS if kind in first[0].cells]
             missing = {"bias": "adds no bias", "processor": "has no score processor"}
@@ -52,34 +55,36 @@ class ScoreMaps(Analysis):
             for place, maps in enumerate(first):
                 of_layer = {length: by_layer[place] for length, by_layer in each.maps.items()}
                 for row, head in enumerate(each.heads):
-                    blocks.append(_picture(name, maps.layer, head, row, of_layer, kinds))
+                    blocks.append(_build_figure(name, maps.layer, head, row, of_layer, kinds))
         return blocks
 
-    def rows(self, found: Found) -> Iterator[Mapping[str, object]]:
-        for length, by_layer in found.maps.items():
+    def list_rows(self, result: ScoreMapResult) -> Iterator[Mapping[str, object]]:
+        for length, by_layer in result.maps.items():
             for maps in by_layer:
                 for kind, cells in maps.cells.items():
-                    for row, head in enumerate(found.heads):
+                    for row, head in enumerate(result.heads):
                         yield {
                             "length": length, "layer": maps.layer, "head": head, "map": kind,
-                            "cells": triangle(cells[row], 3),
+                            "cells": format_triangle(cells[row], 3),
                         }  # fmt: skip
 
 
-def _picture(name: str, layer: int, head: int, row: int, of_layer: Mapping[int, Maps], kinds: list[str]) -> Picture:
+def _build_figure(
+    name: str, layer: int, head: int, row: int, of_layer: Mapping[int, LayerMaps], kinds: list[str]
+) -> Figure:
     """Lengths side by side, kinds one under the other, each kind with one scale of colours."""
 
     def draw(narrow: bool) -> bytes:
-        from megatron.analysis.drawing import map_grid
+        from megatron.analysis.drawing import draw_map_grid
 
-        lengths = list(of_layer)[:MOST_PANELS]
+        lengths = list(of_layer)[:MAX_PANELS]
         grid = {
             NAMED[kind]: [of_layer[length].cells[kind][row].numpy() for length in lengths] for kind in kinds
         }  # fmt: skip
         title = f"{name}\nlayer {layer}, head {head}"
-        return map_grid(grid, lengths, title, logarithmic=(NAMED["attention"],), narrow=narrow)
+        return draw_map_grid(grid, lengths, title, logarithmic=(NAMED["attention"],), narrow=narrow)
 
-    shown = list(of_layer)[:MOST_PANELS]
+    shown = list(of_layer)[:MAX_PANELS]
     what = ", ".join(NAMED[kind] for kind in kinds)
     lengths = ", ".join(f"{length:,}" for length in shown)
-    return Picture(f"{what} of query i and key j: layer {layer}, head {head} of {name}, at lengths {lengths}", draw)
+    return Figure(f"{what} of query i and key j: layer {layer}, head {head} of {name}, at lengths {lengths}", draw)

@@ -28,7 +28,7 @@ class EagerBackend:
 
 
 class ChunkedBackend:
-    """Blocks of `block_size` query rows.
+    """Blocks of `choose_block_size` query rows.
 
     Args:
         block_size: rows of a block.

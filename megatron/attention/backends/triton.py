@@ -74,9 +74,9 @@ class TritonBackend:
             return _fire_unsupported_reason(encoding)
         if processor is None:
             return None
-        from kernels.cdape_attention.op import WIDEST
+        from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 
-        return processor_unsupported_reason(encoding, processor, max_width=WIDEST)
+        return processor_unsupported_reason(encoding, processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.probes.passkey import Passkey
 from megatron.evaluation.probes.probe import Probe
-from megatron.evaluation.probes.repeated import Repeated
+from megatron.evaluation.probes.repeated import RepeatedTokens
 from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
 
-PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (Repeated, Passkey)}
+PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (RepeatedTokens, Passkey)}
 """By the names of their protocols, which `megatron.options.evaluation` has for the command line."""
 
 SEQUENCES = 64
 """For each place of each length, unless said otherwise."""
 
 
-def probe_of(options: EvaluationOptions, lengths: Sequence[int], tokenizer: Tokenizer) -> Probe:
+def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: Tokenizer) -> Probe:
     """The probe that options ask for.
 
     Args:
@@ -27,6 +27,6 @@ def probe_of(options: EvaluationOptions, lengths: Sequence[int], tokenizer: Toke
         UserError: an option that says which text is scored, or lengths that are too short.
     """
     refuse_choices_of_text(options, ("data", "stride", "measures"), f"protocol {options.protocol} makes its own")
-    probe = PROBES[options.protocol].of(options, lengths, options.windows or SEQUENCES, tokenizer)
+    probe = PROBES[options.protocol].from_options(options, lengths, options.windows or SEQUENCES, tokenizer)
     probe.check()
     return probe

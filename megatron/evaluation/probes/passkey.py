@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.data.vocabulary import vocabulary_of
-from megatron.evaluation.probes.probe import SEED, Probe
+from megatron.data.vocabulary import vocabulary_from_tokenizer
+from megatron.evaluation.probes.probe import PROBE_SEED, Probe
 from megatron.options.evaluation import EvaluationOptions
 from megatron.utils.errors import UserError
 
@@ -27,7 +27,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is "
 
-DRAWN = 20
+DIGITS_SAMPLED = 20
 """Keys that are drawn for each that is taken: of most tokenizers all can be."""
 
 
@@ -45,10 +45,10 @@ class Passkey(Probe):
     name, axis = "passkey", "depth"
 
     def __init__(self, lengths: Sequence[int], count: int, tokenizer: Tokenizer) -> None:
-        super().__init__(lengths, count, vocabulary_of(tokenizer))
+        super().__init__(lengths, count, vocabulary_from_tokenizer(tokenizer))
         self.tokenizer = tokenizer
-        generator = np.random.Generator(np.random.PCG64(SEED))
-        keys = [f"{key:05d}" for key in generator.permutation(100_000)[: DRAWN * count].tolist()]
+        generator = np.random.Generator(np.random.PCG64(PROBE_SEED))
+        keys = [f"{key:05d}" for key in generator.permutation(100_000)[: DIGITS_SAMPLED * count].tolist()]
         answers = {key: answer for key in keys if (answer := self._answer(key))}
         if not answers:
             raise UserError(
@@ -63,7 +63,7 @@ class Passkey(Probe):
             raise UserError(f"protocol passkey: tokenizer {tokenizer.name} has too few keys of as many tokens")
 
     @classmethod
-    def of(cls, options: EvaluationOptions, lengths: Sequence[int], count: int, tokenizer: Tokenizer) -> Self:
+    def from_options(cls, options: EvaluationOptions, lengths: Sequence[int], count: int, tokenizer: Tokenizer) -> Self:
         if options.targets is not None:
             raise UserError("targets: protocol passkey scores the key's digits; leave it out")
         return cls(lengths, count, tokenizer)
@@ -78,32 +78,32 @@ class Passkey(Probe):
         return list(self.tokenizer.encode(QUESTION.rstrip()))
 
     @property
-    def scored(self) -> int:
+    def num_scored_tokens(self) -> int:
         return len(next(iter(self.answers.values())))
 
     @property
-    def remark(self) -> str:
+    def describe_remark(self) -> str:
         return (
             "The five digits of a pass key (and the space before them) at the end of the window; the key stands in the "
             "filler at that share of it. Guessed digits have ln 10 = 2.30 for each token of one digit."
         )
 
-    def marks(self, length: int) -> tuple[float, ...]:
-        return DEPTHS if length >= self.shortest else ()
+    def list_axis_values(self, length: int) -> tuple[float, ...]:
+        return DEPTHS if length >= self.min_length else ()
 
     @property
-    def shortest(self) -> int:
+    def min_length(self) -> int:
         key = next(iter(self.answers))
-        return len(self.tokenizer.encode_with_bos(NEEDLE.format(key=key) + QUESTION)) + 2 * self.scored
+        return len(self.tokenizer.encode_with_bos(NEEDLE.format(key=key) + QUESTION)) + 2 * self.num_scored_tokens
 
-    def sequences(self, length: int, place: float) -> np.ndarray:
+    def build_sequences(self, length: int, axis_value: float) -> np.ndarray:
         filler, asked = list(self.tokenizer.encode(FILLER)), self._asked()
         begin = self.tokenizer.encode_with_bos("")
         rows = []
         for key, answer in self.answers.items():
             needle = list(self.tokenizer.encode(NEEDLE.format(key=key)))
             room = length + 1 - len(begin) - len(needle) - len(asked) - len(answer)
-            before = round(place * room)
+            before = round(axis_value * room)
             padding = (filler * (room // len(filler) + 1))[:room]
             rows.append([*begin, *padding[:before], *needle, *padding[before:], *asked, *answer])
         return np.array(rows, dtype=np.int64)

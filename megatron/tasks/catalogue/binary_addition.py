@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from megatron.tasks.binary import carried, pairs, terminated
+from megatron.tasks.binary import propagate_carries, sample_pairs, terminate_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import TERMINATOR, Transduction
+from megatron.tasks.transduction import TERMINATOR_SYMBOL, Transduction
 
 
 class BinaryAddition(Transduction):
@@ -22,10 +22,10 @@ class BinaryAddition(Transduction):
     def output_length(self, length: int) -> int:
         return length + 1
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length > 2:
-            given, one, other = pairs(generator, count, length)
-            return given, terminated(carried(one + other), length + 1)
+            given, one, other = sample_pairs(generator, count, length)
+            return given, terminate_bits(propagate_carries(one + other), length + 1)
         numbers = generator.integers(2**length - 1, size=count)
-        written = np.array([[0, TERMINATOR, 0], [1, TERMINATOR, 0], [0, 1, TERMINATOR]])
+        written = np.array([[0, TERMINATOR_SYMBOL, 0], [1, TERMINATOR_SYMBOL, 0], [0, 1, TERMINATOR_SYMBOL]])
         return numbers[:, None] >> np.arange(length) & 1, written[numbers, : length + 1]

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from megatron.tasks.binary import carried, pairs, terminated
+from megatron.tasks.binary import propagate_carries, sample_pairs, terminate_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import TERMINATOR, Transduction
+from megatron.tasks.transduction import TERMINATOR_SYMBOL, Transduction
 
 
 class BinaryMultiplication(Transduction):
@@ -22,13 +22,13 @@ class BinaryMultiplication(Transduction):
     def output_length(self, length: int) -> int:
         return length
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length > 2:
-            given, one, other = pairs(generator, count, length)
+            given, one, other = sample_pairs(generator, count, length)
             # Their convolution, before carrying: whole numbers below n, which Fourier transforms miss by less than ½.
             one, other = (np.fft.rfft(number, 2 * length) for number in (one, other))
             sums = np.rint(np.fft.irfft(one * other, 2 * length)[:, :length]).astype(np.int64)
-            return given, terminated(carried(sums), length)
+            return given, terminate_bits(propagate_carries(sums), length)
         numbers = generator.integers(2**length - 1, size=(count, 1))
-        wanted = np.array([0, TERMINATOR][-length:])
+        wanted = np.array([0, TERMINATOR_SYMBOL][-length:])
         return numbers >> np.arange(length) & 1, np.tile(wanted, (count, 1))

@@ -18,6 +18,6 @@ class BucketSort(Transduction):
     def output_length(self, length: int) -> int:
         return length
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         given = generator.integers(5, size=(count, length))
         return given, np.sort(given, axis=1)

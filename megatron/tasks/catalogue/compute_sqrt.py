@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, positive
+from megatron.tasks.transduction import Transduction, sample_positive
 
 
 class ComputeSqrt(Transduction):
@@ -19,8 +19,8 @@ class ComputeSqrt(Transduction):
     def output_length(self, length: int) -> int:
         return (length + 1) // 2
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = positive(generator, count, np.full(count, length), length)
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given = sample_positive(generator, count, np.full(count, length), length)
         packed = np.packbits(given.astype(np.uint8), axis=1)
         beyond = 8 * packed.shape[1] - length  # zeros that fill the last byte
         width = self.output_length(length)

@@ -2,19 +2,19 @@
 
 import numpy as np
 
-from megatron.tasks.letters import Letters
-from megatron.tasks.task import Drawn
+from megatron.tasks.letters import AutoregressiveTask
+from megatron.tasks.task import TaskBatch
 
 
-class CopyString(Letters):
+class CopyString(AutoregressiveTask):
     """`$ string | string .`: n uniform letters; after the bar the same letters and a full stop are asked for."""
 
     title = "n letters again, and a full stop"
 
-    def places(self, length: int) -> int:
+    def sequence_length(self, length: int) -> int:
         return 2 * length + 2
 
-    def draw(self, generator: np.random.Generator, count: int, length: int) -> Drawn:
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         string = generator.integers(self.letters, size=(count, length))
-        begin, bar = np.full((count, 1), self.begin), np.full((count, 1), self.bar)
-        return self.asked_for(np.concatenate([begin, string, bar], axis=1), string)
+        begin, bar_token = np.full((count, 1), self.begin_token), np.full((count, 1), self.separator_token)
+        return self.build_batch(np.concatenate([begin, string, bar_token], axis=1), string)

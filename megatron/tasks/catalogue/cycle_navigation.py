@@ -15,6 +15,6 @@ class CycleNavigation(Transduction):
     inputs = 3
     outputs = 5
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         given = generator.integers(3, size=(count, length))
         return given, (given - 1).sum(axis=1, keepdims=True) % 5

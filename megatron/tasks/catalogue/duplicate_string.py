@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, bits
+from megatron.tasks.transduction import Transduction, sample_bits
 
 
 class DuplicateString(Transduction):
@@ -17,6 +17,6 @@ class DuplicateString(Transduction):
     def output_length(self, length: int) -> int:
         return 2 * length
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = bits(generator, count, length)
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given = sample_bits(generator, count, length)
         return given, np.concatenate([given, given], axis=1)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, bits
+from megatron.tasks.transduction import Transduction, sample_bits
 
 HIDDEN, PADDING = 2, 3
 
@@ -19,11 +19,11 @@ class MissingDuplicate(Transduction):
     inputs = 4
     outputs = 2
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length == 1:
             return np.ones((count, 1), dtype=np.int64), np.ones((count, 1), dtype=np.int64)
         half = length // 2
-        string = bits(generator, count, half)
+        string = sample_bits(generator, count, half)
         given = np.concatenate([string, string, np.full((count, length % 2), PADDING)], axis=1)
         hidden = generator.integers(2 * half, size=(count, 1))
         wanted = np.take_along_axis(given, hidden, axis=1)

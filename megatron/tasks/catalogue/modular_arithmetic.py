@@ -23,7 +23,7 @@ class ModularArithmetic(Transduction):
     def input_length(self, length: int) -> int:
         return length - 1 + length % 2
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         digits = generator.integers(5, size=(count, self.input_length(length) // 2 + 1))
         operators = generator.integers(PLUS, PLUS + 3, size=(count, digits.shape[1] - 1))
         given = np.zeros((count, self.input_length(length)), dtype=np.int64)

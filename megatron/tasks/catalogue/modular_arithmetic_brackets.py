@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron.tasks.grammar import expressions
+from megatron.tasks.grammar import sample_expressions
 from megatron.tasks.task import Array
 from megatron.tasks.transduction import Transduction
 
@@ -18,6 +18,6 @@ class ModularArithmeticBrackets(Transduction):
     inputs = 11
     outputs = 5
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given, values = expressions(generator, count, length, operators=3)
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given, values = sample_expressions(generator, count, length, operators=3)
         return given, values[:, None]

@@ -5,8 +5,8 @@ from typing import Self
 import numpy as np
 from pydantic import model_validator
 
-from megatron.options.section import key
-from megatron.tasks.task import Array, Drawn, Task
+from megatron.options.section import config_field
+from megatron.tasks.task import Array, Task, TaskBatch
 
 
 class MQAR(Task):
@@ -23,14 +23,14 @@ class MQAR(Task):
     title = "the values of keys that come again after all pairs of a key and a value"
     source = "Arora et al. (2023), Zoology"
 
-    vocabulary: int = key(8192, "symbols, half of them keys and half of them values; even", ge=4, le=10**6)
-    pairs: int = key(8, "pairs of a key and a value, and queries", ge=1, le=10**6)
-    power: float = key(
+    vocabulary: int = config_field(8192, "symbols, half of them keys and half of them values; even", ge=4, le=10**6)
+    pairs: int = config_field(8, "pairs of a key and a value, and queries", ge=1, le=10**6)
+    power: float = config_field(
         0.01, "queries stand at gaps of probability g^(power − 1) after the pairs; 1 is uniform", gt=0, le=100
     )
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _count_possible_pairs(self) -> Self:
         if self.vocabulary % 2:
             raise ValueError(f"vocabulary is {self.vocabulary}; it must be even: half are keys, half are values")
         if self.pairs >= self.vocabulary // 2:
@@ -40,25 +40,25 @@ class MQAR(Task):
         return self
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         return self.vocabulary
 
     @property
-    def answers(self) -> range:
+    def num_answers(self) -> range:
         return range(self.vocabulary)
 
-    def refusal(self, length: int) -> str | None:
+    def unsupported_length_reason(self, length: int) -> str | None:
         if length < 4 * self.pairs or length % 2:
             return f"{self.pairs} pairs and as many queries need an even length of at least {4 * self.pairs}"
         return None
 
-    def places(self, length: int) -> int:
+    def sequence_length(self, length: int) -> int:
         return length
 
-    def draw(self, generator: np.random.Generator, count: int, length: int) -> Drawn:
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         half = self.vocabulary // 2
-        keys = 1 + distinct(generator, count, self.pairs, half - 1)
-        values = half + distinct(generator, count, self.pairs, self.vocabulary - half)
+        keys = 1 + sample_distinct(generator, count, self.pairs, half - 1)
+        values = half + sample_distinct(generator, count, self.pairs, self.vocabulary - half)
         tokens = generator.integers(self.vocabulary, size=(count, length))
         tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values
         # The largest of log p plus Gumbel noise are a draw without repetition, in its order.
@@ -70,13 +70,13 @@ class MQAR(Task):
         np.put_along_axis(tokens, places, keys, axis=1)
         np.put_along_axis(labels, places, values, axis=1)
         np.put_along_axis(asked, places, True, axis=1)
-        return Drawn(tokens, labels, asked, asked)
+        return TaskBatch(tokens, labels, asked, asked)
 
-    def guesses(self, length: int) -> dict[str, float]:
+    def baseline_accuracies(self, length: int) -> dict[str, float]:
         return {"one of the sequence's values": 1 / self.pairs}
 
 
-def distinct(generator: np.random.Generator, count: int, size: int, below: int) -> Array:
+def sample_distinct(generator: np.random.Generator, count: int, size: int, below: int) -> Array:
     """`size` different numbers below `below` in a random order, int64 [count, size]."""
     chances = generator.random((count, below))
     chosen = np.argpartition(chances, size - 1, axis=1)[:, :size]

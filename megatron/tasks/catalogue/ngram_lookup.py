@@ -4,16 +4,16 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.options.section import key
-from megatron.tasks.letters import Letters
-from megatron.tasks.task import Array, Drawn
+from megatron.options.section import config_field
+from megatron.tasks.letters import AutoregressiveTask
+from megatron.tasks.task import Array, TaskBatch
 
-MOST_PER_NGRAM = 4
+MAX_PER_NGRAM = 4
 """Letters of the longest string, over the n-grams that there are: of e^4 such strings one has a given n-gram only once.
 """
 
 
-class NgramLookup(Letters):
+class NgramLookup(AutoregressiveTask):
     """A string of n uniform letters, and `ngram` of them that stand there only once; the `answer` letters after them.
 
         query: suffix      $ string | ngram answer .
@@ -25,34 +25,36 @@ class NgramLookup(Letters):
 
     title = "the letters that follow given ones in a string of n"
 
-    ngram: int = key(3, "letters that are given", ge=1, le=100)
-    answer: int = key(8, "letters that are asked for", ge=1, le=10**6)
-    query: Literal["suffix", "prefix"] = key("suffix", "where the given letters stand: behind or before the string")
+    ngram: int = config_field(3, "letters that are given", ge=1, le=100)
+    answer: int = config_field(8, "letters that are asked for", ge=1, le=10**6)
+    query: Literal["suffix", "prefix"] = config_field(
+        "suffix", "where the given letters stand: behind or before the string"
+    )
 
-    def refusal(self, length: int) -> str | None:
+    def unsupported_length_reason(self, length: int) -> str | None:
         least = self.ngram + self.answer
         if length < least:
             return f"{self.ngram} letters and an answer of {self.answer} need a string of at least {least}"
-        if length > MOST_PER_NGRAM * self.letters**self.ngram:
+        if length > MAX_PER_NGRAM * self.letters**self.ngram:
             return f"{self.ngram} of {self.letters} letters would hardly ever stand in it only once"
         return None
 
-    def places(self, length: int) -> int:
+    def sequence_length(self, length: int) -> int:
         return length + 2 + self.ngram + self.answer + (self.query == "prefix")
 
-    def draw(self, generator: np.random.Generator, count: int, length: int) -> Drawn:
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         string = generator.integers(self.letters, size=(count, length))
         starts = generator.integers(length - self.ngram - self.answer + 1, size=count)
-        while (again := self._repeated(string, starts)).any():
+        while (again := self._find_repeated(string, starts)).any():
             string[again] = generator.integers(self.letters, size=(int(again.sum()), length))
         taken = starts[:, None] + np.arange(self.ngram + self.answer)
         given, wanted = np.split(np.take_along_axis(string, taken, axis=1), [self.ngram], axis=1)
-        begin, bar = np.full((count, 1), self.begin), np.full((count, 1), self.bar)
+        begin, bar = np.full((count, 1), self.begin_token), np.full((count, 1), self.separator_token)
         suffix = [begin, string, bar, given]
         prefix = [begin, given, bar, string, bar]
-        return self.asked_for(np.concatenate(suffix if self.query == "suffix" else prefix, axis=1), wanted)
+        return self.build_batch(np.concatenate(suffix if self.query == "suffix" else prefix, axis=1), wanted)
 
-    def _repeated(self, string: Array, starts: Array) -> Array:
+    def _find_repeated(self, string: Array, starts: Array) -> Array:
         """Do the letters that begin at `starts` stand in the string more than once? bool [B]."""
         windows = np.lib.stride_tricks.sliding_window_view(string, self.ngram, axis=1)
         given = windows[np.arange(len(string)), starts]

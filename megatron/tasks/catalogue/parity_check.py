@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, bits
+from megatron.tasks.transduction import Transduction, sample_bits
 
 
 class ParityCheck(Transduction):
@@ -15,6 +15,6 @@ class ParityCheck(Transduction):
     inputs = 2
     outputs = 2
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = bits(generator, count, length)
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+        given = sample_bits(generator, count, length)
         return given, given.sum(axis=1, keepdims=True) % 2

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron.tasks.grammar import CLOSE, MODULUS, OPEN, expressions
+from megatron.tasks.grammar import CLOSE, MODULUS, OPEN, sample_expressions
 from megatron.tasks.task import Array
 from megatron.tasks.transduction import Transduction
 
@@ -22,12 +22,12 @@ class SolveEquation(Transduction):
     inputs = 11
     outputs = 5
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         given = np.zeros((count, length), dtype=np.int64)
         if length < 3:
             return given, given[:, :1]
         size = length - 2
-        symbols, values = expressions(generator, count, size, operators=2)
+        symbols, values = sample_expressions(generator, count, size, operators=2)
         starts = generator.integers(size, size=(count, 1))
         onwards = (starts + np.arange(size)) % size
         digits = np.take_along_axis(symbols, onwards, axis=1) < MODULUS

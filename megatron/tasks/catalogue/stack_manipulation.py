@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import TERMINATOR, Transduction, bits
+from megatron.tasks.transduction import TERMINATOR_SYMBOL, Transduction, sample_bits
 
 POP, PUSH = 2, 3
 
@@ -24,10 +24,10 @@ class StackManipulation(Transduction):
     def output_length(self, length: int) -> int:
         return length + 1
 
-    def sample(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
+    def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         sizes = generator.integers(1, length, size=count) if length > 1 else np.ones(count, dtype=np.int64)
         actions = generator.integers(POP, PUSH + 2, size=(count, length))
-        given = np.where(np.arange(length) < sizes[:, None], bits(generator, count, length), actions)
+        given = np.where(np.arange(length) < sizes[:, None], sample_bits(generator, count, length), actions)
         rows, heights = np.arange(count), np.zeros(count, dtype=np.int64)
         stack = np.zeros((count, length + 1), dtype=np.int64)
         for symbol in given.T:
@@ -36,5 +36,5 @@ class StackManipulation(Transduction):
             heights = np.maximum(heights + np.where(pops, -1, 1), 0)
         below = heights[:, None] - 1 - np.arange(length + 1)
         wanted = np.where(below >= 0, np.take_along_axis(stack, np.maximum(below, 0), axis=1), 0)
-        wanted[rows, heights] = TERMINATOR
+        wanted[rows, heights] = TERMINATOR_SYMBOL
         return given, wanted

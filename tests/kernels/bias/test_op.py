@@ -49,7 +49,7 @@ def test_table_gradient_is_the_sum_of_each_diagonal(
     case: Case, rows_per_part: int | None, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rows_per_part is not None:
-        monkeypatch.setattr(configs, "parts", lambda programs, rows: (-(-rows // rows_per_part), rows_per_part))
+        monkeypatch.setattr(configs, "split_rows", lambda programs, rows: (-(-rows // rows_per_part), rows_per_part))
     found = {"table": _table_gradient(case, dtype, device)}
     table, grad = case.table().double().requires_grad_(), _upstream(case).to(dtype).double()
 

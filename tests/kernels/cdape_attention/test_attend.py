@@ -12,7 +12,15 @@ from torch import Tensor
 
 from kernels.cdape_attention import chunks
 from kernels.cdape_attention.attend import _attend_fwd_kernel
-from kernels.cdape_attention.chunks import UNBOUNDED, Chunk, Maps, Problem, attend_launch, scores_of, softmax_backward
+from kernels.cdape_attention.chunks import (
+    UNBOUNDED,
+    CdapeArgs,
+    Chunk,
+    ChunkMaps,
+    compute_scores,
+    softmax_backward,
+    softmax_launch,
+)
 from kernels.cdape_attention.configs import attend_tile, heads_tile
 from kernels.runtime import on_device_of
 from tools.rounding import assert_rounding_alone
@@ -44,13 +52,13 @@ def _sizes(columns: int) -> Callable[..., Callable[..., object]]:
 
 def _maps(
     device: str, rows: int, offset: int, window: int | None, dim: int, size: int
-) -> tuple[Problem, Chunk, Tensor, Tensor]:
+) -> tuple[CdapeArgs, Chunk, Tensor, Tensor]:
     """The last chunk, which rows of it see which columns [R, C], and its logits, NaN where a row does not look."""
     empty = torch.empty(0)
-    problem = Problem(
+    problem = CdapeArgs(
         empty, empty, empty, empty, empty, rows, offset, UNBOUNDED if window is None else window, torch.float32
     )
-    *_, chunk = chunks.chunks(problem, size)
+    *_, chunk = chunks.iter_chunks(problem, size)
     distance = chunk.position + torch.arange(chunk.rows)[:, None] - torch.arange(chunk.left, chunk.right)
     seen = (distance >= 0) & (distance < problem.window)
     logits = 3 * torch.randn(BATCH, HEADS, *seen.shape)
@@ -69,7 +77,7 @@ def test_equals_the_softmax_and_its_gradient(
     v = torch.randn(BATCH, HEADS, chunk.right + 3, dim).to(device)
     into = torch.randn(BATCH, HEADS, rows, dim).to(device)
     leaf = logits.cpu().double().masked_fill(~seen.cpu(), float("-inf")).requires_grad_()
-    right, upstream = (x.cpu().double() for x in (chunk.of_columns(v), chunk.of_rows(into)))
+    right, upstream = (x.cpu().double() for x in (chunk.slice_columns(v), chunk.slice_rows(into)))
 
     def compute() -> dict[str, Tensor]:
         probabilities = leaf.softmax(-1)
@@ -78,22 +86,22 @@ def test_equals_the_softmax_and_its_gradient(
         return {"output": output, "probabilities": probabilities, "gradient": gradient}
 
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
-    grid, options = attend_launch("attend_fwd", problem, chunk, v)
+    grid, options = softmax_launch("attend_fwd", problem, chunk, v)
     with on_device_of(v):
         _attend_fwd_kernel[grid](
-            logits, chunk.of_columns(v), chunk.of_rows(output), statistics[..., chunk.first :], **options
+            logits, chunk.slice_columns(v), chunk.slice_rows(output), statistics[..., chunk.first :], **options
         )
     assert output[:, :, : chunk.first].isnan().all()
     assert statistics[..., : chunk.first].isnan().all()
 
     last = torch.empty(BATCH, *seen.shape, 8, device=device)
-    maps = Maps(torch.empty_like(last), logits, torch.empty_like(logits), last)
+    maps = ChunkMaps(torch.empty_like(last), logits, torch.empty_like(logits), last)
     with on_device_of(v):
         softmax_backward(problem, chunk, maps, v, into, statistics)
     assert (maps.probabilities[..., ~seen] == 0).all()
     gradient = last.movedim(-1, 1).masked_fill(~seen, 0)
     assert (gradient[:, HEADS:] == 0).all()
-    found = {"output": chunk.of_rows(output), "probabilities": maps.probabilities, "gradient": gradient[:, :HEADS]}
+    found = {"output": chunk.slice_rows(output), "probabilities": maps.probabilities, "gradient": gradient[:, :HEADS]}
     assert_rounding_alone(found, compute, torch.float32)
 
 
@@ -108,10 +116,10 @@ def test_scores_lie_heads_last_beside_zeros(
     q = torch.randn(BATCH, heads, problem.rows, case[3]).to(device)
     k = torch.randn(BATCH, heads, chunk.right + 3, case[3]).to(device)
     with on_device_of(q):
-        scores = scores_of(problem, chunk, q, k).movedim(-1, 1)[..., seen]
+        scores = compute_scores(problem, chunk, q, k).movedim(-1, 1)[..., seen]
     assert scores.shape[1] % 8 == 0
     assert (scores[:, heads:] == 0).all()
-    left, right = (x.cpu().double() for x in (chunk.of_rows(q), chunk.of_columns(k)))
+    left, right = (x.cpu().double() for x in (chunk.slice_rows(q), chunk.slice_columns(k)))
     assert_rounding_alone(
         {"scores": scores[:, :heads]},
         lambda: {"scores": (left @ right.transpose(-1, -2))[..., seen.cpu()]},
@@ -127,7 +135,7 @@ def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pyt
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)
     output = torch.empty(BATCH, HEADS, 3, 16, dtype=v.dtype, device=device)
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
-    grid, options = attend_launch("attend_fwd", replace(problem, dtype=v.dtype), chunk, v)
+    grid, options = softmax_launch("attend_fwd", replace(problem, dtype=v.dtype), chunk, v)
     with on_device_of(v):
         _attend_fwd_kernel[grid](logits, v, output, statistics, **options)
     assert (output == 1).all()

@@ -5,17 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, Maps, Problem, chunks
+from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, CdapeArgs, ChunkMaps, iter_chunks
 from kernels.cdape_attention.configs import (
-    LEAST_ROWS,
-    WORKSPACE_SHARE,
-    chunk_rows,
+    MIN_ROWS,
+    WORKSPACE_FRACTION,
+    choose_chunk_rows,
+    choose_splits,
     map_bytes,
+    max_chunk_rows,
     mixer_tile,
-    most_rows,
-    splits,
 )
-from kernels.cdape_attention.heads import channels
+from kernels.cdape_attention.heads import padded_channels
 from kernels.rows import padded
 from kernels.runtime import Machine
 
@@ -29,10 +29,10 @@ A100 = Machine(40 << 30, 108)
 def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
     batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
-    chunk = chunk_rows(batch, heads, rows, columns, dtype, A100)
+    chunk = choose_chunk_rows(batch, heads, rows, columns, dtype, A100)
     assert 1 <= chunk <= rows
-    assert chunk <= LEAST_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.memory * WORKSPACE_SHARE
-    assert chunk <= most_rows(heads, columns)
+    assert chunk <= MIN_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.memory * WORKSPACE_FRACTION
+    assert chunk <= max_chunk_rows(heads, columns)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
 def test_a_chunk_has_work_for_all_processors_where_memory_allows(
     batch: int, columns: int, machine: Machine, expected: int
 ) -> None:
-    assert chunk_rows(batch, 12, columns, columns, torch.bfloat16, machine) == expected
+    assert choose_chunk_rows(batch, 12, columns, columns, torch.bfloat16, machine) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [4, 12, 17])
 def test_the_bytes_of_the_maps_are_those_of_their_tensors(heads: int, dtype: torch.dtype) -> None:
-    last, first = torch.empty(1, 5, 7, channels(heads)), torch.empty(1, heads, 5, 7)
-    maps = Maps(last.to(dtype), first, first.to(dtype), last.to(dtype))
+    last, first = torch.empty(1, 5, 7, padded_channels(heads)), torch.empty(1, heads, 5, 7)
+    maps = ChunkMaps(last.to(dtype), first, first.to(dtype), last.to(dtype))
     assert sum(x.nbytes for x in vars(maps).values()) == 5 * 7 * map_bytes(heads, dtype)
 
 
@@ -86,7 +86,7 @@ def test_padded_sizes_suit_a_matrix_product(size: int) -> None:
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))
 def test_splits_leave_each_some_rows(blocks: int, batch: int, row_blocks: int) -> None:
-    assert 1 <= splits(blocks, batch, row_blocks) <= row_blocks
+    assert 1 <= choose_splits(blocks, batch, row_blocks) <= row_blocks
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.none() | st.integers(1, 50), st.integers(1, 40))
@@ -95,9 +95,9 @@ def test_chunks_hold_every_row_once_with_all_columns_that_it_sees(
 ) -> None:
     empty = torch.empty(0)
     bound = UNBOUNDED if window is None else window
-    problem = Problem(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
+    problem = CdapeArgs(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
     found = []
-    for chunk in chunks(problem, size):
+    for chunk in iter_chunks(problem, size):
         assert chunk.rows <= size
         for row in range(chunk.first, chunk.last):
             position = offset + row

@@ -1,0 +1,28 @@
+/* Where the fields of Problem lie, for the caller to compare with its own description of the struct: two fields in
+   another order would be other memory, and no error. */
+#include <stddef.h>
+#include <string.h>
+
+#include "problem.h"
+
+#define FIELD(name) {#name, offsetof(Problem, name)}
+
+static const struct {
+    const char *name;
+    size_t offset;
+} fields[] = {
+    FIELD(batch), FIELD(heads), FIELD(rows), FIELD(columns), FIELD(dim), FIELD(width), FIELD(taps), FIELD(offset),
+    FIELD(window), FIELD(threads), FIELD(wide_dim), FIELD(wide_width), FIELD(unit), FIELD(margin), FIELD(next),
+    FIELD(q), FIELD(k), FIELD(v), FIELD(kt), FIELD(vt), FIELD(shares), FIELD(edge), FIELD(bias), FIELD(w1), FIELD(w2),
+    FIELD(w1t), FIELD(w2t), FIELD(out), FIELD(largest), FIELD(total), FIELD(splits), FIELD(dout), FIELD(inner),
+    FIELD(dq), FIELD(dk), FIELD(dv), FIELD(dshares), FIELD(dedge), FIELD(dbias), FIELD(dw1), FIELD(dw2),
+};
+
+long cdape_problem_size(void) { return (long)sizeof(Problem); }
+
+/* Bytes from the struct's begin to a field, or -1 if it has none of this name. */
+long cdape_field_offset(const char *name) {
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (strcmp(fields[i].name, name) == 0) return (long)fields[i].offset;
+    return -1;
+}
