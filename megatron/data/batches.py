@@ -28,7 +28,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def __init__(self, samples: int, *, micro_batch_size: int, data: Axis, start: int) -> None:
         if micro_batch_size < 1 or start < 0:
-            raise ValueError(f"micro_batch {micro_batch_size}, start {start}")
+            raise ValueError(f"micro_batch_size {micro_batch_size}, start {start}")
         self.micro_batch_size, self.data, self.start = micro_batch_size, data, start
         self.rounds = max(0, samples - start) // (micro_batch_size * data.size)
 
