@@ -16,11 +16,11 @@ from megatron.config.schema import Config
 from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.families.farfield import TOKENIZER_TYPE_KEY
 from megatron.conversion.model_source import ModelSource, WeightReader
-from megatron.data.folders import atomic_directory, describe_write_errors
 from megatron.data.run_tokenizer import save_tokenizer
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.options.data import TokenizerType
 from megatron.planning.parameter_count import count_parameters
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.suggestions import format_choices

@@ -31,7 +31,6 @@ from megatron.data.description import (
 )
 from megatron.data.documents import CorpusDocuments, SplitAssignment, assign_splits, limit_tokens
 from megatron.data.encode import Encoder, encode_chunks, iter_chunks
-from megatron.data.folders import atomic_directory, describe_write_errors, recover_abandoned
 from megatron.data.hub import UnfinishedError
 from megatron.data.paths import ALL_SPLITS, SPLITS
 from megatron.data.recipe import CorpusRecipe, read_corpus_recipe
@@ -39,6 +38,7 @@ from megatron.data.sources import SourceFile, decode_document
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
 from megatron.data.writing import PROGRESS_FILE, CorpusWriter, read_progress
 from megatron.options.data import CorpusOptions
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, recover_abandoned
 from megatron.utils.atomic_io import get_farfield_version
 from megatron.utils.errors import UserError
 from megatron.utils.signals import StoppedBySignal
@@ -202,10 +202,13 @@ def _open_work_folder(output: Path, key: str) -> Iterator[Path]:
     real = output.resolve()  # a link to another disk stays one
     work: Path | None = None
 
-    def stays(error: BaseException) -> bool:
+    def keep_after(error: BaseException) -> bool:
         assert work is not None
         return isinstance(error, KeyboardInterrupt | StoppedBySignal | UnfinishedError) and _can_continue(work)
 
-    with describe_write_errors(output, "the corpus that"), atomic_directory(real, key=key, stays=stays) as folder:
+    with (
+        describe_write_errors(output, "the corpus that"),
+        atomic_directory(real, key=key, keep_after=keep_after) as folder,
+    ):
         work = folder.parent
         yield folder

@@ -11,9 +11,9 @@ import contextlib
 from pathlib import Path
 
 from megatron.data.description import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
-from megatron.data.folders import atomic_directory, describe_write_errors
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_from_config
 from megatron.options.data import DataOptions
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.errors import FarfieldError, UserError
 
 TOKENIZER_FOLDER = "tokenizer"

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.data.folders import atomic_directory
 from megatron.data.indexed import IndexedTokens
 from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
 from megatron.data.megatron_core import Split as CoreSplit
@@ -41,6 +40,7 @@ from megatron.data.sample_index import (
 from megatron.data.vocabulary import Vocabulary
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split
+from megatron.utils.atomic_directory import atomic_directory
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
 
 Sample = dict[str, torch.Tensor]

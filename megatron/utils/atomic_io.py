@@ -15,7 +15,7 @@ from megatron.utils.errors import RunError, UserError
 
 def get_farfield_version() -> str:
     """Of this project; `?` where it lies without its pyproject.toml."""
-    project = Path(__file__).parents[1] / "pyproject.toml"
+    project = Path(__file__).parents[2] / "pyproject.toml"
     return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "?"
 
 

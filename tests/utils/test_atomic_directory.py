@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from killed import die, killed
 
-from megatron.data import folders
-from megatron.data.folders import atomic_directory, recover_abandoned
+from megatron.utils import atomic_directory as directories
+from megatron.utils.atomic_directory import atomic_directory, recover_abandoned
 
 
 def write(target: Path, text: str, **choices: bool) -> None:
@@ -118,7 +118,7 @@ def test_a_file_system_without_locks_keeps_what_nobody_may_own(tmp_path, monkeyp
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
+    monkeypatch.setattr(directories.fcntl, "flock", no_locks)
     with atomic_directory(tmp_path / "x") as folder:
         recover_abandoned(tmp_path / "x")
         (folder / "file").write_text("text")

@@ -1,0 +1,160 @@
+"""Folders that appear whole or not at all, also when the process that writes them is killed.
+
+A folder is written inside a working folder beside its target and then renamed:
+
+    data/.python.k3x9_a7q.tmp/new    what is being written
+    data/.python.k3x9_a7q.tmp/old    the earlier folder, for the moment between two renames
+
+The process that writes holds a lock on the working folder, which the system releases however the process ends. So
+whoever comes next knows which working folders nobody owns: it puts an `old` back if its target is missing, and removes
+the rest. File systems that cannot lock keep such folders, since nobody can tell whether their owner lives.
+
+Long work can be resumed. Its working folder is named by a key, `data/.python.0f3a9c21.tmp`, which says what is
+being made, so that the same work finds what an earlier process left of it; other work removes it like any other.
+
+The package filelock is not used: its locks are files beside the target, and a lock on the working folder itself leaves
+nothing behind.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron.utils.errors import RunError, describe_cause
+from megatron.utils.signals import cleanup_on_signal
+
+DISK_FULL_ERRORS = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+"""The system's words for it: of libraries' errors the words are all that is known (`errors.describe_cause`)."""
+
+PROGRESS_FILES = ("read", "progress.json", "lengths")
+"""Names of what resumable work may keep beside its new folder."""
+
+
+@contextlib.contextmanager
+def atomic_directory(
+    target: Path,
+    *,
+    replace: bool = True,
+    key: str | None = None,
+    keep_after: Callable[[BaseException], bool] | None = None,
+) -> Iterator[Path]:
+    """A folder that replaces `target` when the block ends without an exception.
+
+    An earlier folder is replaced, or, with `replace=False`, kept if another process made it meanwhile. After an
+    exception `target` is as it was. Raises OSError where the disk refuses.
+
+    key: eight digits or small letters that say which work this is. The folder then holds what an earlier process left
+        of the same work, which was killed or ended by an exception that `keep_after` returns True for; so does the
+        folder that it lies in. While another process does that work, this one begins anew.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    recover_abandoned(target, key)
+    work, lock = _lock_work_folder(target, key)
+    keep = False
+    try:
+        (work / "new").mkdir(exist_ok=True)  # not mkdtemp's permissions, which are for its owner alone
+        with cleanup_on_signal(
+            lambda: _clean_work_folder(work, target, keep=keep_after is not None and keep_after(KeyboardInterrupt()))
+        ):
+            yield work / "new"
+        if replace or not target.exists():
+            if target.exists():
+                target.rename(work / "old")
+            (work / "new").rename(target)
+    except BaseException as error:
+        if key is not None and keep_after is not None:
+            keep = work == _keyed_work_folder(target, key) and keep_after(error)
+        raise
+    finally:
+        _clean_work_folder(work, target, keep=keep)
+        if lock is not None:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def describe_write_errors(target: Path, contents: str = "what") -> Iterator[None]:
+    """Around `atomic_directory`. Raises RunError where the disk refuses, which says whether `contents` was there before
+    and is kept."""
+    existed = target.exists()
+    try:
+        yield
+    except OSError as error:
+        cause = "the disk is full" if describe_cause(error) in DISK_FULL_ERRORS else describe_cause(error)
+        outcome = f"{contents} was there is kept as it was" if existed else "nothing was kept of it"
+        raise RunError(f"{target}: cannot be written: {cause}; {outcome}") from error
+
+
+def recover_abandoned(target: Path, key: str | None = None) -> None:
+    """Clean up what killed processes left of their work on `target`; what they left of the work `key` stays."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.tmp")
+    work_folders: list[Path] = []
+    with contextlib.suppress(OSError):  # a folder that cannot be listed holds nothing of ours
+        work_folders = [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
+    for work in work_folders:
+        with contextlib.suppress(OSError):  # nor does what is no folder, or another's; the next one may be ours
+            if {path.name for path in work.iterdir()} <= {"new", "old", *PROGRESS_FILES}:
+                keep = key is not None and work == _keyed_work_folder(target, key)
+                _clean_if_abandoned(work, target, keep=keep)
+
+
+def _keyed_work_folder(target: Path, key: str) -> Path:
+    return target.with_name(f".{target.name}.{key}.tmp")
+
+
+def _clean_if_abandoned(work: Path, target: Path, *, keep: bool) -> None:
+    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody works there, or the file system has no locks
+        return
+    else:
+        _clean_work_folder(work, target, keep=keep)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_work_folder(target: Path, key: str | None) -> tuple[Path, int | None]:
+    """A working folder and the descriptor of its lock: that of the key, if nobody has it, else a new one.
+
+    No lock where the file system has none.
+    """
+    while key is not None:
+        work = _keyed_work_folder(target, key)
+        work.mkdir(exist_ok=True)
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            break
+        if work.exists():  # it may have been removed before it was locked
+            return work, descriptor
+        os.close(descriptor)
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        try:
+            descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # removed by `recover_abandoned` in another process before it was locked
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            os.close(descriptor)
+            return work, None
+        if work.exists():
+            return work, descriptor
+        os.close(descriptor)
+
+
+def _clean_work_folder(work: Path, target: Path, *, keep: bool) -> None:
+    """The end of a working folder, however its work ended: an earlier folder goes back if the target is missing."""
+    old = work / "old"
+    if old.exists() and not target.exists():
+        old.rename(target)
+    shutil.rmtree(old if keep else work, ignore_errors=True)
