@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.utils.without_compile import disable_torch_compile
+from megatron.utils.imports import disable_torch_compile
 
 ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
@@ -37,7 +37,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/planning": (
         "megatron.config",
         "megatron.distributed.mesh",
-        "megatron.distributed.partition",
         "megatron.distributed.hardware",
         "megatron.options",
         "megatron.attention.backends.backend",
@@ -290,7 +289,7 @@ def test_only_one_part_asks_which_process_this_is() -> None:
 
 def test_the_mesh_is_arithmetic_alone() -> None:
     """So that a layout can be refused before torch is imported."""
-    code = "import sys; from megatron.distributed import hardware, launcher_environment, mesh, partition; "
+    code = "import sys; from megatron.distributed import hardware, launcher_environment, mesh; "
     assert subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT).returncode == 0
 
 

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron.utils.errors import UserError
-from megatron.utils.optional_packages import require_package
+from megatron.utils.imports import require_package
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("requirements.txt", "requirements-dev.txt", "requirements-eval.txt")

@@ -26,9 +26,12 @@ if __name__ == "__main__":
 from megatron.checkpoint import layout  # noqa: E402
 from megatron.config.load import load_config  # noqa: E402
 from megatron.data.corpus import prepare_corpus  # noqa: E402
+from megatron.distributed.hardware import LocalHardware  # noqa: E402
+from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
-from megatron.training.train_state import build_state as prepare_run  # noqa: E402
+from megatron.training.resolve_run import resolve_run  # noqa: E402
+from megatron.training.train_state import build_state  # noqa: E402
 from megatron.training.trainer import Trainer  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.stamp import stamp  # noqa: E402
@@ -47,7 +50,8 @@ def ready(shape: str, corpus: Path, save: Path) -> Trainer:
         "train_data_paths": f"[{corpus / 'train_text_document'}]", "device": "cpu", "save": str(save),
     }  # fmt: skip
     config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
-    run = prepare_run(config, ConsoleReporter(None, config.training.train_iters))
+    config = resolve_run(config, LocalHardware.detect()).config
+    run = build_state(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
     return Trainer(run, time.perf_counter())
 

@@ -36,9 +36,12 @@ import torch  # noqa: E402
 from megatron.config.load import load_config  # noqa: E402
 from megatron.data.corpus import prepare_corpus  # noqa: E402
 from megatron.data.datasets import load_token_stream  # noqa: E402
+from megatron.distributed.hardware import LocalHardware  # noqa: E402
+from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
-from megatron.training.train_state import build_state as prepare_run  # noqa: E402
+from megatron.training.resolve_run import resolve_run  # noqa: E402
+from megatron.training.train_state import build_state  # noqa: E402
 from megatron.training.trainer import Trainer  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402
@@ -70,7 +73,8 @@ def farfield(shape: dict, method: str, corpus: Path) -> Trainer:
     if "score_processor" in values:
         values["score_processor_options.width"] = shape["cdape_width"]
     config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
-    run = prepare_run(config, ConsoleReporter(None, config.training.train_iters))
+    config = resolve_run(config, LocalHardware.detect()).config
+    run = build_state(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
     return Trainer(run, time.perf_counter())
 

@@ -10,8 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
-from megatron.distributed.partition import list_context_chunks
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, list_context_chunks
 
 PICTURE = Path("docs/images/parallel.png")
 SIZES = ParallelSizes(tensor=2, context=2, data=2, pipeline=2)

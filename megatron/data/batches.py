@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from megatron.distributed.mesh import Axis, Mesh
-from megatron.distributed.partition import list_context_chunks
+from megatron.distributed.mesh import Axis, Mesh, list_context_chunks
 from megatron.utils.errors import RunError, UserError
 
 Batch = dict[str, torch.Tensor]

@@ -22,7 +22,7 @@ import zstandard
 
 from megatron.utils.atomic_io import parse_json, write_bytes_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
-from megatron.utils.optional_packages import require_package
+from megatron.utils.imports import require_package
 from megatron.utils.suggestions import format_choices
 
 PREFIX = "hf:"

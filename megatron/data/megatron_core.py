@@ -5,7 +5,7 @@ Its own messages about cached indices are shown where they are errors.
 
 import logging
 
-from megatron.utils.without_compile import disable_torch_compile
+from megatron.utils.imports import disable_torch_compile
 
 logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
 

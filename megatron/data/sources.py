@@ -32,7 +32,7 @@ from megatron.data.hub import PREFIX, HubDataset
 from megatron.data.tables import TABLE_SUFFIXES, count_rows, iter_texts
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import UserError
-from megatron.utils.optional_packages import require_package
+from megatron.utils.imports import require_package
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSON_LINES, *TABLE_SUFFIXES)

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.distributed.mesh import Dimension
-from megatron.distributed.partition import list_chunk_owners
+from megatron.distributed.mesh import Dimension, list_chunk_owners
 from megatron.distributed.process_groups import EmbeddingGroup, ProcessGroups
 
 

@@ -36,6 +36,14 @@ class RankInfo:
     local_world_size: int | None = None
     """Processes of the run on this machine; None: all of them."""
 
+    @staticmethod
+    def from_environment(environment: Environment = os.environ) -> "RankInfo":
+        """What `to_environment` wrote."""
+        rank, world_size, local_rank, local_world_size = (
+            int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+        return RankInfo(rank, world_size, local_rank, None if local_world_size == world_size else local_world_size)
+
     @property
     def ranks_on_node(self) -> int:
         """Processes of the run on this machine."""
@@ -101,23 +109,22 @@ class LaunchContext:
 
     rank_info: RankInfo
     address: str
-    port: int
+    """Where the processes meet: the first one's machine."""
+    port: int | None
+    """Where they meet there, as the environment says; None where it does not."""
+    job_port: int
+    """One that follows from the job's number, for where nobody says."""
     cores: int | None
     """CPU cores of each process, where the launcher was told."""
 
-    def to_environment(self) -> dict[str, str]:
-        """The environment, in torchrun's words."""
-        return self.rank_info.to_environment(self.address, self.port)
+    def to_environment(self, configured_port: int | None = None) -> dict[str, str]:
+        """The environment, in torchrun's words. `configured_port` is where to meet if the environment does not say."""
+        ports = (self.port, configured_port, self.job_port)
+        return self.rank_info.to_environment(self.address, next(port for port in ports if port is not None))
 
 
-def read_launcher_environment(
-    environment: Environment = os.environ, *, port: int | None = None
-) -> LaunchContext | None:
+def read_launcher_environment(environment: Environment = os.environ) -> LaunchContext | None:
     """What the launcher said; None if nobody did, or it started one process.
-
-    Args:
-        environment: of this process.
-        port: where to meet, if the environment does not say; otherwise one that follows from the job's number.
 
     Raises:
         UserError: variables that are missing, are no numbers, or contradict each other.
@@ -135,7 +142,11 @@ def read_launcher_environment(
         return None
     cores = _read_number(launcher.cores, environment) if launcher.cores and launcher.cores in environment else None
     return LaunchContext(
-        rank_info, _find_address(launcher, rank_info, environment), _find_port(launcher, environment, port), cores
+        rank_info,
+        _find_address(launcher, rank_info, environment),
+        _read_port(launcher, environment),
+        _derive_port(launcher, environment),
+        cores,
     )
 
 
@@ -239,13 +250,15 @@ def _find_address(launcher: LauncherVariables, rank_info: RankInfo, environment:
     raise UserError(f"environment: {launcher.rank} is set, but MASTER_ADDR is not: the first process's machine; {hint}")
 
 
-def _find_port(launcher: LauncherVariables, environment: Environment, configured_port: int | None) -> int:
+def _read_port(launcher: LauncherVariables, environment: Environment) -> int | None:
     if "MASTER_PORT" in environment:
         return _read_number("MASTER_PORT", environment)
-    if configured_port is not None:
-        return configured_port
     if launcher is TORCHRUN:
         raise UserError(f"environment: {launcher.rank} is set, but MASTER_PORT is not; {_HINT}")
+    return None
+
+
+def _derive_port(launcher: LauncherVariables, environment: Environment) -> int:
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 

@@ -1,6 +1,6 @@
 """The one door to megatron-core's process groups and random states, imported without PyTorch's compiler."""
 
-from megatron.utils.without_compile import disable_torch_compile
+from megatron.utils.imports import disable_torch_compile
 
 with disable_torch_compile():
     from megatron.core import parallel_state

@@ -1,10 +1,11 @@
-"""Ranks as points of a mesh: tensor, context, data and pipeline parallelism, without any process.
+"""Ranks as points of a mesh (tensor, context, data and pipeline parallelism), and the layers and tokens that each
+holds: arithmetic, without torch and without any process.
 
 Ranks count through the dimensions in megatron-core's order, tensor fastest and pipeline slowest:
 
     rank = tensor + T · (context + C · (data + D · pipeline)),    T, C, D, P ranks along each, T·C·D·P in all
 
-What the dimensions divide: tensor each layer, context the places of a sequence, data the sequences of a batch, pipeline
+What the dimensions divide: tensor each layer, context the tokens of a sequence, data the sequences of a batch, pipeline
 the stack of layers. So ranks that differ in tensor or pipeline alone hold the same tokens, and a sum over tokens goes
 over data × context; ranks that differ in context or data alone hold the same weights.
 """
@@ -81,7 +82,7 @@ class Axis:
     """One dimension, or several taken together, as one rank sees it."""
 
     index: int = 0
-    """This rank's place along it, from 0."""
+    """This rank's coordinate along it, from 0."""
     size: int = 1
     """Ranks along it."""
 
@@ -148,3 +149,39 @@ class Mesh:
         counts each token once. It is the rank that has the losses: of the last stage, the first that shares its layers.
         """
         return value if self.tensor.index == 0 and self.pipeline.index == self.pipeline.size - 1 else type(value)(0)
+
+
+def list_context_chunks(length: int, context: Axis) -> tuple[tuple[int, int], ...]:
+    """The chunks of a sequence that a context-parallel rank holds: (first index, number of tokens) of each, in order.
+
+    A causal row sees all tokens before it, so C equal parts of a sequence would be unequal work: the last rank's rows
+    see about twice as many keys as the mean. Cut into 2C chunks instead, rank r holds chunk r and chunk 2C − 1 − r, one
+    from either end, and every rank has the same number of scores:
+
+        C = 2:   chunk    0  1  2  3
+                 rank     0  1  1  0
+
+    Raises:
+        ValueError: the sequence does not divide into chunks.
+    """
+    if context.size == 1:
+        return ((0, length),)
+    if length % (2 * context.size):
+        raise ValueError(f"a sequence of {length} tokens does not divide into {2 * context.size} chunks (2 per rank)")
+    size = length // (2 * context.size)
+    return tuple((size * chunk, size) for chunk in (context.index, 2 * context.size - 1 - context.index))
+
+
+def list_chunk_owners(size: int) -> tuple[tuple[int, int], ...]:
+    """Who holds the chunks of a sequence, in the order of its tokens: (rank, which of its chunks) of each."""
+    if size == 1:
+        return ((0, 0),)
+    return (*((rank, 0) for rank in range(size)), *((rank, 1) for rank in reversed(range(size))))
+
+
+def pipeline_layer_range(num_layers: int, stage: Axis) -> range:
+    """The layers of a pipeline stage. Where they do not divide evenly, the first stages have one more: the last one
+    also computes the logits."""
+    base_count, num_larger = divmod(num_layers, stage.size)
+    first = base_count * stage.index + min(stage.index, num_larger)
+    return range(first, first + base_count + (stage.index < num_larger))

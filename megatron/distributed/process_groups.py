@@ -1,4 +1,5 @@
-"""The processes of a run: how they meet, their groups, and what they agree on between steps."""
+"""The processes of a run: how they meet, their groups, what they agree on between steps, the mesh as DeepSpeed asks for
+it, and the store in which each leaves its heartbeat."""
 
 import atexit
 import os
@@ -70,8 +71,8 @@ class ProcessGroups:
         """
         if self.host is None:
             return list(values)
-        totals = all(isinstance(value, int) for value in values)
-        tensor = torch.tensor(values, dtype=torch.int64 if totals else torch.float64)
+        are_integers = all(isinstance(value, int) for value in values)
+        tensor = torch.tensor(values, dtype=torch.int64 if are_integers else torch.float64)
         dist.all_reduce(tensor, group=self.host)
         return tensor.tolist()
 
@@ -85,7 +86,7 @@ class ProcessGroups:
 
     def find_first_error(self, error: str | None) -> str | None:
         """The first error that any process reports, so that all stop together instead of waiting for one that left."""
-        return next((each for each in self.gather_objects(error) if each is not None), None)
+        return next((text for text in self.gather_objects(error) if text is not None), None)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The value of every process, in the order of ranks. All must call it."""
@@ -94,6 +95,80 @@ class ProcessGroups:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.host)
         return values
+
+
+class ModelParallelUnit:
+    """The mesh as DeepSpeed asks for it: `mpu` of `deepspeed.initialize`, an object with these nine functions.
+
+    To DeepSpeed, ranks that divide the tokens of a batch (data and context) are data-parallel, and those that hold
+    parts of one model (tensor and pipeline) are model-parallel. A function of sequence parallelism must not be here:
+    its presence changes what DeepSpeed does.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._mesh = groups.mesh
+        self._data = groups.group("context", "data")
+        self._model = groups.group("tensor", "pipeline")
+        self._tensor = groups.group("tensor")
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.dp_cp.size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._mesh.dp_cp.index
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._model.size()
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model.rank()
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._tensor
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._mesh.tensor.size
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._mesh.tensor.index
+
+
+class HeartbeatStore:
+    """What each process of a run tells the others about itself, without waiting for anybody: small texts in a store.
+
+    The store is the one over which the processes met (torch's TCPStore, which the first process serves), so nothing
+    here is a collective: any thread may write and read, also while others wait in a collective that never ends. A
+    thread that may have to wait for the store has a view of its own (`copy`).
+    """
+
+    def __init__(self, groups: ProcessGroups, store: Any = None) -> None:
+        self.rank, self.world_size = groups.rank, groups.world_size
+        self._groups = groups
+        if store is None and self.world_size == 1:
+            store = dist.HashStore()
+        elif store is None:
+            default: Any = dist.distributed_c10d._get_default_store()
+            store = default.clone()
+        self._store = store
+
+    def copy(self) -> "HeartbeatStore":
+        """The same texts over a connection of its own."""
+        return HeartbeatStore(self._groups, self._store if self.world_size == 1 else self._store.clone())
+
+    def set(self, key: str, text: str) -> None:
+        """Set a text of this process. Costs microseconds: no answer is waited for."""
+        self._store.set(f"beats/{key}/{self.rank}", text)
+
+    def get(self, key: str, rank: int = 0) -> str | None:
+        """A text of a process, None if it has set none."""
+        full_key = f"beats/{key}/{rank}"
+        return self._store.get(full_key).decode() if self._store.check([full_key]) else None
 
 
 def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, backend: str) -> ProcessGroups:
@@ -108,11 +183,11 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
     Raises:
         RunError: the GPU cannot be used, the other processes cannot be reached, or they met before as another mesh.
     """
-    own_groups = _select_device(device, rank_info.local_rank)
+    own_device = _select_device(device, rank_info.local_rank)
     # DeepSpeed reads these when it is imported and when the engine is made.
-    os.environ["DS_ACCELERATOR"] = own_groups.type
-    os.environ["LOCAL_RANK"] = str(own_groups.index or 0)
-    _init_process_group(rank_info, backend, own_groups)
+    os.environ["DS_ACCELERATOR"] = own_device.type
+    os.environ["LOCAL_RANK"] = str(own_device.index or 0)
+    _init_process_group(rank_info, backend, own_device)
     if dist.get_world_size() != rank_info.world_size:
         raise RunError(
             f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already one of "
@@ -120,7 +195,7 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
         )
     _make_groups(sizes)
     host = None if rank_info.world_size == 1 else dist.new_group(backend="gloo")
-    return ProcessGroups(Mesh(rank_info.rank, sizes), own_groups, host)
+    return ProcessGroups(Mesh(rank_info.rank, sizes), own_device, host)
 
 
 def single_process() -> ProcessGroups:
@@ -172,11 +247,11 @@ def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device)
 def abandon_groups() -> None:
     """The groups of this process end without waiting for the others, since it failed: they may be inside a collective
     that never ends, or gone."""
-    global _waits
-    _waits = False
+    global _finish_before_leaving
+    _finish_before_leaving = False
 
 
-_waits = True
+_finish_before_leaving = True
 """Do the groups finish what is under way before they end?"""
 
 
@@ -193,7 +268,7 @@ def _leave_group(process: int) -> None:
     # The process's exit code says what happened; nothing that goes wrong here may change or hide it.
     with suppress(Exception):
         # Destroying NCCL's groups waits for their last kernels. Gloo's have none.
-        if _waits or dist.get_backend() != "nccl":
+        if _finish_before_leaving or dist.get_backend() != "nccl":
             dist.destroy_process_group()
         else:
             dist.distributed_c10d._abort_process_group()
@@ -207,11 +282,11 @@ def _make_groups(sizes: ParallelSizes) -> None:
             pipeline_model_parallel_size=sizes.pipeline,
             context_parallel_size=sizes.context,
         )
-    there = ParallelSizes(
+    existing = ParallelSizes(
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
-    if there != sizes:
-        raise RunError(f"this process is part of another mesh already: {there}; not {sizes}")
+    if existing != sizes:
+        raise RunError(f"this process is part of another mesh already: {existing}; not {sizes}")

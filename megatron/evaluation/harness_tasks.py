@@ -34,7 +34,7 @@ from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_c
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
-from megatron.utils.optional_packages import require_package
+from megatron.utils.imports import require_package
 from megatron.utils.suggestions import suggest_names
 
 if TYPE_CHECKING:

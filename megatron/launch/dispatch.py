@@ -1,82 +1,87 @@
 """Where a training runs: as a rank that somebody started, on this machine, on others over ssh, or as a SLURM job."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from megatron.config.load import LoadedConfig
-from megatron.distributed import launcher_environment
 from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import (
+    LaunchContext,
+    describe_job,
+    in_slurm_job,
+    read_launcher_environment,
+)
 from megatron.launch import local_launcher, slurm, ssh_launcher
-from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
+from megatron.options.launch import LaunchOptions
+from megatron.training.resolve_run import resolve_remote_run, resolve_run
+from megatron.utils.errors import FarfieldError, UserError
+
+PrintNotes = Callable[[Iterable[str]], object]
+
+
+def uses_slurm(launch: LaunchOptions) -> bool:
+    """Is work to be handed to SLURM? Not by what is a job already: it does the work."""
+    return launch.launcher == "slurm" and not in_slurm_job()
+
+
+def uses_ssh(launch: LaunchOptions) -> bool:
+    """Is a run to be started over ssh? As in DeepSpeed, a hostfile that does not exist means this machine."""
+    if launch.launcher == "ssh":
+        return True
+    return launch.launcher == "auto" and launch.hostfile is not None and Path(launch.hostfile).is_file()
 
 
 def launch_training(
-    load_config: Callable[[bool], LoadedConfig],
-    print_notes: Callable[[Iterable[str]], object],
-    *,
-    dry_run: bool = False,
+    load_config: Callable[[bool], LoadedConfig], print_notes: PrintNotes, *, dry_run: bool = False
 ) -> int:
     """Train as a configuration says, wherever it says.
 
     Args:
-        load_config: reads the configuration; told whether another rank says what there is to say about it.
+        load_config: reads the configuration; True: without its notes, which another rank prints.
         print_notes: prints lines beside the results.
         dry_run: print the resolved configuration, or the batch script, and do nothing else.
 
     Returns:
         0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
     """
-    launch_context = launcher_environment.read_launcher_environment()
+    launch_context = read_launcher_environment()
     is_main = launch_context is None or launch_context.rank_info.rank == 0
-    with local_launcher.report_errors_once(launch_context):
+    with report_errors_once(launch_context):
         loaded = load_config(not is_main)
-        launch = loaded.config.launch
-        if launch_context is not None:
-            launch_context = launcher_environment.read_launcher_environment(port=launch.master_port)
-        if slurm.is_slurm_requested(launch):
+        config, launch = loaded.config, loaded.config.launch
+        if uses_slurm(launch):
             return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
-        over_ssh = launch_context is None and ssh_launcher.uses_ssh(launch)
-        if over_ssh:
-            resolved = resolve_remote_run(
-                loaded.config, ssh_launcher.assign_ranks(ssh_launcher.read_hostfile(launch))[0][0]
-            )
+        hosts = None
+        if launch_context is None and uses_ssh(launch):
+            hosts = ssh_launcher.read_hostfile(launch)
+            resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
         else:
             rank_info = None if launch_context is None else launch_context.rank_info
-            resolved = resolve_run(loaded.config, LocalHardware.detect(), rank_info=rank_info, dry_run=dry_run)
+            resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info, dry_run=dry_run)
         if dry_run:
             if is_main:
-                _print_config(loaded, resolved, print_notes)
+                _check_position(loaded)  # nothing is printed of what is refused: it may be meant for a file
+                print(resolved.config.to_yaml(), end="")
+                print_notes(resolved.notes)
             return 0
         if is_main:
-            print_notes(
-                (
-                    *resolved.notes,
-                    *ssh_launcher.list_ssh_notes(launch),
-                    *filter(None, [launcher_environment.describe_job()]),
-                )
-            )
+            print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
         with loaded.locate_errors():
-            return (
-                ssh_launcher.train_over_ssh(loaded.config)
-                if over_ssh
-                else local_launcher.train_on_this_machine(resolved, launch_context)
-            )
+            if hosts is not None:
+                return ssh_launcher.train_over_ssh(config, hosts)
+            return local_launcher.train_on_this_machine(resolved, launch_context)
 
 
-def _print_config(loaded: LoadedConfig, resolved: ResolvedRun, print_notes: Callable[[Iterable[str]], object]) -> None:
-    """Print the configuration, and nothing of one that is refused: it may be meant for a file."""
-    _check_position(loaded)
-    print(resolved.config.to_yaml(), end="")
-    print_notes(resolved.notes)
+def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
+    """Notes about a hostfile that is not used."""
+    if launch.hostfile is None or uses_ssh(launch):
+        return ()
+    reason = "no such file" if launch.launcher == "auto" else f"launcher is {launch.launcher}"
+    return (f"hostfile {launch.hostfile} has no effect: {reason}",)
 
 
-def _check_position(loaded: LoadedConfig) -> None:
-    from megatron.model.build import check_position_options  # torch takes seconds
-
-    with loaded.locate_errors():
-        check_position_options(loaded.config.model, loaded.config.position)
-
-
-def _submit_to_slurm(loaded: LoadedConfig, print_notes: Callable[[Iterable[str]], object], *, dry_run: bool) -> int:
+def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: bool) -> int:
     """Hand a run to SLURM, or print its batch script. What its ranks would refuse is refused here, as far as that
     can be known."""
     resolved = resolve_remote_run(loaded.config)
@@ -93,3 +98,29 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: Callable[[Iterable[str]]
     for line in slurm.describe_submission(job, slurm.submit_job(job)):
         print(line)
     return 0
+
+
+def _check_position(loaded: LoadedConfig) -> None:
+    from megatron.model.build import check_position_options  # torch takes seconds
+
+    with loaded.locate_errors():
+        check_position_options(loaded.config.model, loaded.config.position)
+
+
+@contextmanager
+def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
+    """Let one rank alone report an error that all have, where somebody else started them and shows what all write.
+
+    What the user wrote is wrong for all of them: the first of each machine reports it. What went wrong while running is
+    reported with the rank.
+    """
+    try:
+        yield
+    except FarfieldError as error:
+        if launch_context is None or launch_context.rank_info.rank == 0:
+            raise
+        if not isinstance(error, UserError):
+            raise type(error)(f"rank {launch_context.rank_info.rank}: {error}") from error
+        if launch_context.rank_info.local_rank == 0:
+            raise
+        raise SystemExit(error.exit_code) from error

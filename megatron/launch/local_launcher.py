@@ -1,8 +1,9 @@
 """Train on this machine.
 
 A process that srun, mpirun or torchrun started is one rank of a run. Otherwise one rank runs in this process, and
-several are started as processes (`num_gpus`, on a CPU too). They meet over NCCL on GPUs and gloo on CPUs. What can be
-known to fail was refused before (`megatron.training.resolve_run`), and torch is imported only by a process that trains.
+several are started as processes (`num_gpus`, on a CPU too). They meet over NCCL on GPUs and gloo on CPUs. The
+configuration was resolved before, once for all ranks of this machine, and what can be known to fail was refused
+(`megatron.training.resolve_run`); torch is imported only by a process that trains.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from megatron.training.records import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.resolve_run import ResolvedRun
 from megatron.training.wandb_login import check_wandb_login
 from megatron.utils.atomic_io import make_folder, remove_empty_folders
-from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
 
 LOG_FILE = "log.txt"
 
 
 def train_on_this_machine(resolved: ResolvedRun, launch_context: LaunchContext | None = None) -> int:
-    """Train as a configuration says that was settled for this machine, with one process or several.
+    """Train a run that was resolved for this machine, with one process or several.
 
     Args:
         resolved: what to train.
-        launch_context: this process's place, if it was started as one of several.
+        launch_context: what a launcher said, if it started this process as one of several.
 
     Returns:
         0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
@@ -58,44 +59,27 @@ def train_on_this_machine(resolved: ResolvedRun, launch_context: LaunchContext |
             threads = os.environ.get("OMP_NUM_THREADS") or str(
                 launch_context.cores or count_threads_per_process(rank_info.ranks_on_node)
             )
-            with _set_environment({"OMP_NUM_THREADS": threads, **launch_context.to_environment()}):
-                return worker.run_rank(config, log, rank_info.rank)
+            with _set_environment(
+                {"OMP_NUM_THREADS": threads, **launch_context.to_environment(config.launch.master_port)}
+            ):
+                return worker.run_rank(config, log, rank_info)
         port = config.launch.master_port or find_free_port()
         if world_size > 1:
             rank_infos = [RankInfo(rank, world_size, rank) for rank in range(world_size)]
             return run_ranks(config, log, rank_infos, ADDRESS, port)
         with _set_environment(rank_info.to_environment(ADDRESS, port)):
-            return worker.run_rank(config, log, 0)
+            return worker.run_rank(config, log, rank_info)
 
 
 def check_data_files(config: Config) -> None:
-    """Missing files are told before torch is imported, or a job is submitted. Raises UserError."""
+    """Refuse missing files before torch is imported, or a job is submitted. Raises UserError."""
     for split in SPLITS:
         list_split_prefixes(config.data, split)
 
 
 def check_run_folder(config: Config) -> None:
-    """Files of others in the run's folder are told before anything is written there. Raises UserError."""
+    """Refuse files of others in the run's folder before anything is written there. Raises UserError."""
     refuse_foreign_run_files(config.checkpoint.save, (METRICS_FILE, HEARTBEAT_FILE))
-
-
-@contextmanager
-def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
-    """Errors of ranks that somebody else started, who shows what all of them write.
-
-    What the user wrote is wrong for all of them: the first of each machine tells it. What went wrong while running is
-    told with the rank.
-    """
-    try:
-        yield
-    except FarfieldError as error:
-        if launch_context is None or launch_context.rank_info.rank == 0:
-            raise
-        if not isinstance(error, UserError):
-            raise type(error)(f"rank {launch_context.rank_info.rank}: {error}") from error
-        if launch_context.rank_info.local_rank == 0:
-            raise
-        raise SystemExit(error.exit_code) from error
 
 
 @contextmanager

@@ -1,9 +1,13 @@
-"""Several processes of one run: start them, watch them, end them all when one fails.
+"""Several processes of one run: start them, watch them, end them all when one fails, and say why.
 
-What is watched are the ranks on this machine, or connections to machines that watch theirs (`nodes.py`).
+What is watched are the ranks on this machine, or connections to machines that watch theirs (`ssh_launcher.py`).
 
 Each rank is a session of its own, so an interrupt from the keyboard reaches the launcher alone, which hands it to all
-ranks. Should the launcher be killed outright, the ranks end all the same (see `parent.py`).
+ranks. Should the launcher be killed outright, the ranks end all the same (`end_with_parent` in
+`megatron/utils/signals.py`).
+
+torch.distributed.elastic.multiprocessing does much of this; it is not used because importing torch costs the launcher
+several seconds before its first line, and because it knows neither our errors nor a rank that saves before it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,27 +32,204 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.distributed.hardware import count_cores
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo
-from megatron.launch.worker import CONFIG_FILE, ERROR_KINDS, get_error_path
+from megatron.launch.console import UnexpectedError
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.errors import FarfieldError, HangError, RunError, UserError
 from megatron.utils.signals import HANDLED_SIGNALS, build_signal_exception, get_parent_variable, list_handled_signals
 
 ROOT = Path(__file__).resolve().parents[2]
+CONFIG_FILE = "config.yml"
 STOP_TIMEOUT = 5.0  # seconds that ranks get to end by themselves once another has failed, and again after SIGTERM
+POLL_SECONDS = 0.05
 # -P: a folder called megatron in the user's working directory must not stand in for ours.
 WORKER = (sys.executable, "-P", "-m", "megatron.launch.worker")
 
 
-def find_free_port() -> int:
-    """A TCP port on which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind((ADDRESS, 0))
-        return listener.getsockname()[1]
+@dataclass(frozen=True)
+class ErrorKind:
+    """What a rank's error may be."""
+
+    error: type[FarfieldError]
+    priority: int
+    """Of several errors the one of the lowest number is told: when a rank goes, the others fail in their next
+    collective, and those failures say nothing."""
 
 
-def count_threads_per_process(ranks: int) -> int:
-    """Threads that leave a core to each: two ranks with all cores each ran up to 30 times slower."""
-    return max(1, count_cores() // ranks)
+ERROR_KINDS = {
+    "user": ErrorKind(UserError, 0),
+    "hang": ErrorKind(HangError, 0),
+    "unexpected": ErrorKind(UnexpectedError, 2),  # nobody wrote a message for it: mostly a consequence
+    "run": ErrorKind(RunError, 0),
+    "exit": ErrorKind(RunError, 1),  # a process that left nothing but an exit code, or was ended by a signal
+}
+"""By the name that stands in a report, the more special first."""
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """A rank's error on its way to the launcher."""
+
+    kind: str
+    message: str
+    time: float
+    key: str | None = None
+    """The configuration's to blame, of what the user wrote."""
+
+    @staticmethod
+    def from_error(error: FarfieldError) -> ErrorReport:
+        """The report of an error that is told now."""
+        kind = next(name for name, kind in ERROR_KINDS.items() if isinstance(error, kind.error))
+        return ErrorReport(kind, str(error), time.time(), getattr(error, "key", None))
+
+    @staticmethod
+    def parse(text: str) -> ErrorReport:
+        """The report that `to_json` wrote. Raises ValueError if the text is none."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or not values.keys() >= {"kind", "message", "time"}:
+            raise ValueError("no report of an error")
+        return ErrorReport(values["kind"], values["message"], values["time"], values.get("key"))
+
+    def to_json(self) -> str:
+        """The report as a line."""
+        return json.dumps(asdict(self))
+
+    @property
+    def priority(self) -> int:
+        return ERROR_KINDS[self.kind].priority
+
+    def build_error(self) -> FarfieldError:
+        """The error as the rank raised it."""
+        error = ERROR_KINDS[self.kind].error(self.message)
+        if isinstance(error, UserError):
+            error.key = self.key
+        return error
+
+
+def get_error_path(job: Path, rank: int) -> Path:
+    """Where a rank leaves its error for the launcher."""
+    return job / f"error_{rank}.json"
+
+
+class RankGroup:
+    """Child processes that end together.
+
+    Args:
+        starters: each starts a child.
+        read_report: what the child of an index that ended with an exit code left: its report, or a line.
+    """
+
+    def __init__(
+        self,
+        starters: Iterable[Callable[[], subprocess.Popen[bytes]]],
+        read_report: Callable[[int, int], ErrorReport | str],
+    ) -> None:
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.first_signal = 0
+        """The number of the first signal that reached this process, 0 before one does."""
+        self._starters, self._read_report = starters, read_report
+        self._exit_times: dict[int, float] = {}  # by index, as they were seen
+        self._stopped: set[int] = set()  # indices of the children that `stop` had to end
+
+    def run(self) -> int:
+        """Start the children and watch them to their end; end all when one fails, and hand signals on.
+
+        Returns, Raises: as `run_ranks`.
+        """
+        with self._forwarding_signals():
+            try:
+                self.start()
+                signaled_at_start = bool(self.first_signal)
+                self.wait()
+            finally:
+                self.stop()
+        failed = self._list_failed()
+        if failed and not (self.first_signal and all(self.children[index].returncode < 0 for index in failed)):
+            raise self.find_root_cause(failed)
+        if self.first_signal and (failed or signaled_at_start):  # children that ended before they listened say nothing
+            raise build_signal_exception(self.first_signal)
+        if self.first_signal:
+            return 128 + self.first_signal
+        return max(child.returncode for child in self.children)
+
+    def start(self) -> None:
+        """Start the children, one after the other, until a signal comes."""
+        for start_child in self._starters:
+            if self.first_signal:
+                break
+            self.children.append(start_child())
+            if self.first_signal:  # it came while this child was started, and reached the others alone
+                self.children[-1].send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Wait until all have ended, or one has failed and the others had their time."""
+        deadline: float | None = None
+        while len(self._exit_times) < len(self.children):
+            for index, child in enumerate(self.children):
+                if index not in self._exit_times and child.poll() is not None:
+                    self._exit_times[index] = time.time()
+                    if not _is_clean_exit(child.returncode) and deadline is None:
+                        deadline = time.monotonic() + STOP_TIMEOUT
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End what still runs: SIGTERM, and SIGKILL for what does not listen."""
+        self._stopped = {index for index, child in enumerate(self.children) if child.poll() is None}
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            running = [child for child in self.children if child.poll() is None]
+            for child in running:
+                child.send_signal(kind)
+            deadline = time.monotonic() + STOP_TIMEOUT
+            for child in running:
+                try:
+                    child.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    continue
+
+    def find_root_cause(self, failed: Sequence[int]) -> FarfieldError:
+        """The error to raise for the children that failed: the first of those whose kind says most."""
+        reports = []
+        for index in failed:
+            report = self._read_report(index, self.children[index].returncode)
+            if isinstance(report, str):
+                report = ErrorReport("exit", report, self._exit_times.get(index, time.time()))
+            reports.append(report)
+        return min(reports, key=lambda report: (report.priority, report.time)).build_error()
+
+    def _list_failed(self) -> list[int]:
+        """The indices of the children that failed by themselves."""
+        return [
+            index
+            for index, child in enumerate(self.children)
+            if index not in self._stopped and not _is_clean_exit(child.returncode)
+        ]
+
+    @contextmanager
+    def _forwarding_signals(self) -> Iterator[None]:
+        """Hand signals that reach this process to the children: the first as SIGTERM, a second one as SIGKILL."""
+        handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # only it may install handlers
+            handlers = {number: signal.signal(number, self._forward_signal) for number in list_handled_signals()}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.first_signal and number == signal.SIGHUP:
+            return  # a terminal that closes may say so twice, and the ranks are saving
+        kind = signal.SIGKILL if self.first_signal else signal.SIGTERM
+        self.first_signal = self.first_signal or number
+        for child in self.children:
+            if child.poll() is None:
+                child.send_signal(kind)
+
+
+def _is_clean_exit(code: int) -> bool:
+    """Did a rank do its work, or end in good order after a signal?"""
+    return code in (0, *(128 + number for number in HANDLED_SIGNALS))
 
 
 def run_ranks(
@@ -61,98 +244,31 @@ def run_ranks(
         log: where they write what is not for the user.
         rank_infos: of the ranks: all of the run, or those of this machine.
         address, port: where they meet.
-        command: what each rank runs, given the job's folder, the log and its rank as arguments.
+        command: what each rank runs, given the job's folder, the log and its rank as arguments; torchrun's variables
+            in its environment say the rest (`RankInfo.to_environment`).
 
     Returns:
         0, or 128 + n if signal n ended the run early.
 
     Raises:
         FarfieldError: the first cause of a failure, after all ranks have ended.
-        KeyboardInterrupt, Stopped: a signal ended ranks that did not listen to it.
+        KeyboardInterrupt, StoppedBySignal: a signal ended ranks that did not listen to it.
     """
     with tempfile.TemporaryDirectory(prefix="farfield-") as folder:
         job = Path(folder)
         if config.data.data_cache is None and config.checkpoint.save is None:
             config = config.replace(data_cache=str(job / "data_cache"))  # the ranks share one sample index
         write_text_atomically(job / CONFIG_FILE, config.to_yaml(only_set=True))
-        first_rank = rank_infos[0].rank
 
-        def report(index: int, code: int) -> dict[str, Any] | str:
-            file = get_error_path(job, first_rank + index)
-            return (
-                json.loads(file.read_text(encoding="utf-8"))
-                if file.is_file()
-                else _describe_exit(first_rank + index, code, log)
-            )
+        def read_report(index: int, code: int) -> ErrorReport | str:
+            rank = rank_infos[index].rank
+            path = get_error_path(job, rank)
+            if path.is_file():
+                return ErrorReport.parse(path.read_text(encoding="utf-8"))
+            return _describe_exit(rank, code, log)
 
-        starts = (partial(_start_rank, command, job, log, rank_info, address, port) for rank_info in rank_infos)
-        return supervise(starts, report)
-
-
-def supervise(
-    starts: Iterable[Callable[[], subprocess.Popen[bytes]]], report: Callable[[int, int], dict[str, Any] | str]
-) -> int:
-    """Start children and watch them to their end; end all when one fails, and hand signals on.
-
-    Args:
-        starts: each starts a child.
-        report: what the child of an index that ended with a code left: a report as `worker.main` writes it, or a line.
-
-    Returns, Raises: as `run_ranks`.
-    """
-    children: list[subprocess.Popen[bytes]] = []
-    with _SignalForwarding(children) as signals:
-        try:
-            for start in starts:
-                if signals.first:
-                    break
-                children.append(start())
-                if signals.first:  # it came while this child was started, and has told the others alone
-                    children[-1].send_signal(signal.SIGTERM)
-            stopped_early = bool(signals.first)
-            ended = _wait_for_first_exit(children)
-        finally:
-            stopped = _stop_ranks(children)
-    failed = {index for index, child in enumerate(children) if not _is_clean_exit(child.returncode)} - stopped
-    if failed and not (signals.first and all(children[index].returncode < 0 for index in failed)):
-        raise _find_root_cause({index: report(index, children[index].returncode) for index in failed}, ended)
-    if signals.first and (failed or stopped_early):  # ranks that were ended before they listened have said nothing
-        raise build_signal_exception(signals.first)
-    if signals.first:
-        return 128 + signals.first
-    return max(child.returncode for child in children)
-
-
-def _is_clean_exit(code: int) -> bool:
-    """Did a rank do its work, or end in good order after a signal?"""
-    return code in (0, *(128 + number for number in HANDLED_SIGNALS))
-
-
-class _SignalForwarding:
-    """While entered, hands signals that reach the launcher to the ranks; `first` is the number of the first."""
-
-    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
-        self.first = 0
-        self._children = children
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _SignalForwarding:
-        if threading.current_thread() is threading.main_thread():  # only it may install handlers
-            self._before = {signum: signal.signal(signum, self._forward) for signum in list_handled_signals()}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _forward(self, signum: int, frame: FrameType | None) -> None:
-        if self.first and signum == signal.SIGHUP:
-            return  # a terminal that closes may say so twice, and the ranks are saving
-        kind = signal.SIGKILL if self.first else signal.SIGTERM
-        self.first = self.first or signum
-        for child in self._children:
-            if child.poll() is None:
-                child.send_signal(kind)
+        starters = (partial(_start_rank, command, job, log, rank_info, address, port) for rank_info in rank_infos)
+        return RankGroup(starters, read_report).run()
 
 
 def _start_rank(
@@ -171,59 +287,21 @@ def _start_rank(
         )
 
 
-def _wait_for_first_exit(children: list[subprocess.Popen[bytes]]) -> dict[int, float]:
-    """Wait until all have ended or one has failed and the others had their time; when each was seen to end."""
-    ended: dict[int, float] = {}
-    deadline: float | None = None
-    while len(ended) < len(children):
-        for rank, child in enumerate(children):
-            if rank not in ended and child.poll() is not None:
-                ended[rank] = time.time()
-                if not _is_clean_exit(child.returncode) and deadline is None:
-                    deadline = time.monotonic() + STOP_TIMEOUT
-        if deadline is not None and time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    return ended
-
-
-def _stop_ranks(children: list[subprocess.Popen[bytes]]) -> set[int]:
-    """End what still runs: SIGTERM, and SIGKILL for what does not listen. Returns their ranks."""
-    running = {rank for rank, child in enumerate(children) if child.poll() is None}
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        left = [child for child in children if child.poll() is None]
-        for child in left:
-            child.send_signal(kind)
-        deadline = time.monotonic() + STOP_TIMEOUT
-        for child in left:
-            try:
-                child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
-    return running
-
-
-def _find_root_cause(reports: dict[int, dict[str, Any] | str], ended: dict[int, float]) -> FarfieldError:
-    """The error to report: what somebody wrote a message for, before a signal, before what nobody foresaw.
-
-    When one rank goes, the others fail in their next collective; those failures say nothing.
-    """
-    candidates: list[tuple[int, float, FarfieldError]] = []
-    for index, report in sorted(reports.items()):
-        if isinstance(report, str):
-            candidates.append((1, ended.get(index, time.time()), RunError(report)))
-            continue
-        priority = {"user": 0, "run": 0, "hang": 0, "unexpected": 2}[report["kind"]]
-        error = ERROR_KINDS[report["kind"]](report["message"])
-        if isinstance(error, UserError):
-            error.key = report.get("key")
-        candidates.append((priority, report["time"], error))
-    return min(candidates, key=lambda item: item[:2])[2]
-
-
 def _describe_exit(rank: int, code: int, log: Path) -> str:
     if code >= 0:
         return f"the process of rank {rank} ended with exit code {code}; see {log}"
     name = signal.Signals(-code).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
     return f"the process of rank {rank} was ended by {name}{hint}; see {log}"
+
+
+def count_threads_per_process(ranks: int) -> int:
+    """Threads that leave a core to each: two ranks with all cores each ran up to 30 times slower."""
+    return max(1, count_cores() // ranks)
+
+
+def find_free_port() -> int:
+    """A TCP port on which nothing listens now."""
+    with socket.socket() as listener:
+        listener.bind((ADDRESS, 0))
+        return listener.getsockname()[1]

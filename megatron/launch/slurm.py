@@ -22,7 +22,6 @@ from pathlib import Path
 
 from megatron.checkpoint import layout as checkpoints
 from megatron.config.schema import Config
-from megatron.distributed.launcher_environment import in_slurm_job
 from megatron.options.launch import LaunchOptions
 from megatron.utils.atomic_io import make_folder, remove_empty_folders, write_text_atomically
 from megatron.utils.errors import RunError, UserError
@@ -55,11 +54,6 @@ class SlurmJob:
     """Where that is."""
     files: tuple[tuple[str, str], ...] = ()
     """Names and contents of files that the command reads, in the folder."""
-
-
-def is_slurm_requested(launch: LaunchOptions) -> bool:
-    """Is work to be handed to SLURM? Not by what is a job already: it does the work."""
-    return launch.launcher == "slurm" and not in_slurm_job()
 
 
 def build_training_job(config: Config) -> SlurmJob:

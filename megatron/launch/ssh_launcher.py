@@ -1,8 +1,10 @@
 """`hostfile`: a run over machines that are reached by ssh, one connection to each.
 
-A connection's standard input is its control channel. It brings the request (what to train, as which ranks), then a line
-TERM or KILL for a signal; when it ends, with the launcher or the network, the machine's ranks are asked to save and end
-(`node.py`). So nothing has to be searched for and killed by its name.
+At its other end `python -m megatron.launch.ssh_launcher` starts and watches the machine's ranks (`main`). Its standard
+input is the control channel. The first line is the `LaunchRequest`: what to train, as which ranks. Then TERM asks the
+ranks to save and end, KILL ends them at once, and so does TERM after TERM; the end of the input, with the launcher or
+the network, means TERM, for nobody is there any more. So nothing has to be searched for and killed by its name. An
+error is left on standard error as a line of JSON.
 """
 
 from __future__ import annotations
@@ -16,26 +18,30 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from megatron.config.load import read_config
 from megatron.config.schema import Config
+from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import PORTS, RankInfo
 from megatron.launch.local_launcher import check_run_folder, open_run_log
-from megatron.launch.rank_group import ROOT, supervise
+from megatron.launch.rank_group import ROOT, ErrorReport, RankGroup, run_ranks
 from megatron.options.launch import LaunchOptions
-from megatron.utils.errors import UserError
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.signals import end_with_parent
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")
 FORWARDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_")
-"""How variables begin that the machines get from here. Through the connection: nobody sees them in a list of
+"""Prefixes of the variables that the machines get from here. Through the connection: nobody sees them in a list of
 processes."""
-LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,10 @@ class Host:
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a machine is told first."""
+    """The first line that a machine gets."""
 
     configuration: str
+    """As YAML, not resolved: that takes the machine's facts."""
     log: str
     rank_infos: list[dict[str, Any]]
     address: str
@@ -58,21 +65,6 @@ class LaunchRequest:
     folder: str
     """The working directory, which paths are relative to."""
     environment: dict[str, str]
-
-
-def uses_ssh(launch: LaunchOptions) -> bool:
-    """Is the run to be started over ssh? As in DeepSpeed, a hostfile that does not exist means this machine."""
-    if launch.launcher == "ssh":
-        return True
-    return launch.launcher == "auto" and launch.hostfile is not None and Path(launch.hostfile).is_file()
-
-
-def list_ssh_notes(launch: LaunchOptions) -> tuple[str, ...]:
-    """Lines worth telling."""
-    if launch.hostfile is None or uses_ssh(launch):
-        return ()
-    reason = "no such file" if launch.launcher == "auto" else f"launcher is {launch.launcher}"
-    return (f"hostfile {launch.hostfile} has no effect: {reason}",)
 
 
 def read_hostfile(launch: LaunchOptions) -> list[Host]:
@@ -93,12 +85,12 @@ def read_hostfile(launch: LaunchOptions) -> list[Host]:
         content = line.split("#")[0].strip()
         if not content:
             continue
-        found = LINE.fullmatch(content)
-        if found is None or found[1].startswith("-") or int(found[2]) < 1:
+        match = HOSTFILE_LINE.fullmatch(content)
+        if match is None or match[1].startswith("-") or int(match[2]) < 1:
             raise UserError(f"{launch.hostfile}:{number}: {content!r} is no machine; write NAME slots=8")
-        if any(host.name == found[1] for host in hosts):
-            raise UserError(f"{launch.hostfile}:{number}: {found[1]} is there twice; give all its slots in a line")
-        hosts.append(Host(found[1], int(found[2])))
+        if any(host.name == match[1] for host in hosts):
+            raise UserError(f"{launch.hostfile}:{number}: {match[1]} is there twice; give all its slots in a line")
+        hosts.append(Host(match[1], int(match[2])))
     if len(hosts) < (launch.nodes or 1):
         raise UserError(f"nodes is {launch.nodes or 1}, but {launch.hostfile} has {len(hosts)} machines")
     hosts = hosts[: launch.nodes]
@@ -121,28 +113,30 @@ def assign_ranks(hosts: Sequence[Host]) -> list[list[RankInfo]]:
     return rank_infos
 
 
-def train_over_ssh(config: Config) -> int:
-    """Train over the machines of the hostfile.
+def train_over_ssh(config: Config, hosts: Sequence[Host]) -> int:
+    """Train over several machines.
+
+    Args:
+        config: not resolved, which each machine does for itself.
+        hosts: the machines (`read_hostfile`).
 
     Returns:
         0, or 128 + n if signal n ended the run early.
 
     Raises:
-        UserError: the hostfile, or what the ranks refuse.
+        UserError: what the machines refuse.
         RunError: what went wrong first, with the machine's name if it could not be reached.
     """
     end_with_parent()
-    hosts = read_hostfile(config.launch)
     if config.checkpoint.save is None:
         raise UserError("a run over several machines needs save, a folder that all of them see")
     check_run_folder(config)
     with open_run_log(config, True) as log, tempfile.TemporaryDirectory(prefix="farfield-") as folder:
+        error_files = [Path(folder) / f"{index}.txt" for index in range(len(hosts))]
 
-        def errors(index: int) -> Path:
-            return Path(folder) / f"{index}.txt"
-
-        def report(index: int, code: int) -> dict[str, Any] | str:
-            return _describe_end(hosts[index], code, errors(index).read_text(encoding="utf-8", errors="replace"), log)
+        def read_report(index: int, code: int) -> ErrorReport | str:
+            errors = error_files[index].read_text(encoding="utf-8", errors="replace")
+            return _read_report(hosts[index], code, errors, log)
 
         common = LaunchRequest(
             configuration=config.replace(num_gpus=None, nodes=None).to_yaml(only_set=True),
@@ -153,22 +147,23 @@ def train_over_ssh(config: Config) -> int:
             folder=os.getcwd(),
             environment={name: value for name, value in os.environ.items() if name.startswith(FORWARDED_VARIABLES)},
         )
-        starts = []
+        starters = []
         for index, (host, rank_infos) in enumerate(zip(hosts, assign_ranks(hosts), strict=True)):
             request = replace(common, rank_infos=[asdict(rank_info) for rank_info in rank_infos])
-            starts.append(partial(SshConnection, host, request, errors(index), log if index else None))
-        return supervise(starts, report)
+            starters.append(partial(SshConnection, host, request, error_files[index], log if index else None))
+        return RankGroup(starters, read_report).run()
 
 
 class SshConnection(subprocess.Popen[bytes]):
     """A machine of the run, as a child process whose signals travel through its standard input."""
 
-    def __init__(self, host: Host, request: LaunchRequest, errors: Path, output: Path | None) -> None:
-        """output: where its output goes; None for the user's console, where the first rank reports."""
-        command = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-P", "-m", "megatron.launch.node_agent"])
-        with open(errors, "wb") as problems, open(output or os.devnull, "ab") as log:
+    def __init__(self, host: Host, request: LaunchRequest, error_file: Path, output: Path | None) -> None:
+        """error_file: gets its standard error. output: where its output goes; None for the user's console, where the
+        first rank reports."""
+        command = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-P", "-m", "megatron.launch.ssh_launcher"])
+        with open(error_file, "wb") as errors, open(output or os.devnull, "ab") as log:
             super().__init__(
-                [*SSH, host.name, command], stdin=subprocess.PIPE, stdout=log if output else None, stderr=problems,
+                [*SSH, host.name, command], stdin=subprocess.PIPE, stdout=log if output else None, stderr=errors,
                 start_new_session=True,
             )  # fmt: skip
         self._send(json.dumps(asdict(request)))
@@ -182,20 +177,75 @@ class SshConnection(subprocess.Popen[bytes]):
 
     def _send(self, line: str) -> None:
         assert self.stdin is not None
-        with suppress(OSError, ValueError):  # it is gone, or closed: what it left says why
+        with suppress(OSError, ValueError):  # it is gone, or closed: its error file says why
             self.stdin.write(f"{line}\n".encode())
             self.stdin.flush()
 
 
-def _describe_end(host: Host, code: int, errors: str, log: Path) -> dict[str, Any] | str:
-    """What a machine said of its end, or what ssh did."""
+def _read_report(host: Host, code: int, errors: str, log: Path) -> ErrorReport | str:
+    """What a machine said of its end, or a line of what ssh did."""
     lines = [line for line in errors.splitlines() if line.strip()]
     for line in reversed(lines):
         with suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and found.keys() >= {"kind", "message", "time"}:
-                return found
+            return ErrorReport.parse(line)
     reason = f": {lines[-1]}" if lines else ""
     if code == 255:  # ssh's own
         return f"{host.name} cannot be reached, or the connection to it was lost{reason}; try: ssh {host.name} true"
     return f"{host.name}: its processes ended with exit code {code}{reason}; see {log}"
+
+
+def main() -> int:
+    """A machine's end of the connection: read the request and run the ranks. Returns 0, 128 + n after signal n, or the
+    exit code of an error."""
+    request = LaunchRequest(**json.loads(sys.stdin.buffer.readline()))
+    try:
+        return _run_requested_ranks(request)
+    except FarfieldError as error:
+        print(ErrorReport.from_error(error).to_json(), file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _run_requested_ranks(request: LaunchRequest) -> int:
+    log = Path(request.log)
+    try:
+        os.chdir(request.folder)
+        if not log.is_file():
+            raise FileNotFoundError(2, "not there")
+    except OSError as error:
+        hostname = os.uname().nodename
+        path = request.folder if error.filename else log
+        raise RunError(f"{hostname}: {path}: {error.strerror}; all machines must see the same folders") from error
+    os.environ.update(request.environment)
+    with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".yml", encoding="utf-8") as file:
+        file.write(request.configuration)
+        file.flush()
+        config = read_config(file.name)
+    rank_infos = [RankInfo(**rank_info) for rank_info in request.rank_infos]
+    config = resolve_run(config, LocalHardware.detect(), rank_info=rank_infos[0]).config
+    # The signals of the control channel find the handlers of the rank group, or, a moment before, end this process:
+    # nothing runs.
+    threading.Thread(target=_read_control_channel, args=(sys.stdin.buffer,), daemon=True).start()
+    return run_ranks(config, log, rank_infos, request.address, request.port)
+
+
+def _read_control_channel(control_channel: BinaryIO) -> None:
+    """Turn what comes into signals to this process, which hands them on to its ranks."""
+    stop_requested = False
+    for line in control_channel:
+        if (word := line.strip()) == b"TERM" and not stop_requested:
+            stop_requested = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif word == b"KILL":
+            # The second signal is the one that does not wait. Two of the same might arrive as one.
+            for number in (signal.SIGINT,) if stop_requested else (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            return
+    if not stop_requested:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    # os._exit: the thread may hold standard input, which the interpreter would wait for.
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -10,7 +10,7 @@ ours follows from that:
   is one part of the whole: they are summed (otherwise the copies drift apart);
 * a processor mixes the scores of all heads: queries and keys are gathered, which is linear in T, never the maps.
 
-Context parallelism: a rank holds some of the tokens (`distributed/partition.py`). Rows are independent of each other in
+Context parallelism: a rank holds some of the tokens (`distributed/mesh.py`). Rows are independent of each other in
 every method, so a rank needs the keys and values of all tokens and computes the rows of its own; its gradient of the
 others' keys is theirs to add.
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.attention.backends.registry import row_blocks_reason, select_backend
 from megatron.distributed.collectives import register_grad_all_reduce
-from megatron.distributed.partition import pipeline_layer_range
+from megatron.distributed.mesh import pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerPositionConfig, PositionedAttention
 from megatron.model.attention_dims import build_attention_dims

@@ -23,8 +23,7 @@ from megatron.attention.segments import (
     concatenate_ranges,
     no_sampling,
 )
-from megatron.distributed.mesh import Axis, Number
-from megatron.distributed.partition import list_context_chunks, pipeline_layer_range
+from megatron.distributed.mesh import Axis, Number, list_context_chunks, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
 from megatron.model.attention import AttentionContext, PositionedAttention
@@ -174,7 +173,7 @@ class GPT(GPTModel):
         """Logits, or the loss of each token.
 
         Where ranks share a sequence (context parallelism), each gives the tokens of the places that it holds
-        (`distributed/partition.py`) and gets their logits or losses; T is then their number. A pipeline stage after the
+        (`distributed/mesh.py`) and gets their logits or losses; T is then their number. A pipeline stage after the
         first takes the hidden states [T, B, D] of the one before it, and one before the last returns them.
 
         Args:

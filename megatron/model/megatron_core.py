@@ -1,6 +1,6 @@
 """The one door to megatron-core's model: what of it we use, imported without PyTorch's compiler."""
 
-from megatron.utils.without_compile import disable_torch_compile
+from megatron.utils.imports import disable_torch_compile
 
 with disable_torch_compile():
     from megatron.core.models.backends import LocalSpecProvider

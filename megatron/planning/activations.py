@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.distributed.partition import list_context_chunks
+from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
 from megatron.planning.position_costs import plan_encoding, plan_processor
 

@@ -22,8 +22,7 @@ Not in it: what CUDA, NCCL and the allocator take for themselves, which the tent
 from dataclasses import dataclass
 
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.distributed.partition import pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT

@@ -4,8 +4,7 @@ D hidden size, K width of keys, F width of the feed-forward layer, V padded voca
 """
 
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.distributed.partition import pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import GATED, ffn_hidden_size, has_qkv_bias, kv_hidden_size, padded_vocab_size
 from megatron.planning.position_costs import count_encoding_parameters, count_processor_parameters, plan_encoding
 

@@ -33,8 +33,7 @@ from dataclasses import dataclass
 
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec
-from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.distributed.partition import pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.launch import slurm
+from megatron.launch.dispatch import uses_slurm
 from megatron.sweeps.spec import Sweep
 from megatron.utils.errors import UserError
 
@@ -20,7 +21,7 @@ def build_array_job(
         UserError: members that want different jobs, or more than a node each.
     """
     launches = [member.config.launch for member in sweep.members]
-    if not slurm.is_slurm_requested(launches[0]):
+    if not uses_slurm(launches[0]):
         return None
     if any(launch != launches[0] for launch in launches):
         raise UserError("launcher slurm: all variants of a sweep need the same processes, devices and slurm keys")

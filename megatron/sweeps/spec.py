@@ -27,7 +27,7 @@ from megatron.config.schema import Config, Path_
 from megatron.config.settings import COMMAND_LINE, format_value
 from megatron.config.yaml_files import YamlDocument, read_yaml
 from megatron.distributed.hardware import LocalHardware
-from megatron.launch import slurm
+from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import SweepOptions
 from megatron.sweeps.validation import find_sweep_problems, refuse_owned_keys
@@ -60,7 +60,7 @@ class SweepMember:
         """
         settle = (
             resolve_remote_run
-            if slurm.is_slurm_requested(self.config.launch)
+            if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
         return settle(self.config).config

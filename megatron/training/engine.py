@@ -21,13 +21,12 @@ from megatron.config.schema import Config
 from megatron.data.batches import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.mpu import ModelParallelUnit
-from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
 from megatron.distributed.sharding import is_counted_here
 from megatron.model.parameter_groups import parameter_groups
 from megatron.training.optimizer import ProjectedAdamW, build_optimizer
 from megatron.training.pipeline import PipelineSchedule
-from megatron.utils.without_compile import disable_torch_compile
+from megatron.utils.imports import disable_torch_compile
 
 
 class Engine:

@@ -9,8 +9,7 @@ import torch
 from megatron.checkpoint.run_files import get_config_path
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import describe_job
-from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.distributed.partition import pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import ffn_hidden_size
 from megatron.training.hardware import measure_matmul_tflops
 from megatron.training.pipeline import compute_bubble

@@ -1,15 +1,15 @@
-"""A run from its configuration to its first step, in four phases.
+"""A run from its configuration to its first step, in three phases.
 
-    preflight   what can be refused, and settled, from the configuration and the machine alone (preflight.py)
+The configuration was resolved by whoever starts the run (resolve_run.py).
+
     session     the folder's lock, the other processes, seeds and determinism (session.py)
     assemble    data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
     restore     every state of the checkpoint to start from, if there is one; from then on the folder is this run's
 
-What there is to start from is decided between the second and the third: all processes verify its files together, and
+What there is to start from is decided between the first and the second: all processes verify its files together, and
 it must fit the configuration before anything is built.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,8 +33,7 @@ from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.run_tokenizer import save_run_tokenizer
 from megatron.data.vocabulary import Vocabulary, read_vocabulary
 from megatron.distributed import rng
-from megatron.distributed.hardware import LocalHardware
-from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
+from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.build import build_model, check_position_options
 from megatron.training import session as sessions
@@ -44,7 +43,6 @@ from megatron.training.hardware import find_peak_tflops
 from megatron.training.loss_spikes import RollbackRequested
 from megatron.training.records import METRICS_FILE
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
-from megatron.training.resolve_run import resolve_run
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.training.session import TrainingSession
 from megatron.utils.progress import AnnounceWait
@@ -86,20 +84,21 @@ class TrainState:
         self.session.close()
 
 
-def build_state(config: Config, console: ConsoleReporter, rollback: RollbackRequested | None = None) -> TrainState:
+def build_state(
+    config: Config, rank_info: RankInfo, console: ConsoleReporter, rollback: RollbackRequested | None = None
+) -> TrainState:
     """Build a run from its configuration. Every process calls this; only the first one's console is used.
 
-    rollback: the run went back because of its loss; the data that did it are stepped over.
+    Args:
+        config: resolved (`resolve_run`).
+        rank_info: which of the run's processes this is.
+        console: where the first process reports.
+        rollback: the run went back because of its loss; the data that did it are stepped over.
 
     Raises:
         UserError: the configuration, the data and what is there to start from do not fit together.
         RunError: a file is damaged or cannot be written, or the processes do not find each other.
     """
-    launch_context = read_launcher_environment(port=config.launch.master_port)
-    rank_info = RankInfo() if launch_context is None else launch_context.rank_info
-    if launch_context is not None:
-        os.environ.update(launch_context.to_environment())  # DeepSpeed reads torchrun's names, whoever started us
-    config = resolve_run(config, LocalHardware.detect(), rank_info=rank_info).config
     session = sessions.begin_session(config, rank_info)
     try:
         resume = plan_resume(config, session.groups)

@@ -1,6 +1,6 @@
 """The training loop: steps, reports, validations, checkpoints, and every way in which a run ends.
 
-    ready = prepare(config)           build everything, resume if there is something to resume from (setup.py)
+    state = build_state(config, …)    build everything, resume if there is something to resume from (train_state.py)
     for each step:                    gradient accumulation, then one optimizer step (engine.py)
         every log_interval            a record to console, metrics.jsonl, TensorBoard, wandb
         every eval_interval           the loss on held-out sequences (validate.py)
@@ -28,7 +28,8 @@ from megatron.config.ranks import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed import rng
-from megatron.distributed.launcher_environment import read_launcher_environment
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training import summary
 from megatron.training.console import ConsoleReporter
@@ -37,6 +38,7 @@ from megatron.training.loss_spikes import MAX_ROLLBACKS, RollbackRequested, Runn
 from megatron.training.metrics import DivergenceRecord, IntervalMetrics, TrainRecord, ValidationRecord, perplexity
 from megatron.training.records import find_record
 from megatron.training.reporters import report_to_all
+from megatron.training.resolve_run import resolve_run
 from megatron.training.train_state import TrainState, build_state
 from megatron.training.validate import validate
 from megatron.training.watchdog import EndFunction, Watchdog
@@ -67,13 +69,37 @@ class TrainResult:
         return 0 if self.signal is None else 128 + self.signal
 
 
-def train(
-    config: Config, console: Console | None = None, end: EndFunction | None = None, *, errors: int = 2
+def train(config: Config, console: Console | None = None) -> TrainResult:
+    """Train a model from Python: in this process alone, or as the rank that the environment says this process is.
+
+    Args:
+        config: the run's configuration, as it was read; it is resolved for this machine.
+        console: where the first process reports; None for silence.
+
+    Returns, Raises: as `train_resolved`.
+    """
+    launch_context = read_launcher_environment()
+    rank_info = RankInfo()
+    if launch_context is not None:
+        rank_info = launch_context.rank_info
+        os.environ.update(launch_context.to_environment(config.launch.master_port))  # DeepSpeed reads torchrun's names
+    resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info)
+    return train_resolved(resolved.config, rank_info, console)
+
+
+def train_resolved(
+    config: Config,
+    rank_info: RankInfo,
+    console: Console | None = None,
+    end: EndFunction | None = None,
+    *,
+    errors: int = 2,
 ) -> TrainResult:
     """Train a model. Every process of the run calls this with the same configuration.
 
     Args:
-        config: the run's configuration.
+        config: the run's configuration, resolved (`resolve_run`).
+        rank_info: which of the run's processes this is; torchrun's variables in the environment say the same.
         console: where the first process reports; None for silence.
         end: ends this process when a rank hangs, which its main thread may not be able to; if absent with a line on
             standard error.
@@ -90,26 +116,24 @@ def train(
     rollback: RollbackRequested | None = None
     while True:
         try:
-            outcome = _run_attempt(
-                config, ConsoleReporter(console, config.training.train_iters), start_time, end, rollback, errors
-            )
+            reporter = ConsoleReporter(console, config.training.train_iters)
+            outcome = _run_attempt(config, rank_info, reporter, start_time, end, rollback, errors)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise RunError(_describe_memory_error(config, error)) from error
+            raise RunError(_describe_memory_error(config, rank_info.world_size, error)) from error
         if isinstance(outcome, TrainResult):
             return outcome
         rollback = outcome
         config = config.replace(load=rollback.load, finetune=False, rollback=False)
 
 
-def _describe_memory_error(config: Config, error: BaseException) -> str:
+def _describe_memory_error(config: Config, world_size: int, error: BaseException) -> str:
     """What to say where memory does not suffice: what was asked for last, what was planned, and what helps."""
     requested = re.search(r"allocate ([\d.,]+ ?\w*)", str(error))
     line = f"memory does not suffice{f' (for {requested[1]} more)' if requested else ''}"
-    started = read_launcher_environment(port=config.launch.master_port)
     try:
-        sizes = resolve_mesh_shape(config, 1 if started is None else started.rank_info.world_size)
+        sizes = resolve_mesh_shape(config, world_size)
         planned = estimate_memory(config, sizes, read_vocabulary(config.data).size).total
         line += f"; this configuration is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
     except FarfieldError:  # an encoding of which nothing is known
@@ -122,6 +146,7 @@ def _describe_memory_error(config: Config, error: BaseException) -> str:
 
 def _run_attempt(
     config: Config,
+    rank_info: RankInfo,
     reporter: ConsoleReporter,
     start_time: float,
     end: EndFunction | None,
@@ -129,7 +154,7 @@ def _run_attempt(
     errors: int,
 ) -> "TrainResult | RollbackRequested":
     """One start of a run, to its end or to where it goes back: as if it were started anew, by the same path."""
-    run = build_state(config, reporter, rollback)
+    run = build_state(config, rank_info, reporter, rollback)
     try:
         loop = Trainer(run, start_time, end, rollback, errors)
         try:

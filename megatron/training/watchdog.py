@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.distributed.heartbeat_store import HeartbeatStore
-from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.process_groups import HeartbeatStore, ProcessGroups
 from megatron.training.records import HEARTBEAT_FILE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import HangError

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.distributed.mesh import Axis
-from megatron.distributed.partition import pipeline_layer_range
+from megatron.distributed.mesh import Axis, pipeline_layer_range
 
 
 @given(st.integers(1, 40), st.data())

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.distributed.mesh import Axis
-from megatron.distributed.partition import list_chunk_owners, list_context_chunks
+from megatron.distributed.mesh import Axis, list_chunk_owners, list_context_chunks
 
 
 @given(st.integers(1, 8), st.integers(1, 20))

@@ -39,6 +39,7 @@ def test_what_is_said_is_heard(rank_info: RankInfo) -> None:
     assert started is not None
     assert (started.rank_info, started.address, started.port) == (rank_info, "10.0.0.1", 2345)
     assert started.to_environment() == rank_info.to_environment("10.0.0.1", 2345)
+    assert RankInfo.from_environment(started.to_environment()) == rank_info
 
 
 def test_a_task_of_srun_knows_its_place() -> None:
@@ -46,24 +47,27 @@ def test_a_task_of_srun_knows_its_place() -> None:
     assert started is not None
     assert started.rank_info == RankInfo(5, 9, 1, 4)
     assert started.address == "gpu08"
-    assert started.port in PORTS
+    assert started.port is None
+    assert started.job_port in PORTS
     assert started == read_launcher_environment({**SRUN, "SLURM_PROCID": "5", "SLURM_JOB_NODELIST": "other"})
     last = read_launcher_environment({**SRUN, "SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
     assert last is not None
     assert last.rank_info == RankInfo(8, 9, 0, 1)
-    assert (last.address, last.port) == (started.address, started.port)
+    assert (last.address, last.job_port) == (started.address, started.job_port)
     another = read_launcher_environment({**SRUN, "SLURM_STEP_ID": "1"})
     assert another is not None
-    assert another.port != started.port  # two steps of a job may run at once
+    assert another.job_port != started.job_port  # two steps of a job may run at once
 
 
 def test_the_user_says_where_to_meet() -> None:
-    started = read_launcher_environment({**SRUN, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4444"}, port=5555)
+    started = read_launcher_environment({**SRUN, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4444"})
     assert started is not None
     assert (started.address, started.port) == ("10.0.0.7", 4444)
-    started = read_launcher_environment(SRUN, port=5555)
+    assert started.to_environment(5555)["MASTER_PORT"] == "4444"
+    started = read_launcher_environment(SRUN)
     assert started is not None
-    assert started.port == 5555
+    assert started.to_environment(5555)["MASTER_PORT"] == "5555"
+    assert started.to_environment()["MASTER_PORT"] == str(started.job_port)
 
 
 def test_a_process_of_mpirun_knows_its_place() -> None:

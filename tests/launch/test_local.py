@@ -7,7 +7,7 @@ import pytest
 from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import LaunchContext, RankInfo
-from megatron.launch import local_launcher, worker
+from megatron.launch import dispatch, local_launcher, worker
 from megatron.launch.console import UnexpectedError
 from megatron.training.resolve_run import ResolvedRun, resolve_run
 from megatron.utils.errors import RunError, UserError
@@ -32,7 +32,7 @@ def fake_run(monkeypatch):
     """Replace the training by a function of the log."""
 
     def _fake(body):
-        monkeypatch.setattr(worker, "run_rank", lambda config, log, rank: body(log))
+        monkeypatch.setattr(worker, "run_rank", lambda config, log, rank_info: body(log))
 
     return _fake
 
@@ -111,9 +111,11 @@ def test_a_rank_that_somebody_else_started_trains_in_this_process(fake_run, monk
     seen = {}
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(
-        local_launcher.worker, "run_rank", lambda config, log, rank: seen.update(os.environ, rank=rank) or 143
+        local_launcher.worker,
+        "run_rank",
+        lambda config, log, rank_info: seen.update(os.environ, rank=rank_info.rank) or 143,
     )
-    started = LaunchContext(RankInfo(rank, 8, rank % 4, 4), "gpu08", 2345, cores=3)
+    started = LaunchContext(RankInfo(rank, 8, rank % 4, 4), "gpu08", 2345, 2345, cores=3)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'a'}"), started) == 143
@@ -136,10 +138,10 @@ def test_a_rank_that_somebody_else_started_trains_in_this_process(fake_run, monk
     ],
 )
 def test_what_all_ranks_would_tell_is_told_by_one_of_each_machine(place, error, told):
-    started = None if place is None else LaunchContext(place, "gpu08", 2345, cores=None)
+    started = None if place is None else LaunchContext(place, "gpu08", 2345, 2345, cores=None)
     with (
         pytest.raises(SystemExit if told is None else type(error)) as caught,
-        local_launcher.report_errors_once(started),
+        dispatch.report_errors_once(started),
     ):
         raise error
     assert caught.value.code == 2 if told is None else str(caught.value) == told

@@ -14,7 +14,7 @@ from tiny_runs import losses, records, tiny_config, write_corpora
 from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.launch import ssh_launcher
+from megatron.launch import dispatch, ssh_launcher
 from megatron.launch.local_launcher import train_on_this_machine
 from megatron.launch.ssh_launcher import Host
 from megatron.training.resolve_run import resolve_run
@@ -83,13 +83,13 @@ def test_when_ssh_is_used(place: Path) -> None:
     def launch(*overrides: str):
         return load_config([], [*SMALL, *overrides]).config.launch
 
-    assert not ssh_launcher.uses_ssh(launch())  # as in DeepSpeed, no file means this machine
-    assert ssh_launcher.list_ssh_notes(launch()) == ("hostfile hosts has no effect: no such file",)
-    assert ssh_launcher.uses_ssh(launch("launcher=ssh"))
+    assert not dispatch.uses_ssh(launch())  # as in DeepSpeed, no file means this machine
+    assert dispatch.list_hostfile_notes(launch()) == ("hostfile hosts has no effect: no such file",)
+    assert dispatch.uses_ssh(launch("launcher=ssh"))
     Path("hosts").write_text("node1 slots=1\n")
-    assert ssh_launcher.uses_ssh(launch())
-    assert ssh_launcher.list_ssh_notes(launch()) == ()
-    assert not ssh_launcher.uses_ssh(launch("launcher=slurm", "num_gpus=1"))
+    assert dispatch.uses_ssh(launch())
+    assert dispatch.list_hostfile_notes(launch()) == ()
+    assert not dispatch.uses_ssh(launch("launcher=slurm", "num_gpus=1"))
     with pytest.raises(UserError, match="launcher ssh needs hostfile"):
         load_config([], ["launcher=ssh", *SMALL, "hostfile=null"])
 
@@ -103,12 +103,11 @@ def test_neighbours_in_number_are_on_one_machine() -> None:
 
 
 def test_a_machine_that_cannot_be_reached_is_named(place: Path) -> None:
-    Path("hosts").write_text("nowhere slots=1\n")
     config = load_config([], [*SMALL, "save=run"]).config
     with pytest.raises(RunError, match=r"^nowhere cannot be reached, .*Could not resolve .*; try: ssh nowhere true$"):
-        ssh_launcher.train_over_ssh(config)
+        ssh_launcher.train_over_ssh(config, hosts("nowhere slots=1\n"))
     with pytest.raises(UserError, match="a run over several machines needs save"):
-        ssh_launcher.train_over_ssh(config.replace(save=None))
+        ssh_launcher.train_over_ssh(config.replace(save=None), hosts("nowhere slots=1\n"))
 
 
 def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(place: Path) -> None:
@@ -167,7 +166,7 @@ def test_signals_of_the_launcher_reach_the_ranks_of_a_machine(place: Path) -> No
     """Without ranks: TERM on the lifeline, or its end, is SIGTERM; KILL is a second signal."""
     code = (
         "import signal, sys, threading, time\n"
-        "from megatron.launch.node_agent import _read_control_channel\n"
+        "from megatron.launch.ssh_launcher import _read_control_channel\n"
         "seen = []\n"
         "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, lambda n, _: seen.append(n))\n"
         "thread = threading.Thread(target=_read_control_channel, args=(sys.stdin.buffer,))\n"

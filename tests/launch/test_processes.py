@@ -229,7 +229,7 @@ def test_a_signal_while_ranks_are_started_is_not_lost(when: str):
 
     begun = time.monotonic()
     with pytest.raises(StoppedBySignal) as ended:
-        rank_group.supervise([start, start], lambda index, code: f"child {index} ended with {code}")
+        rank_group.RankGroup([start, start], lambda index, code: f"child {index} ended with {code}").run()
     assert ended.value.signum == signal.SIGTERM
     assert [child.returncode for child in started] == [-signal.SIGTERM]
     assert time.monotonic() - begun < 30
@@ -339,4 +339,4 @@ def test_free_port_is_free():
 
 
 def test_errors_are_farfields():
-    assert all(issubclass(kind, FarfieldError) for kind in rank_group.ERROR_KINDS.values())
+    assert all(issubclass(kind.error, FarfieldError) for kind in rank_group.ERROR_KINDS.values())

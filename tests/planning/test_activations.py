@@ -12,8 +12,7 @@ from tiny_runs import tiny_config
 from kernels.cdape_attention import host
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.distributed.partition import list_context_chunks
+from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.model import attention
 from megatron.model.attention import AttentionContext
 from megatron.planning import activations

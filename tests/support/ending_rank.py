@@ -6,6 +6,7 @@ whether the groups were there before and after, and how often they were aborted.
 
 import atexit
 import json
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.distributed.launcher_environment import RankInfo
 from megatron.launch import worker
 from megatron.training import trainer
 from megatron.utils.errors import RunError, UserError
@@ -32,6 +34,7 @@ def main(job: Path, way: str, backend: str) -> None:
         return take_step(self, stop)
 
     trainer.Trainer.train_step = step
+    os.environ.update(RankInfo().to_environment("127.0.0.1", 0))
     code = None
     with suppress(KeyboardInterrupt):
         code = worker.main([str(job), str(job / "log.txt"), "0"])

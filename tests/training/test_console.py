@@ -14,12 +14,15 @@ from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint.run_files import CONFIG_NAMES
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.console import run_console
 from megatron.training import summary, trainer
 from megatron.training.console import ConsoleReporter
 from megatron.training.hardware import measure_matmul_tflops
 from megatron.training.metrics import TrainRecord
+from megatron.training.resolve_run import resolve_run
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import train
 from megatron.utils.formatting import format_count
@@ -206,7 +209,8 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
     def notes(**more: object) -> list[str]:
         stream = io.StringIO()
         reporter = ConsoleReporter(Console(file=stream, width=300), 8)
-        trainer.build_state(tiny_config(corpus, **again, **more), reporter).close()
+        config = resolve_run(tiny_config(corpus, **again, **more), LocalHardware.detect()).config
+        trainer.build_state(config, RankInfo(), reporter).close()
         return [line for line in stream.getvalue().splitlines() if "learning rate" in line]
 
     # Cosine from 1e-2 to 1e-4: step 3 of 4 trains with 1e-4 + 99e-4 (1 + cos 3π/4)/2, step 4 of 8 with the middle.

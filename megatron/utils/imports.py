@@ -1,0 +1,53 @@
+"""How packages are imported: those that may be missing, and megatron-core and DeepSpeed without PyTorch's compiler.
+
+While it is imported, megatron-core puts torch.compile on its fused functions, and that alone loads Dynamo and Inductor:
+two of the eight seconds of processor time before a run does anything. None of these functions is called here, for
+`megatron/model/transformer_config.py` leaves the fusions off. The doors to megatron-core, in data, model and
+distributed, import it inside `disable_torch_compile`; whichever comes first decides for the process. DeepSpeed's ZeRO
+does the same with the functions of an optimizer that is not offered here, so `megatron/training/engine.py` imports it
+in the same way.
+
+Both warn while they are imported that packages are missing which nothing here needs (Apex, Transformer Engine). A log
+that begins so reads as a broken installation, and they are not shown.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.utils.errors import UserError
+
+REQUIREMENTS_FILE = "requirements-eval.txt"
+"""In the project's root; it pins them."""
+
+
+def require_package(package: str, feature: str) -> None:
+    """See that a package is installed, without importing it.
+
+    Raises:
+        UserError: `feature` needs it, and this is how to install it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"{feature} needs the package {package}, which is not installed: pip install -r {REQUIREMENTS_FILE}"
+        )
+
+
+@contextmanager
+def disable_torch_compile() -> Iterator[None]:
+    """Inside it torch.compile, used as a decorator, leaves functions as they are, and no warning is shown."""
+    import torch  # not at the top: `require_package` is asked before torch is there
+
+    usual, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.compile = usual
+
+
+def _return_unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    return function if function is not None else lambda decorated: decorated
