@@ -39,7 +39,7 @@ def inputs_from_task(asked: TaskEval) -> AnalysisInputs:
     drawn = {length: asked.sample_batch(length).tokens for length in asked.lengths}
     windows = {tokens.shape[1]: list(tokens) for tokens in drawn.values()}
     told = (
-        f"Fresh sequences of the task {asked.task_config.describe_identity}, {asked.count} at each length of its input "
+        f"Fresh sequences of the task {asked.task_config.label}, {asked.count} at each length of its input "
         f"({_format_lengths(asked.lengths)}); with the places of the answers they have "
         f"{_format_lengths(list(windows))} tokens."
     )

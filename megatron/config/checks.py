@@ -124,7 +124,7 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
     data, launch = config.data, config.launch
     if data.task is None:
         return
-    from megatron.tasks import chosen as tasks  # needs numpy, and most configurations have none
+    from megatron.tasks import task_config as tasks  # needs numpy, and most configurations have none
 
     wrong = list(tasks.find_task_problems(data))
     yield from wrong

@@ -331,7 +331,7 @@ def _resolve_task(settings: ConfigLayers) -> None:
     given = settings.values.get(("task",))
     if given is None or given.value is None or ("seq_length",) in settings.values:
         return
-    from megatron.tasks.chosen import read_task_config  # needs numpy, and most configurations have no task
+    from megatron.tasks.task_config import read_task_config  # needs numpy, and most configurations have no task
 
     names = [path for path in settings.values if path[0].startswith("task")]
     flat: dict[str, Any] = {"task_options": {path[1]: settings.values[path].value for path in names if path[1:]}}

@@ -21,7 +21,7 @@ from megatron.data.lengths import list_sequence_lengths
 from megatron.data.parts import check_dataset_content, check_dataset_slice, list_dataset_slices
 from megatron.data.vocabulary import read_vocabulary
 from megatron.options.data import SPLITS, DataOptions, Split
-from megatron.tasks.chosen import read_task_config
+from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """How long training sequences are."""
 
 from megatron.options.data import DataOptions
-from megatron.tasks.chosen import read_task_config
+from megatron.tasks.task_config import read_task_config
 
 
 def list_sequence_lengths(data: DataOptions, seq_length: int) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron.options.data import SPLITS, Split
-from megatron.tasks.chosen import TaskConfig
 from megatron.tasks.task import TaskBatch
+from megatron.tasks.task_config import TaskConfig
 
 
 class TaskDataset(torch.utils.data.Dataset):

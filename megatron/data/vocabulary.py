@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.data.paths import find_corpus_metadata, list_all_prefixes
 from megatron.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_config
 from megatron.options.data import DataOptions
-from megatron.tasks.chosen import read_task_config
+from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import UserError
 
 

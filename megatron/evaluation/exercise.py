@@ -4,7 +4,7 @@ At each length n a fixed seed draws fresh sequences, the same for every run; non
 An answer is the likeliest of the task's answers (`answers.py`), and `accuracy.py` makes records of what is right.
 Their nll is the mean of −log p(label) over all places that are asked, in nats.
 
-Beside the models stand predictors that learned nothing (`megatron.tasks.floors`), as records of their own.
+Beside the models stand predictors that learned nothing (`megatron.tasks.trivial_baselines`), as records of their own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron.evaluation.subject import ScoringContext
 from megatron.evaluation.work import count_forward_flops
 from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
 from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
-from megatron.tasks.chosen import TaskConfig, read_task_config
-from megatron.tasks.floors import measure_baseline_correctness
 from megatron.tasks.task import TaskBatch
+from megatron.tasks.task_config import TaskConfig, read_task_config
+from megatron.tasks.trivial_baselines import measure_baseline_correctness
 from megatron.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class TaskEval:
 
     def sample_batch(self, length: int, *, fitting: bool = False) -> TaskBatch:
         """The sequences of a length; or, for trivial predictors to be fitted, others of that length."""
-        name = hashlib.blake2b(self.task_config.describe_identity.encode(), digest_size=8).digest()
+        name = hashlib.blake2b(self.task_config.label.encode(), digest_size=8).digest()
         origin = [TASK_SEED, int.from_bytes(name, "big"), length, int(fitting)]
         generator = np.random.Generator(np.random.PCG64(origin))
         count = self.count
@@ -78,23 +78,23 @@ class TaskEval:
     @cached_property
     def digest(self) -> str:
         """Equal digests, equal sequences at every length that both have."""
-        return _hash(f"{TASK_SEED} {self.task_config.describe_identity} {self.count}")
+        return _hash(f"{TASK_SEED} {self.task_config.label} {self.count}")
 
     @property
     def describe(self) -> dict[str, Any]:
         """What every record says of what was asked."""
         task = self.task_config.task
-        named = (
-            f"Task {self.task_config.describe_identity} of {task.source}: {task.title}; lengths are those of the input."
+        named = f"Task {self.task_config.label} of {task.paper}: {task.title}; lengths are those of the input."
+        order = (
+            "The answer does not depend on the input's order († in DAPE V2's Table 6)."
+            if task.permutation_invariant
+            else ""
         )
-        order = "The answer does not depend on the input's order († in DAPE V2's Table 6)." if task.order_free else ""
         return {
             "train_length": self.task_config.max_length,
             "protocol": "task",
-            "dataset": f"task {self.task_config.describe_identity}",
-            "text_digest": _hash(
-                f"{TASK_SEED} {self.task_config.describe_identity}"
-            ),  # however many sequences are drawn from it
+            "dataset": f"task {self.task_config.label}",
+            "text_digest": _hash(f"{TASK_SEED} {self.task_config.label}"),  # however many sequences are drawn from it
             "target_digest": self.digest,
             "windows": self.count,
             "blocks": self.count,
@@ -135,14 +135,14 @@ class TaskEval:
 
             taken = start_stopwatch()
             losses, correct = score_answers(
-                model, drawn, task.num_answers, batch_tokens=scoring.batch_tokens, after_batch=after_batch
+                model, drawn, task.answer_ids, batch_tokens=scoring.batch_tokens, after_batch=after_batch
             )
             done += flops
             nll = float(losses.sum() / drawn.loss_mask.sum())
             if not math.isfinite(nll):
                 raise RunError(f"{shared['method']}: the loss at length {length:,} is {nll}")
             own = {"length": length, "nll": nll, **taken()}
-            found += compute_accuracies(correct, drawn, {**shared, **own}, whole=task.whole)
+            found += compute_accuracies(correct, drawn, {**shared, **own}, whole=task.scores_exact_match)
         return aggregate_accuracies(found)
 
     def baseline_records(self) -> list[Record]:
@@ -173,9 +173,7 @@ def _hash(text: str) -> str:
 
 def is_task_run(runs: Sequence[TrainedRun]) -> bool:
     """Did runs learn a task, and not a text? Raises UserError if they learned different things."""
-    learned = [
-        None if run.config.data.task is None else read_task_config(run.config.data).describe_identity for run in runs
-    ]
+    learned = [None if run.config.data.task is None else read_task_config(run.config.data).label for run in runs]
     for run, other in zip(runs, learned, strict=True):
         if other != learned[0]:
             named = [f"the task {name}" if name else "a text" for name in (other, learned[0])]
@@ -196,5 +194,5 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     lengths = choose_lengths(options, [each.max_length for each in chosen])
     for length in lengths:
         if (why := chosen[0].task.unsupported_length_reason(length)) is not None:
-            raise UserError(f"lengths: {length} is none of the task {chosen[0].describe_identity}: {why}")
+            raise UserError(f"lengths: {length} is none of the task {chosen[0].label}: {why}")
     return TaskEval(chosen[0], lengths, options.windows or DEFAULT_NUM_SEQUENCES)

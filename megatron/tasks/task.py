@@ -1,9 +1,9 @@
-"""What a task is: sequences that are drawn, with the places at which something is asked.
+"""What a task is: a generator of sequences, with the positions at which answers are expected.
 
 A task's options are the fields of its class, so they have types, bounds, defaults and a sentence each. Whatever trains
-on a task or scores it knows `draw` and the facts beside it, and no task by its name.
+on a task or scores it knows `sample_batch` and the facts beside it, and no task by its name.
 
-B sequences, n the length of the input, T = `places(n)` tokens of the whole sequence.
+B sequences, n the length of the input, T = `sequence_length(n)` tokens of the whole sequence.
 """
 
 from typing import ClassVar, NamedTuple
@@ -16,14 +16,14 @@ Array = np.ndarray
 
 
 class TaskBatch(NamedTuple):
-    """B sequences of one length. Place t reads the token t and is asked for the label t: nothing is shifted."""
+    """B sequences of one length. Label t is the answer that is expected after token t was read: nothing is shifted."""
 
     tokens: Array
     """int64 [B, T]."""
     labels: Array
-    """int64 [B, T], one of the task's answers; without meaning where nothing is asked."""
+    """int64 [B, T], one of the task's `answer_ids`; without meaning outside `loss_mask`."""
     loss_mask: Array
-    """bool [B, T], the places that have a loss."""
+    """bool [B, T], the positions that have a loss."""
     accuracy_mask: Array
     """bool [B, T], those of them that count for accuracy."""
 
@@ -33,14 +33,15 @@ class Task(ConfigSection):
 
     title: ClassVar[str]
     """What is asked, in a sentence without a full stop."""
-    source: ClassVar[str]
-    level: ClassVar[str | None] = None
+    paper: ClassVar[str]
+    """Authors, year and title of the publication that the task comes from."""
+    chomsky_level: ClassVar[str | None] = None
     """Of the Chomsky hierarchy, for the tasks that are chosen by it: R, D or C."""
-    order_free: ClassVar[bool] = False
-    """Is the answer the same whatever the order of the input? (D's Table 6 marks such tasks with a dagger.)"""
+    permutation_invariant: ClassVar[bool] = False
+    """Is the answer the same whatever the order of the input? (DAPE V2's Table 6 marks such tasks with a dagger.)"""
     note: ClassVar[str] = ""
-    """What has to be known when results are compared with the source's, in sentences."""
-    whole: ClassVar[bool] = False
+    """What has to be known when results are compared with the paper's, in sentences."""
+    scores_exact_match: ClassVar[bool] = False
     """Is the share of sequences of which every token is right reported too?"""
 
     @property
@@ -49,7 +50,7 @@ class Task(ConfigSection):
         raise NotImplementedError
 
     @property
-    def num_answers(self) -> range:
+    def answer_ids(self) -> range:
         """The ids that labels may have: of these an answer is chosen, and over these the loss is taken in scoring."""
         raise NotImplementedError
 
@@ -62,9 +63,9 @@ class Task(ConfigSection):
         raise NotImplementedError
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
-        """Draw `count` sequences whose input has a length that is not refused."""
+        """Draw `count` sequences whose input has a supported length."""
         raise NotImplementedError
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
-        """What else can be had without solving the task, at a length: a predictor in words, and its accuracy."""
+        """Accuracies that are reached without solving the task, at a length, by the predictor in words."""
         return {}

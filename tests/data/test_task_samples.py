@@ -15,7 +15,7 @@ from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import single_process
 from megatron.options.data import DataOptions
-from megatron.tasks.chosen import read_task_config
+from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import UserError
 
 REVERSE = DataOptions(task="reverse_string", task_length=9)
@@ -85,7 +85,7 @@ def test_samples_are_what_the_task_draws() -> None:
     assert sample["tokens"].dtype == sample["labels"].dtype == torch.int64
     assert sample["loss_mask"].dtype == torch.float32
     assert sample["loss_mask"].tolist() == [0.0] * half + [1.0] * half
-    assert (sample["labels"][half:] - task.num_answers.start).tolist() == sample["tokens"][:half].tolist()[::-1]
+    assert (sample["labels"][half:] - task.answer_ids.start).tolist() == sample["tokens"][:half].tolist()[::-1]
     assert read_vocabulary(REVERSE).size == task.vocab_size == 5
 
 

@@ -23,8 +23,8 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.options.model import PositionOptions
 from megatron.reports import table_formats
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.tasks.chosen import read_task_config
-from megatron.tasks.floors import CONSTANT, POSITION
+from megatron.tasks.task_config import read_task_config
+from megatron.tasks.trivial_baselines import CONSTANT, POSITION
 from megatron.utils.errors import RunError, UserError
 
 
@@ -80,7 +80,7 @@ def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
     of = config(task, 8, **({"pairs": 2, "vocabulary": 20} if task == "mqar" else {}))
     asked, model = build_task_eval(EvaluationOptions(lengths=[8, 12], windows=7), [of]), gpt(of)
     for length in asked.lengths:
-        drawn, choices = asked.sample_batch(length), asked.task_config.task.num_answers
+        drawn, choices = asked.sample_batch(length), asked.task_config.task.answer_ids
         losses, correct = score_answers(model, drawn, choices, batch_tokens=3 * drawn.tokens.shape[1])
         for row in range(7):
             logits = model(torch.from_numpy(drawn.tokens[row : row + 1]))[0].detach().double().numpy()

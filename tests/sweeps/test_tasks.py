@@ -11,7 +11,7 @@ from megatron.sweeps import receipts
 from megatron.sweeps.run_sweep import sort_baselines_last
 from megatron.sweeps.spec import read_sweep
 from megatron.sweeps.work_estimate import estimate_work
-from megatron.tasks.chosen import read_task_config
+from megatron.tasks.task_config import read_task_config
 
 SWEEP = """\
 num_layers: 1

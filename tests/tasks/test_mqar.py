@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from megatron.tasks import registry
+from megatron.tasks import task_config
 from megatron.utils.errors import UserError
 
 
 def drawn(count: int, length: int, seed: int = 0, **options: float):
-    return registry.build_task("mqar", options).sample_batch(np.random.default_rng(seed), count, length)
+    return task_config.build_task("mqar", options).sample_batch(np.random.default_rng(seed), count, length)
 
 
 @pytest.mark.parametrize(("length", "options"), [(64, {}), (32, {}), (256, {"pairs": 64}), (16, {"pairs": 2})])
@@ -73,10 +73,10 @@ def test_several_gaps_are_drawn_one_after_the_other_without_repetition() -> None
 )
 def test_impossible_options_are_refused(options: dict[str, float], why: str) -> None:
     with pytest.raises(UserError, match=why):
-        registry.build_task("mqar", options)
+        task_config.build_task("mqar", options)
 
 
 def test_lengths() -> None:
-    task = registry.build_task("mqar", {"pairs": 4})
+    task = task_config.build_task("mqar", {"pairs": 4})
     assert [length for length in range(1, 24) if task.unsupported_length_reason(length) is None] == [16, 18, 20, 22]
     assert task.baseline_accuracies(64) == {"one of the sequence's values": 0.25}

@@ -1,1 +1,1 @@
-"""One file for each task; `megatron.tasks.registry` finds them by name."""
+"""One file for each task; `megatron.tasks.task_config` finds them by name."""

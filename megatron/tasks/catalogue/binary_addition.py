@@ -2,30 +2,30 @@
 
 import numpy as np
 
-from megatron.tasks.binary import propagate_carries, sample_pairs, terminate_bits
+from megatron.tasks.arithmetic import propagate_carries, sample_number_pairs, terminate_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import TERMINATOR_SYMBOL, Transduction
+from megatron.tasks.transduction_task import TERMINATOR_SYMBOL, TransductionTask
 
 
-class BinaryAddition(Transduction):
+class BinaryAddition(TransductionTask):
     """Two numbers with a 2 between them, least significant bit first; their sum, then the terminator, then zeros.
 
     For n ≤ 2 the input is a single number, below 2^n − 1 and with n bits, and the output is that without zeros above.
     """
 
     title = "the sum of two numbers in binary, least significant bit first"
-    level = "C"
-    inputs = 3
-    outputs = 3
-    terminated = True
+    chomsky_level = "C"
+    num_input_symbols = 3
+    num_output_symbols = 3
+    has_terminator = True
 
     def output_length(self, length: int) -> int:
         return length + 1
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length > 2:
-            given, one, other = sample_pairs(generator, count, length)
-            return given, terminate_bits(propagate_carries(one + other), length + 1)
+            inputs, first, second = sample_number_pairs(generator, count, length)
+            return inputs, terminate_bits(propagate_carries(first + second), length + 1)
         numbers = generator.integers(2**length - 1, size=count)
-        written = np.array([[0, TERMINATOR_SYMBOL, 0], [1, TERMINATOR_SYMBOL, 0], [0, 1, TERMINATOR_SYMBOL]])
-        return numbers[:, None] >> np.arange(length) & 1, written[numbers, : length + 1]
+        outputs = np.array([[0, TERMINATOR_SYMBOL, 0], [1, TERMINATOR_SYMBOL, 0], [0, 1, TERMINATOR_SYMBOL]])
+        return numbers[:, None] >> np.arange(length) & 1, outputs[numbers, : length + 1]

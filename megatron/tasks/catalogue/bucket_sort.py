@@ -3,21 +3,21 @@
 import numpy as np
 
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction
+from megatron.tasks.transduction_task import TransductionTask
 
 
-class BucketSort(Transduction):
+class BucketSort(TransductionTask):
     """n symbols of 0 to 4; the same, sorted."""
 
     title = "n symbols of five, sorted"
-    level = "C"
-    order_free = True
-    inputs = 5
-    outputs = 5
+    chomsky_level = "C"
+    permutation_invariant = True
+    num_input_symbols = 5
+    num_output_symbols = 5
 
     def output_length(self, length: int) -> int:
         return length
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = generator.integers(5, size=(count, length))
-        return given, np.sort(given, axis=1)
+        inputs = generator.integers(5, size=(count, length))
+        return inputs, np.sort(inputs, axis=1)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron.tasks.letters import AutoregressiveTask
+from megatron.tasks.autoregressive_task import AutoregressiveTask
 from megatron.tasks.task import TaskBatch
 
 
@@ -16,5 +16,5 @@ class CopyString(AutoregressiveTask):
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         string = generator.integers(self.letters, size=(count, length))
-        begin, bar_token = np.full((count, 1), self.begin_token), np.full((count, 1), self.separator_token)
-        return self.build_batch(np.concatenate([begin, string, bar_token], axis=1), string)
+        begin, separator = np.full((count, 1), self.begin_token), np.full((count, 1), self.separator_token)
+        return self.build_batch(np.concatenate([begin, string, separator], axis=1), string)

@@ -2,21 +2,22 @@
 
 import numpy as np
 
+from megatron.tasks.arithmetic import sample_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, sample_bits
+from megatron.tasks.transduction_task import TransductionTask
 
 
-class DuplicateString(Transduction):
+class DuplicateString(TransductionTask):
     """n bits; the same twice, so 2n outputs."""
 
     title = "n bits twice"
-    level = "C"
-    inputs = 2
-    outputs = 2
+    chomsky_level = "C"
+    num_input_symbols = 2
+    num_output_symbols = 2
 
     def output_length(self, length: int) -> int:
         return 2 * length
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = sample_bits(generator, count, length)
-        return given, np.concatenate([given, given], axis=1)
+        inputs = sample_bits(generator, count, length)
+        return inputs, np.concatenate([inputs, inputs], axis=1)

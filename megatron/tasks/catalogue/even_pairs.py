@@ -2,18 +2,19 @@
 
 import numpy as np
 
+from megatron.tasks.arithmetic import sample_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, sample_bits
+from megatron.tasks.transduction_task import TransductionTask
 
 
-class EvenPairs(Transduction):
+class EvenPairs(TransductionTask):
     """n bits; the parity of the number of unequal neighbours, which is whether the first and the last differ."""
 
     title = "is the number of unequal neighbours among n bits odd"
-    level = "R"
-    inputs = 2
-    outputs = 2
+    chomsky_level = "R"
+    num_input_symbols = 2
+    num_output_symbols = 2
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = sample_bits(generator, count, length)
-        return given, (given[:, :1] + given[:, -1:]) % 2
+        inputs = sample_bits(generator, count, length)
+        return inputs, (inputs[:, :1] + inputs[:, -1:]) % 2

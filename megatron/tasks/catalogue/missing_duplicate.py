@@ -2,30 +2,31 @@
 
 import numpy as np
 
+from megatron.tasks.arithmetic import sample_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, sample_bits
+from megatron.tasks.transduction_task import TransductionTask
 
 HIDDEN, PADDING = 2, 3
 
 
-class MissingDuplicate(Transduction):
+class MissingDuplicate(TransductionTask):
     """A string of ⌊n/2⌋ bits twice, one of all places hidden by a 2, and a 3 at the end of an odd n; the hidden bit.
 
     For n = 1 input and output are 1.
     """
 
     title = "the bit that is hidden in a string of n/2 bits which is there twice"
-    level = "C"
-    inputs = 4
-    outputs = 2
+    chomsky_level = "C"
+    num_input_symbols = 4
+    num_output_symbols = 2
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length == 1:
             return np.ones((count, 1), dtype=np.int64), np.ones((count, 1), dtype=np.int64)
         half = length // 2
         string = sample_bits(generator, count, half)
-        given = np.concatenate([string, string, np.full((count, length % 2), PADDING)], axis=1)
+        inputs = np.concatenate([string, string, np.full((count, length % 2), PADDING)], axis=1)
         hidden = generator.integers(2 * half, size=(count, 1))
-        wanted = np.take_along_axis(given, hidden, axis=1)
-        np.put_along_axis(given, hidden, HIDDEN, axis=1)
-        return given, wanted
+        outputs = np.take_along_axis(inputs, hidden, axis=1)
+        np.put_along_axis(inputs, hidden, HIDDEN, axis=1)
+        return inputs, outputs

@@ -3,12 +3,12 @@
 import numpy as np
 
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction
+from megatron.tasks.transduction_task import TransductionTask
 
 PLUS, MINUS = 5, 6
 
 
-class ModularArithmetic(Transduction):
+class ModularArithmetic(TransductionTask):
     """Digit, operator, digit, …; the value modulo 5, × before + and −. Inputs have an odd length, n − 1 for an even n.
 
     The digits 0 to 4 are their own symbols, then follow +, − and ×. The papers' code has a ninth symbol, a blank that
@@ -16,9 +16,9 @@ class ModularArithmetic(Transduction):
     """
 
     title = "the value modulo 5 of digits joined by +, − and ×"
-    level = "R"
-    inputs = 9
-    outputs = 5
+    chomsky_level = "R"
+    num_input_symbols = 9
+    num_output_symbols = 5
 
     def input_length(self, length: int) -> int:
         return length - 1 + length % 2
@@ -26,11 +26,11 @@ class ModularArithmetic(Transduction):
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         digits = generator.integers(5, size=(count, self.input_length(length) // 2 + 1))
         operators = generator.integers(PLUS, PLUS + 3, size=(count, digits.shape[1] - 1))
-        given = np.zeros((count, self.input_length(length)), dtype=np.int64)
-        given[:, ::2], given[:, 1::2] = digits, operators
+        inputs = np.zeros((count, self.input_length(length)), dtype=np.int64)
+        inputs[:, ::2], inputs[:, 1::2] = digits, operators
         total, term = np.zeros(count, dtype=np.int64), digits[:, 0]
         for operator, digit in zip(operators.T, digits.T[1:], strict=True):
-            sums = operator <= MINUS
-            total = np.where(sums, total + term, total)
-            term = np.where(sums, np.where(operator == MINUS, -digit, digit), term * digit % 5)
-        return given, ((total + term) % 5)[:, None]
+            is_sum = operator <= MINUS
+            total = np.where(is_sum, total + term, total)
+            term = np.where(is_sum, np.where(operator == MINUS, -digit, digit), term * digit % 5)
+        return inputs, ((total + term) % 5)[:, None]

@@ -10,18 +10,18 @@ from megatron.tasks.task import Array, Task, TaskBatch
 
 
 class MQAR(Task):
-    """D different keys, each followed by its value; later each key comes again, and the value is asked for there.
+    """D different keys, each followed by its value; later each key comes again, and its value is the answer there.
 
-        k₁ v₁ k₂ v₂ … k_D v_D   · k₂ · · · k₁ · …        asked at k₂ for v₂, at k₁ for v₁
+        k₁ v₁ k₂ v₂ … k_D v_D   · k₂ · · · k₁ · …        answers: v₂ at k₂, v₁ at k₁
 
-    A query with the gap g = 1, 2, … stands 2·(g − 1) places after the end of the pairs. Gaps are drawn without
+    A query with the gap g = 1, 2, … stands 2·(g − 1) tokens after the end of the pairs. Gaps are drawn without
     repetition, g with a probability in proportion to g^(a − 1), a being `power`. What stands between the queries is
     uniform over the whole vocabulary. Keys are the first half of the vocabulary but for 0, values the second half; a
     value stands nowhere twice among the pairs. The length of the input is that of the sequence.
     """
 
     title = "the values of keys that come again after all pairs of a key and a value"
-    source = "Arora et al. (2023), Zoology"
+    paper = "Arora et al. (2023), Zoology"
 
     vocabulary: int = config_field(8192, "symbols, half of them keys and half of them values; even", ge=4, le=10**6)
     pairs: int = config_field(8, "pairs of a key and a value, and queries", ge=1, le=10**6)
@@ -30,7 +30,7 @@ class MQAR(Task):
     )
 
     @model_validator(mode="after")
-    def _count_possible_pairs(self) -> Self:
+    def _check_vocabulary(self) -> Self:
         if self.vocabulary % 2:
             raise ValueError(f"vocabulary is {self.vocabulary}; it must be even: half are keys, half are values")
         if self.pairs >= self.vocabulary // 2:
@@ -44,7 +44,7 @@ class MQAR(Task):
         return self.vocabulary
 
     @property
-    def num_answers(self) -> range:
+    def answer_ids(self) -> range:
         return range(self.vocabulary)
 
     def unsupported_length_reason(self, length: int) -> str | None:
@@ -62,15 +62,15 @@ class MQAR(Task):
         tokens = generator.integers(self.vocabulary, size=(count, length))
         tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values
         # The largest of log p plus Gumbel noise are a draw without repetition, in its order.
-        space = length // 2 - self.pairs
-        chances = (self.power - 1) * np.log(np.arange(1, space + 1))
-        gaps = np.argsort(-(chances + generator.gumbel(size=(count, space))), axis=1)[:, : self.pairs]
-        places = 2 * (self.pairs + gaps)
-        labels, asked = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=bool)
-        np.put_along_axis(tokens, places, keys, axis=1)
-        np.put_along_axis(labels, places, values, axis=1)
-        np.put_along_axis(asked, places, True, axis=1)
-        return TaskBatch(tokens, labels, asked, asked)
+        num_gaps = length // 2 - self.pairs
+        log_weights = (self.power - 1) * np.log(np.arange(1, num_gaps + 1))
+        gaps = np.argsort(-(log_weights + generator.gumbel(size=(count, num_gaps))), axis=1)[:, : self.pairs]
+        positions = 2 * (self.pairs + gaps)
+        labels, mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=bool)
+        np.put_along_axis(tokens, positions, keys, axis=1)
+        np.put_along_axis(labels, positions, values, axis=1)
+        np.put_along_axis(mask, positions, True, axis=1)
+        return TaskBatch(tokens, labels, mask, mask)
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
         return {"one of the sequence's values": 1 / self.pairs}
@@ -78,7 +78,7 @@ class MQAR(Task):
 
 def sample_distinct(generator: np.random.Generator, count: int, size: int, below: int) -> Array:
     """`size` different numbers below `below` in a random order, int64 [count, size]."""
-    chances = generator.random((count, below))
-    chosen = np.argpartition(chances, size - 1, axis=1)[:, :size]
-    order = np.argsort(np.take_along_axis(chances, chosen, axis=1), axis=1)
-    return np.take_along_axis(chosen, order, axis=1)
+    scores = generator.random((count, below))
+    indices = np.argpartition(scores, size - 1, axis=1)[:, :size]
+    order = np.argsort(np.take_along_axis(scores, indices, axis=1), axis=1)
+    return np.take_along_axis(indices, order, axis=1)

@@ -5,10 +5,10 @@ from typing import Literal
 import numpy as np
 
 from megatron.options.section import config_field
-from megatron.tasks.letters import AutoregressiveTask
+from megatron.tasks.autoregressive_task import AutoregressiveTask
 from megatron.tasks.task import Array, TaskBatch
 
-MAX_PER_NGRAM = 4
+MAX_STARTS_PER_NGRAM = 4
 """Letters of the longest string, over the n-grams that there are: of e^4 such strings one has a given n-gram only once.
 """
 
@@ -32,10 +32,10 @@ class NgramLookup(AutoregressiveTask):
     )
 
     def unsupported_length_reason(self, length: int) -> str | None:
-        least = self.ngram + self.answer
-        if length < least:
-            return f"{self.ngram} letters and an answer of {self.answer} need a string of at least {least}"
-        if length > MAX_PER_NGRAM * self.letters**self.ngram:
+        min_length = self.ngram + self.answer
+        if length < min_length:
+            return f"{self.ngram} letters and an answer of {self.answer} need a string of at least {min_length}"
+        if length > MAX_STARTS_PER_NGRAM * self.letters**self.ngram:
             return f"{self.ngram} of {self.letters} letters would hardly ever stand in it only once"
         return None
 
@@ -45,17 +45,17 @@ class NgramLookup(AutoregressiveTask):
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         string = generator.integers(self.letters, size=(count, length))
         starts = generator.integers(length - self.ngram - self.answer + 1, size=count)
-        while (again := self._find_repeated(string, starts)).any():
-            string[again] = generator.integers(self.letters, size=(int(again.sum()), length))
-        taken = starts[:, None] + np.arange(self.ngram + self.answer)
-        given, wanted = np.split(np.take_along_axis(string, taken, axis=1), [self.ngram], axis=1)
-        begin, bar = np.full((count, 1), self.begin_token), np.full((count, 1), self.separator_token)
-        suffix = [begin, string, bar, given]
-        prefix = [begin, given, bar, string, bar]
-        return self.build_batch(np.concatenate(suffix if self.query == "suffix" else prefix, axis=1), wanted)
+        while (repeated := self._find_repeated(string, starts)).any():
+            string[repeated] = generator.integers(self.letters, size=(int(repeated.sum()), length))
+        indices = starts[:, None] + np.arange(self.ngram + self.answer)
+        ngram, answer = np.split(np.take_along_axis(string, indices, axis=1), [self.ngram], axis=1)
+        begin, separator = np.full((count, 1), self.begin_token), np.full((count, 1), self.separator_token)
+        suffix = [begin, string, separator, ngram]
+        prefix = [begin, ngram, separator, string, separator]
+        return self.build_batch(np.concatenate(suffix if self.query == "suffix" else prefix, axis=1), answer)
 
     def _find_repeated(self, string: Array, starts: Array) -> Array:
         """Do the letters that begin at `starts` stand in the string more than once? bool [B]."""
         windows = np.lib.stride_tricks.sliding_window_view(string, self.ngram, axis=1)
-        given = windows[np.arange(len(string)), starts]
-        return (windows == given[:, None]).all(axis=2).sum(axis=1) > 1
+        ngrams = windows[np.arange(len(string)), starts]
+        return (windows == ngrams[:, None]).all(axis=2).sum(axis=1) > 1

@@ -2,24 +2,25 @@
 
 import numpy as np
 
+from megatron.tasks.arithmetic import sample_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, sample_bits
+from megatron.tasks.transduction_task import TransductionTask
 
 
-class OddsFirst(Transduction):
+class OddsFirst(TransductionTask):
     """n bits; the 2nd, 4th, … of them, then the 1st, 3rd, …
 
     This is what the papers' code does; its description says the other order.
     """
 
     title = "the 2nd, 4th, … of n bits, then the 1st, 3rd, …"
-    level = "C"
-    inputs = 2
-    outputs = 2
+    chomsky_level = "C"
+    num_input_symbols = 2
+    num_output_symbols = 2
 
     def output_length(self, length: int) -> int:
         return length
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = sample_bits(generator, count, length)
-        return given, np.concatenate([given[:, 1::2], given[:, ::2]], axis=1)
+        inputs = sample_bits(generator, count, length)
+        return inputs, np.concatenate([inputs[:, 1::2], inputs[:, ::2]], axis=1)

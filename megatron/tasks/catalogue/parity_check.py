@@ -2,19 +2,20 @@
 
 import numpy as np
 
+from megatron.tasks.arithmetic import sample_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, sample_bits
+from megatron.tasks.transduction_task import TransductionTask
 
 
-class ParityCheck(Transduction):
+class ParityCheck(TransductionTask):
     """n bits; the number of ones modulo 2."""
 
     title = "is the number of ones among n bits odd"
-    level = "R"
-    order_free = True
-    inputs = 2
-    outputs = 2
+    chomsky_level = "R"
+    permutation_invariant = True
+    num_input_symbols = 2
+    num_output_symbols = 2
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = sample_bits(generator, count, length)
-        return given, given.sum(axis=1, keepdims=True) % 2
+        inputs = sample_bits(generator, count, length)
+        return inputs, inputs.sum(axis=1, keepdims=True) % 2

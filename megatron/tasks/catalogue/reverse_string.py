@@ -2,21 +2,22 @@
 
 import numpy as np
 
+from megatron.tasks.arithmetic import sample_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction, sample_bits
+from megatron.tasks.transduction_task import TransductionTask
 
 
-class ReverseString(Transduction):
+class ReverseString(TransductionTask):
     """n bits; the same from the last to the first."""
 
     title = "n bits backwards"
-    level = "D"
-    inputs = 2
-    outputs = 2
+    chomsky_level = "D"
+    num_input_symbols = 2
+    num_output_symbols = 2
 
     def output_length(self, length: int) -> int:
         return length
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = sample_bits(generator, count, length)
-        return given, given[:, ::-1]
+        inputs = sample_bits(generator, count, length)
+        return inputs, inputs[:, ::-1]

@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from megatron.tasks.grammar import CLOSE, MODULUS, OPEN, sample_expressions
+from megatron.tasks.arithmetic import CLOSE, MODULUS, OPEN, sample_expressions
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction
+from megatron.tasks.transduction_task import TransductionTask
 
-OPEN_HERE, CLOSE_HERE, UNKNOWN, EQUALS = range(7, 11)
+OPEN_SYMBOL, CLOSE_SYMBOL, UNKNOWN, EQUALS = range(7, 11)
 """The symbols that follow the digits, + and −; there is no ×."""
 
 
-class SolveEquation(Transduction):
+class SolveEquation(TransductionTask):
     """An expression with + and − of n − 2 symbols, one of its digits replaced by x, then = and the value modulo 5.
 
     Which digit: from a uniform place to the right, from the end on at the beginning, to the first digit. So digits that
@@ -18,22 +18,22 @@ class SolveEquation(Transduction):
     """
 
     title = "the digit that x stands for in an equation modulo 5"
-    level = "D"
-    inputs = 11
-    outputs = 5
+    chomsky_level = "D"
+    num_input_symbols = 11
+    num_output_symbols = 5
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        given = np.zeros((count, length), dtype=np.int64)
+        inputs = np.zeros((count, length), dtype=np.int64)
         if length < 3:
-            return given, given[:, :1]
+            return inputs, inputs[:, :1]
         size = length - 2
         symbols, values = sample_expressions(generator, count, size, operators=2)
         starts = generator.integers(size, size=(count, 1))
-        onwards = (starts + np.arange(size)) % size
-        digits = np.take_along_axis(symbols, onwards, axis=1) < MODULUS
-        chosen = np.take_along_axis(onwards, digits.argmax(axis=1)[:, None], axis=1)
-        wanted = np.take_along_axis(symbols, chosen, axis=1)
-        symbols[symbols == OPEN], symbols[symbols == CLOSE] = OPEN_HERE, CLOSE_HERE
-        np.put_along_axis(symbols, chosen, UNKNOWN, axis=1)
-        given[:, :size], given[:, size], given[:, size + 1] = symbols, EQUALS, values
-        return given, wanted
+        indices = (starts + np.arange(size)) % size
+        digits = np.take_along_axis(symbols, indices, axis=1) < MODULUS
+        replaced = np.take_along_axis(indices, digits.argmax(axis=1)[:, None], axis=1)
+        outputs = np.take_along_axis(symbols, replaced, axis=1)
+        symbols[symbols == OPEN], symbols[symbols == CLOSE] = OPEN_SYMBOL, CLOSE_SYMBOL
+        np.put_along_axis(symbols, replaced, UNKNOWN, axis=1)
+        inputs[:, :size], inputs[:, size], inputs[:, size + 1] = symbols, EQUALS, values
+        return inputs, outputs

@@ -2,13 +2,14 @@
 
 import numpy as np
 
+from megatron.tasks.arithmetic import sample_bits
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import TERMINATOR_SYMBOL, Transduction, sample_bits
+from megatron.tasks.transduction_task import TERMINATOR_SYMBOL, TransductionTask
 
 POP, PUSH = 2, 3
 
 
-class StackManipulation(Transduction):
+class StackManipulation(TransductionTask):
     """A stack of k bits from the bottom, k uniform on 1 … n − 1, then n − k actions: 2 pops, 3 pushes 0, 4 pushes 1.
 
     The outputs are the final stack from the top, then the terminator, then zeros. A pop of an empty stack does nothing.
@@ -16,10 +17,10 @@ class StackManipulation(Transduction):
     """
 
     title = "what is on a stack, from the top, after n − k actions on k bits"
-    level = "D"
-    inputs = 5
-    outputs = 3
-    terminated = True
+    chomsky_level = "D"
+    num_input_symbols = 5
+    num_output_symbols = 3
+    has_terminator = True
 
     def output_length(self, length: int) -> int:
         return length + 1
@@ -27,14 +28,14 @@ class StackManipulation(Transduction):
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         sizes = generator.integers(1, length, size=count) if length > 1 else np.ones(count, dtype=np.int64)
         actions = generator.integers(POP, PUSH + 2, size=(count, length))
-        given = np.where(np.arange(length) < sizes[:, None], sample_bits(generator, count, length), actions)
+        inputs = np.where(np.arange(length) < sizes[:, None], sample_bits(generator, count, length), actions)
         rows, heights = np.arange(count), np.zeros(count, dtype=np.int64)
         stack = np.zeros((count, length + 1), dtype=np.int64)
-        for symbol in given.T:
+        for symbol in inputs.T:
             pops = symbol == POP
             stack[rows, heights] = np.where(pops, stack[rows, heights], symbol % PUSH)
             heights = np.maximum(heights + np.where(pops, -1, 1), 0)
-        below = heights[:, None] - 1 - np.arange(length + 1)
-        wanted = np.where(below >= 0, np.take_along_axis(stack, np.maximum(below, 0), axis=1), 0)
-        wanted[rows, heights] = TERMINATOR_SYMBOL
-        return given, wanted
+        indices = heights[:, None] - 1 - np.arange(length + 1)
+        outputs = np.where(indices >= 0, np.take_along_axis(stack, np.maximum(indices, 0), axis=1), 0)
+        outputs[rows, heights] = TERMINATOR_SYMBOL
+        return inputs, outputs

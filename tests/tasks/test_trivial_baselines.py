@@ -1,16 +1,16 @@
-"""What trivial predictors reach: the published floors, and hand-made sequences."""
+"""What trivial predictors reach: the published accuracies, and hand-made sequences."""
 
 import numpy as np
 import pytest
 
-from megatron.tasks import registry
-from megatron.tasks.floors import CONSTANT, POSITION, measure_baseline_correctness
+from megatron.tasks import task_config
 from megatron.tasks.task import TaskBatch
+from megatron.tasks.trivial_baselines import CONSTANT, POSITION, measure_baseline_correctness
 
 
-def floors(name: str, lengths: list[int], count: int = 2000) -> dict[str, float]:
+def mean_accuracies(name: str, lengths: list[int], count: int = 2000) -> dict[str, float]:
     """Accuracy of each predictor in percent, the mean over lengths."""
-    task = registry.build_task(name)
+    task = task_config.build_task(name)
     scores: dict[str, list[float]] = {CONSTANT: [], POSITION: []}
     for length in lengths:
         fitted, scored = (task.sample_batch(np.random.default_rng([part, length]), count, length) for part in range(2))
@@ -26,14 +26,14 @@ def test_brackets_have_more_zeros_than_chance() -> None:
     """× makes zeros: 31.0% over 41 … 500, 29.2% at 41 and 31.6% at 500, within five deviations of so many draws."""
     for lengths, expected in (([41], 29.2), ([500], 31.6), (FROM_41_TO_500, 31.0)):
         spread = 500 * (0.31 * 0.69 / (2000 * len(lengths))) ** 0.5
-        assert floors("modular_arithmetic_brackets", lengths)[CONSTANT] == pytest.approx(expected, abs=spread + 0.1)
+        assert mean_accuracies("modular_arithmetic_brackets", lengths)[CONSTANT] == pytest.approx(expected, abs=spread + 0.1)
 
 
 def test_sorted_symbols_are_known_by_their_place() -> None:
     """78% at 41, 94% at 500 and 90% over all lengths between."""
-    assert floors("bucket_sort", [41], 500)[POSITION] == pytest.approx(78, abs=1)
-    assert floors("bucket_sort", [500], 500)[POSITION] == pytest.approx(94, abs=1)
-    assert floors("bucket_sort", FROM_41_TO_500, 300)[POSITION] == pytest.approx(90, abs=1.5)
+    assert mean_accuracies("bucket_sort", [41], 500)[POSITION] == pytest.approx(78, abs=1)
+    assert mean_accuracies("bucket_sort", [500], 500)[POSITION] == pytest.approx(94, abs=1)
+    assert mean_accuracies("bucket_sort", FROM_41_TO_500, 300)[POSITION] == pytest.approx(90, abs=1.5)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def test_sorted_symbols_are_known_by_their_place() -> None:
         ("stack_manipulation", 50),
     ],
 )
-def test_other_floors_are_chance(name: str, chance: float) -> None:
+def test_other_baselines_are_chance(name: str, chance: float) -> None:
     """Within 2 points, as published, and the noise of one answer for each of 4 × 2,000 sequences."""
-    for found in floors(name, [41, 120, 250, 400]).values():
+    for found in mean_accuracies(name, [41, 120, 250, 400]).values():
         assert found == pytest.approx(chance, abs=2 + 2.8)
 
 
 def test_predictors_of_a_hand_made_batch() -> None:
     """Fitted on 0 1 / 0 0 / 1 1: the constant is either; at the places 0 and 1."""
-    task = registry.build_task("reverse_string")
-    first = task.num_answers.start
+    task = task_config.build_task("reverse_string")
+    first = task.answer_ids.start
     everywhere = np.ones((3, 2), dtype=bool)
 
     def of(labels: list[list[int]], counted: np.ndarray) -> TaskBatch:

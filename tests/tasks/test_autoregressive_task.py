@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from megatron.tasks import registry
-from megatron.tasks.letters import AutoregressiveTask
+from megatron.tasks import task_config
+from megatron.tasks.autoregressive_task import AutoregressiveTask
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."
 
 
 def written(name: str, count: int, length: int, **options: object) -> list[tuple[str, str]]:
     """What each sequence reads, and what it is asked for where."""
-    task = registry.build_task(name, options)
+    task = task_config.build_task(name, options)
     assert isinstance(task, AutoregressiveTask)
     drawn = task.sample_batch(np.random.default_rng(length), count, length)
     assert drawn.tokens.shape == (count, task.sequence_length(length))
@@ -58,6 +58,6 @@ def test_every_place_is_asked_for_as_often() -> None:
 
 
 def test_lengths_without_an_input() -> None:
-    lookup = registry.build_task("ngram_lookup", {"letters": 2, "ngram": 2, "answer": 1})
+    lookup = task_config.build_task("ngram_lookup", {"letters": 2, "ngram": 2, "answer": 1})
     assert [length for length in range(40) if lookup.unsupported_length_reason(length) is None] == list(range(3, 17))
-    assert registry.build_task("copy_string").unsupported_length_reason(0) is not None
+    assert task_config.build_task("copy_string").unsupported_length_reason(0) is not None

@@ -1,4 +1,4 @@
-"""Strings of letters that are gone on with letter by letter, each letter given the right ones before it."""
+"""Tasks of strings of letters that are answered letter by letter, each letter given the right ones before it."""
 
 from typing import ClassVar
 
@@ -15,14 +15,14 @@ class AutoregressiveTask(Task):
     the same as that the whole text, written one likeliest letter after the other, is right.
     """
 
-    source = "Jelassi et al. (2024), Repeat After Me"
-    whole: ClassVar[bool] = True
+    paper = "Jelassi et al. (2024), Repeat After Me"
+    scores_exact_match: ClassVar[bool] = True
 
     letters: int = config_field(26, "letters of the alphabet", ge=2, le=10**6)
 
     @property
     def begin_token(self) -> int:
-        """Stands at the beginning of a sequence."""
+        """Begins a sequence."""
         return self.letters
 
     @property
@@ -40,16 +40,16 @@ class AutoregressiveTask(Task):
         return self.letters + 3
 
     @property
-    def num_answers(self) -> range:
+    def answer_ids(self) -> range:
         return range(self.vocab_size)
 
     def build_batch(self, question: Array, answer: Array) -> TaskBatch:
-        """Sequences of a question [B, q] and the letters of its answer [B, r], of which each is asked for one place
-        before it stands, and the full stop at the last of them."""
+        """Sequences of a question [B, q] and the letters of its answer [B, r]: each letter is the label of the token
+        before it, and the full stop that of the last letter."""
         first, count = question.shape[1] - 1, len(question)
         tokens = np.concatenate([question, answer], axis=1)
         labels = np.full(tokens.shape, self.stop_token)
         labels[:, first:-1] = answer
-        asked = np.zeros((count, tokens.shape[1]), dtype=bool)
-        asked[:, first:] = True
-        return TaskBatch(tokens, labels, asked, asked)
+        mask = np.zeros((count, tokens.shape[1]), dtype=bool)
+        mask[:, first:] = True
+        return TaskBatch(tokens, labels, mask, mask)

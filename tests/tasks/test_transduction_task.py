@@ -6,16 +6,16 @@ import task_solvers as solvers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.tasks import registry
+from megatron.tasks import task_config
 from megatron.tasks.task import Array
-from megatron.tasks.transduction import Transduction
+from megatron.tasks.transduction_task import TransductionTask
 
 NAMES = sorted(solvers.SOLVERS)
 
 
-def task(name: str, **options: int) -> Transduction:
-    found = registry.build_task(name, options)
-    assert isinstance(found, Transduction)
+def task(name: str, **options: int) -> TransductionTask:
+    found = task_config.build_task(name, options)
+    assert isinstance(found, TransductionTask)
     return found
 
 
@@ -25,7 +25,7 @@ def sampled(name: str, count: int, length: int, seed: int = 0) -> tuple[Array, A
 
 def test_every_task_of_the_papers_has_a_solver() -> None:
     transductions = [
-        name for name in registry.find_task_files() if issubclass(registry.load_task_class(name), Transduction)
+        name for name in task_config.list_tasks() if issubclass(task_config.load_task_class(name), TransductionTask)
     ]
     assert transductions == NAMES
     assert len(NAMES) == 15
@@ -40,7 +40,7 @@ def test_outputs_are_what_the_solver_finds(name: str) -> None:
         assert inputs.shape[1] == kind.input_length(length)
         assert outputs.shape == (len(inputs), kind.output_length(length))
         assert inputs.min() >= 0
-        assert inputs.max() < kind.inputs
+        assert inputs.max() < kind.num_input_symbols
         for row, wanted in zip(inputs.tolist(), outputs.tolist(), strict=True):
             assert solve(row) == wanted, row
             checked += 1
@@ -94,14 +94,14 @@ def test_layout(name: str, compute: int) -> None:
         read, asked = inputs.shape[1], outputs.shape[1]
         assert drawn.tokens.shape == (20, kind.sequence_length(length)) == (20, read + compute * read + asked)
         assert (drawn.tokens[:, :read] == inputs).all()
-        assert (drawn.tokens[:, read : read + compute * read] == kind.inputs + 1).all()
-        assert (drawn.tokens[:, -asked:] == kind.inputs).all()
-        assert (drawn.labels[:, -asked:] - kind.num_answers.start == outputs).all()
+        assert (drawn.tokens[:, read : read + compute * read] == kind.num_input_symbols + 1).all()
+        assert (drawn.tokens[:, -asked:] == kind.num_input_symbols).all()
+        assert (drawn.labels[:, -asked:] - kind.answer_ids.start == outputs).all()
         assert drawn.loss_mask[:, -asked:].all()
         assert not drawn.loss_mask[:, :-asked].any()
     # No id is both read and answered, and none is left over.
-    assert kind.num_answers.start == kind.inputs + 1 + (compute > 0)
-    assert kind.vocab_size == kind.num_answers.stop == kind.num_answers.start + kind.outputs
+    assert kind.answer_ids.start == kind.num_input_symbols + 1 + (compute > 0)
+    assert kind.vocab_size == kind.answer_ids.stop == kind.answer_ids.start + kind.num_output_symbols
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +110,7 @@ def test_what_counts_ends_with_the_terminator(name: str) -> None:
     drawn = kind.sample_batch(np.random.default_rng(2), 300, 12)
     terminated = name in ("binary_addition", "binary_multiplication", "stack_manipulation")
     for labels, asked, counted in zip(drawn.labels, drawn.loss_mask, drawn.accuracy_mask, strict=True):
-        outputs = [symbol - kind.num_answers.start for symbol in labels[asked]]
+        outputs = [symbol - kind.answer_ids.start for symbol in labels[asked]]
         counts = outputs.index(2) + 1 if terminated else len(outputs)
         assert counted[asked].tolist() == [True] * counts + [False] * (len(outputs) - counts)
     assert not (drawn.accuracy_mask & ~drawn.loss_mask).any()
@@ -128,11 +128,11 @@ def test_daggers_are_the_tasks_whose_answer_ignores_order() -> None:
         if shuffled == outputs.tolist():
             found.add(name)
     assert found == {"parity_check", "cycle_navigation", "bucket_sort"}
-    assert found == {name for name in NAMES if task(name).order_free}
+    assert found == {name for name in NAMES if task(name).permutation_invariant}
 
 
 def test_levels_of_the_hierarchy() -> None:
-    levels = {name: task(name).level for name in NAMES}
+    levels = {name: task(name).chomsky_level for name in NAMES}
     assert [sum(level == each for level in levels.values()) for each in "RDC"] == [4, 4, 7]
 
 

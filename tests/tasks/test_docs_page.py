@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tasks import registry
-from megatron.tasks.transduction import Transduction
+from megatron.tasks import task_config
+from megatron.tasks.transduction_task import TransductionTask
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
 ROWS = {
@@ -19,25 +19,25 @@ COUNTS = {"1": 1, "n": 7, "n + 1": 8, "2n": 14, "⌈n/2⌉": 4}
 """Answers of an input of 7 symbols."""
 
 
-@pytest.mark.parametrize("name", registry.find_task_files())
+@pytest.mark.parametrize("name", task_config.list_tasks())
 def test_every_task_has_its_row(name: str) -> None:
-    task = registry.build_task(name)
+    task = task_config.build_task(name)
     row = ROWS[name]
-    if isinstance(task, Transduction):
-        assert ("†" in row[0]) == task.order_free
-        assert row[1] == task.level
-        assert row[2] == f"{task.inputs}, {task.outputs}"
+    if isinstance(task, TransductionTask):
+        assert ("†" in row[0]) == task.permutation_invariant
+        assert row[1] == task.chomsky_level
+        assert row[2] == f"{task.num_input_symbols}, {task.num_output_symbols}"
         assert COUNTS[row[3]] == task.output_length(7)
-        assert (row[6] == "to the terminator") == task.terminated
+        assert (row[6] == "to the terminator") == task.has_terminator
     else:
         defaults = {option: field.default for option, field in type(task).model_fields.items()}
         assert row[1] == ", ".join(f"`{option}` ({default})" for option, default in defaults.items())
 
 
-@pytest.mark.parametrize("name", registry.find_task_files())
+@pytest.mark.parametrize("name", task_config.list_tasks())
 def test_every_task_says_what_it_is(name: str) -> None:
-    kind = registry.load_task_class(name)
+    kind = task_config.load_task_class(name)
     assert kind.title
     assert not kind.title.endswith(".")
-    assert "(20" in kind.source
+    assert "(20" in kind.paper
     assert kind.__doc__

@@ -4,7 +4,7 @@ A predictor is fitted to sequences of its own and scored on those of an evaluati
 chance that made them.
 
     constant        the same answer everywhere, the most frequent one
-    place           at each place the answer that is most frequent there: it knows place and length, and no token
+    position        at each position the most frequent answer: it knows position and length, and no token
 """
 
 import numpy as np
@@ -24,19 +24,19 @@ def measure_baseline_correctness(task: Task, fitted: TaskBatch, scored: TaskBatc
     Returns:
         bool [B, T] each, False where nothing counts.
     """
-    frequencies = _frequencies(task, fitted)
+    frequencies = _count_answers(task, fitted)
     constant = frequencies.sum(axis=0).argmax()
-    by_place = frequencies.argmax(axis=1)
-    labels = scored.labels - task.num_answers.start
+    by_position = frequencies.argmax(axis=1)
+    labels = scored.labels - task.answer_ids.start
     return {
         CONSTANT: (labels == constant) & scored.accuracy_mask,
-        POSITION: (labels == by_place) & scored.accuracy_mask,
+        POSITION: (labels == by_position) & scored.accuracy_mask,
     }
 
 
-def _frequencies(task: Task, drawn: TaskBatch) -> Array:
-    """How often each answer is right at each place, int64 [T, answers]."""
-    places, kinds = drawn.labels.shape[1], len(task.num_answers)
-    _, at = np.nonzero(drawn.accuracy_mask)
-    flat = at * kinds + drawn.labels[drawn.accuracy_mask] - task.num_answers.start
-    return np.bincount(flat, minlength=places * kinds).reshape(places, kinds)
+def _count_answers(task: Task, batch: TaskBatch) -> Array:
+    """How often each answer is right at each position, int64 [T, answers]."""
+    length, num_answers = batch.labels.shape[1], len(task.answer_ids)
+    _, positions = np.nonzero(batch.accuracy_mask)
+    flat = positions * num_answers + batch.labels[batch.accuracy_mask] - task.answer_ids.start
+    return np.bincount(flat, minlength=length * num_answers).reshape(length, num_answers)

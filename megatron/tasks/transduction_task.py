@@ -1,6 +1,6 @@
 """Tasks that map an input to outputs which are read all at once, as in Delétang et al. (2023), section 4.
 
-    places     x₁ … x_n   c … c   _ … _        n of the input, then compute tokens, then m placeholders
+    tokens     x₁ … x_n   c … c   _ … _        n of the input, then compute tokens, then m placeholders
     labels                        y₁ … y_m     an answer at each placeholder; nothing that was answered is fed back
 
 The inputs and the outputs have alphabets of their own, so that the symbol 0 of the one is not the symbol 0 of the
@@ -24,27 +24,27 @@ from megatron.options.section import config_field
 from megatron.tasks.task import Array, Task, TaskBatch
 
 TERMINATOR_SYMBOL = 2
-"""The symbol that ends the outputs which are shorter than the place there is for them; zeros follow it."""
+"""The symbol that ends outputs of fewer than `output_length` symbols; zeros follow it."""
 
 
-class Transduction(Task):
+class TransductionTask(Task):
     """Base of the tasks of this form. A subclass says its alphabets, how long its outputs are, and draws both."""
 
     compute_tokens: int = config_field(
         0, "compute tokens between input and placeholders, for each token of the input", ge=0, le=1000
     )
 
-    source = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
+    paper = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     note = (
         "The model is a causal decoder, in which a token of the input sees only those before it; the papers' network "
         "is an encoder, in which each sees all. Compare the order of methods with theirs, never single numbers."
     )
-    inputs: ClassVar[int]
+    num_input_symbols: ClassVar[int]
     """Symbols of the input's alphabet, a."""
-    outputs: ClassVar[int]
+    num_output_symbols: ClassVar[int]
     """Symbols of the outputs' alphabet, b."""
-    terminated: ClassVar[bool] = False
-    """Do only the outputs up to and including the first TERMINATOR count for accuracy?"""
+    has_terminator: ClassVar[bool] = False
+    """Do only the outputs up to and including the first TERMINATOR_SYMBOL count for accuracy?"""
 
     def input_length(self, length: int) -> int:
         """Tokens that an input of this nominal length really has."""
@@ -60,43 +60,30 @@ class Transduction(Task):
 
     @property
     def vocab_size(self) -> int:
-        return self.num_answers.stop
+        return self.answer_ids.stop
 
     @property
-    def num_answers(self) -> range:
-        first = self.inputs + 1 + bool(self.compute_tokens)
-        return range(first, first + self.outputs)
+    def answer_ids(self) -> range:
+        first = self.num_input_symbols + 1 + bool(self.compute_tokens)
+        return range(first, first + self.num_output_symbols)
 
     def sequence_length(self, length: int) -> int:
         return self.input_length(length) * (1 + self.compute_tokens) + self.output_length(length)
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
-        given, wanted = self.sample_strings(generator, count, length)
-        read, asked = given.shape[1], wanted.shape[1]
+        inputs, outputs = self.sample_strings(generator, count, length)
+        num_inputs, num_outputs = inputs.shape[1], outputs.shape[1]
         shape = (count, self.sequence_length(length))
-        tokens = np.full(shape, self.inputs, dtype=np.int64)
-        tokens[:, :read] = given
-        tokens[:, read : shape[1] - asked] = self.inputs + 1
-        labels = np.full(shape, self.num_answers.start, dtype=np.int64)
-        labels[:, shape[1] - asked :] = wanted + self.num_answers.start
-        places = np.zeros(shape, dtype=bool)
-        places[:, shape[1] - asked :] = True
-        counted = places.copy()
-        if self.terminated:
-            ends = (wanted == TERMINATOR_SYMBOL).argmax(axis=1)
-            counted[:, shape[1] - asked :] = np.arange(asked) <= ends[:, None]
-        return TaskBatch(tokens, labels, places, counted)
-
-
-def sample_bits(generator: np.random.Generator, count: int, length: int) -> Array:
-    """Uniform bits, int64 [count, length]."""
-    return generator.integers(2, size=(count, length))
-
-
-def sample_positive(generator: np.random.Generator, count: int, lengths: Array, width: int) -> Array:
-    """Numbers uniform on 1 … 2^length − 1 as bits in any order, int64 [count, width], zeros beyond each length."""
-    within = np.arange(width) < lengths[:, None]
-    drawn = sample_bits(generator, count, width) * within
-    while (zero := ~drawn.any(axis=1)).any():
-        drawn[zero] = sample_bits(generator, int(zero.sum()), width) * within[zero]
-    return drawn
+        first_answer = shape[1] - num_outputs
+        tokens = np.full(shape, self.num_input_symbols, dtype=np.int64)
+        tokens[:, :num_inputs] = inputs
+        tokens[:, num_inputs:first_answer] = self.num_input_symbols + 1
+        labels = np.full(shape, self.answer_ids.start, dtype=np.int64)
+        labels[:, first_answer:] = outputs + self.answer_ids.start
+        loss_mask = np.zeros(shape, dtype=bool)
+        loss_mask[:, first_answer:] = True
+        accuracy_mask = loss_mask.copy()
+        if self.has_terminator:
+            ends = (outputs == TERMINATOR_SYMBOL).argmax(axis=1)
+            accuracy_mask[:, first_answer:] = np.arange(num_outputs) <= ends[:, None]
+        return TaskBatch(tokens, labels, loss_mask, accuracy_mask)

@@ -1,0 +1,123 @@
+"""What tasks of arithmetic are drawn from: bits, pairs of binary numbers, and expressions of digits modulo 5."""
+
+import numpy as np
+
+from megatron.tasks.task import Array
+from megatron.tasks.transduction_task import TERMINATOR_SYMBOL
+
+SEPARATOR = 2
+"""The symbol between two numbers in binary."""
+
+MODULUS = 5
+"""Of the values of expressions."""
+PLUS, MINUS, TIMES, OPEN, CLOSE = range(MODULUS, MODULUS + 5)
+"""The symbols that follow the digits."""
+
+
+def sample_bits(generator: np.random.Generator, count: int, length: int) -> Array:
+    """Uniform bits, int64 [count, length]."""
+    return generator.integers(2, size=(count, length))
+
+
+def sample_positive(generator: np.random.Generator, count: int, lengths: Array, width: int) -> Array:
+    """Numbers uniform on 1 … 2^length − 1 as bits in any order, int64 [count, width], zeros beyond each length."""
+    mask = np.arange(width) < lengths[:, None]
+    bits = sample_bits(generator, count, width) * mask
+    while (zero := ~bits.any(axis=1)).any():
+        bits[zero] = sample_bits(generator, int(zero.sum()), width) * mask[zero]
+    return bits
+
+
+def sample_number_pairs(generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array, Array]:
+    """Two numbers of at least one bit each, least significant bit first, with a separator between them, in `length` ≥ 3
+    symbols.
+
+    The first one's length is uniform on 1 … length − 2, each value uniform on 1 … 2^length − 1.
+
+    Returns:
+        Symbols, int64 [count, length]; the bits of the two, int64 [count, length], zeros beyond their lengths.
+    """
+    first_lengths = generator.integers(1, length - 1, size=count)
+    first, second = (
+        sample_positive(generator, count, lengths, length) for lengths in (first_lengths, length - 1 - first_lengths)
+    )
+    bit_of_second = np.arange(length) - first_lengths[:, None] - 1
+    symbols = np.where(bit_of_second < 0, first, np.take_along_axis(second, np.maximum(bit_of_second, 0), axis=1))
+    symbols[np.arange(count), first_lengths] = SEPARATOR
+    return symbols, first, second
+
+
+def propagate_carries(sums: Array) -> Array:
+    """Bits of the numbers Σ sums[:, i]·2^i, of which as many as there are columns suffice."""
+    bits = np.zeros_like(sums)
+    carry = np.zeros(len(sums), dtype=sums.dtype)
+    for column in range(sums.shape[1]):
+        carry = carry + sums[:, column]
+        bits[:, column] = carry % 2
+        carry = carry // 2
+    return bits
+
+
+def terminate_bits(bits: Array, width: int) -> Array:
+    """Numbers greater than 0 without the zeros above their highest bit, then the terminator, then zeros.
+
+    bits: int64 [count, any]. Returns int64 [count, width].
+    """
+    count, columns = bits.shape
+    result = np.zeros((count, width), dtype=np.int64)
+    copied = min(columns, width)
+    result[:, :copied] = bits[:, :copied]
+    lengths = columns - bits[:, ::-1].argmax(axis=1)
+    result[np.arange(count), lengths] = TERMINATOR_SYMBOL
+    return result
+
+
+def sample_expressions(generator: np.random.Generator, count: int, length: int, operators: int) -> tuple[Array, Array]:
+    """Draw expressions of `length` symbols.
+
+        length 1: d        2: −d        3: (d)        4: (−d)        5 and more: ( left op right )
+
+    d is uniform on 0 … 4, the length of `left` on 1 … length − 4, and op on the operators. All expressions of a batch
+    are grown together, one level of brackets at a time, and evaluated from the innermost level outwards.
+
+    Args:
+        operators: how many of +, − and × there are to choose from.
+
+    Returns:
+        Symbols, int64 [count, length], and values modulo 5, int64 [count].
+    """
+    symbols = np.zeros((count, length), dtype=np.int64)
+    rows, starts, sizes = np.arange(count), np.zeros(count, dtype=np.int64), np.full(count, length)
+    levels = []
+    while len(rows):
+        nested = sizes >= 5
+        values = np.zeros(len(rows), dtype=np.int64)
+        values[~nested] = _sample_leaves(generator, symbols, rows[~nested], starts[~nested], sizes[~nested])
+        rows, starts, sizes = rows[nested], starts[nested], sizes[nested]
+        left_sizes = generator.integers(1, sizes - 3)
+        operator = generator.integers(operators, size=len(rows))
+        symbols[rows, starts], symbols[rows, starts + sizes - 1] = OPEN, CLOSE
+        symbols[rows, starts + 1 + left_sizes] = PLUS + operator
+        levels.append((values, nested, operator))
+        rows = np.concatenate([rows, rows])
+        starts, sizes = (
+            np.concatenate([starts + 1, starts + 2 + left_sizes]),
+            np.concatenate([left_sizes, sizes - 3 - left_sizes]),
+        )
+    inner_values = np.zeros(0, dtype=np.int64)
+    for values, nested, operator in reversed(levels):
+        left, right = np.split(inner_values, 2)
+        values[nested] = np.choose(operator, [left + right, left - right, left * right]) % MODULUS
+        inner_values = values
+    return symbols, inner_values
+
+
+def _sample_leaves(generator: np.random.Generator, symbols: Array, rows: Array, starts: Array, sizes: Array) -> Array:
+    """Write the expressions that hold a single digit; returns their values."""
+    digits = generator.integers(MODULUS, size=len(rows))
+    bracketed, negative = sizes >= 3, sizes % 2 == 0
+    symbols[rows[bracketed], starts[bracketed]] = OPEN
+    symbols[rows[bracketed], (starts + sizes - 1)[bracketed]] = CLOSE
+    symbols[rows[negative], (starts + bracketed)[negative]] = MINUS
+    symbols[rows, starts + bracketed + negative] = digits
+    return np.where(negative, -digits, digits) % MODULUS
