@@ -26,7 +26,8 @@ def test_brackets_have_more_zeros_than_chance() -> None:
     """× makes zeros: 31.0% over 41 … 500, 29.2% at 41 and 31.6% at 500, within five deviations of so many draws."""
     for lengths, expected in (([41], 29.2), ([500], 31.6), (FROM_41_TO_500, 31.0)):
         spread = 500 * (0.31 * 0.69 / (2000 * len(lengths))) ** 0.5
-        assert mean_accuracies("modular_arithmetic_brackets", lengths)[CONSTANT] == pytest.approx(expected, abs=spread + 0.1)
+        accuracy = mean_accuracies("modular_arithmetic_brackets", lengths)[CONSTANT]
+        assert accuracy == pytest.approx(expected, abs=spread + 0.1)
 
 
 def test_sorted_symbols_are_known_by_their_place() -> None:
