@@ -17,8 +17,8 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from megatron.checkpoint import rng_state, tensor_files
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint import manifest, rng_state, tensor_files
+from megatron.checkpoint.stored_config import load_checkpoint_config, migrate_weight_name
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
@@ -34,16 +34,36 @@ def _list_safe_classes() -> list[Any]:
 
 
 class SafeTorchCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's file layer, for reading."""
+    """DeepSpeed's file layer, for reading. Weights get today's names.
+
+    Args:
+        written: the format of the checkpoint.
+    """
+
+    def __init__(self, written: int) -> None:
+        super().__init__()
+        self.written = written
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        return tensor_files.read_torch_file(path, classes=_list_safe_classes(), map_location=map_location)
+        states = tensor_files.read_torch_file(path, classes=_list_safe_classes(), map_location=map_location)
+        return self._migrate_names(states)
+
+    def _migrate_names(self, states: Any) -> Any:
+        """The same with today's names of weights, wherever they are keys or stand in a list."""
+        if isinstance(states, dict):
+            migrated = {self._migrate_names(key): self._migrate_names(value) for key, value in states.items()}
+            states.clear()  # in place: torch's dictionaries of weights have attributes
+            states.update(migrated)
+            return states
+        if type(states) in (list, tuple, set):
+            return type(states)(self._migrate_names(value) for value in states)
+        return migrate_weight_name(states, self.written) if isinstance(states, str) else states
 
 
 @contextmanager
-def use_safe_loading(engine: Any) -> Iterator[None]:
-    """Let a DeepSpeed engine use `SafeTorchCheckpointEngine` inside the block."""
-    usual, engine.checkpoint_engine = engine.checkpoint_engine, SafeTorchCheckpointEngine()
+def use_safe_loading(engine: Any, written: int) -> Iterator[None]:
+    """Let a DeepSpeed engine use `SafeTorchCheckpointEngine` inside the block, for a checkpoint of a format."""
+    usual, engine.checkpoint_engine = engine.checkpoint_engine, SafeTorchCheckpointEngine(written)
     try:
         yield
     finally:
@@ -95,11 +115,9 @@ def restore_legacy_engine(checkpoint: Path, progress: TrainerState, engine: Any)
 
     Raises RunError if the files are missing or damaged: a run never goes on from less.
     """
-    from megatron.checkpoint.legacy import use_safe_loading
-
     states = checkpoint / DEEPSPEED_FOLDER
     try:
-        with use_safe_loading(engine):
+        with use_safe_loading(engine, manifest.read_format_version(checkpoint)):
             engine.load_checkpoint(
                 str(checkpoint), tag=DEEPSPEED_FOLDER, load_optimizer_states=True, load_lr_scheduler_states=False
             )

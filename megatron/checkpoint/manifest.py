@@ -23,7 +23,7 @@ from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, describe_cause
 
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 """Of checkpoints as they are written now. It rises when what one holds changes its meaning; see `stored.py`."""
 
 MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)

@@ -6,7 +6,7 @@ that ranks of any other layout find what they need, and read no more of it than 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,20 +66,28 @@ def describe_shards(shards: Iterable[OptimizerShard], tensor: Axis) -> dict[str,
 class ShardReader:
     """What is in the files of all ranks. To be used in a `with` block, in which the files stay open.
 
+    Args:
+        files: of the ranks.
+        migrate_name: from the name of a parameter in the files to the one that it has today.
+
     Raises (all methods):
         RunError: a file cannot be read or is not one of these, or no file has what is asked for.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], migrate_name: Callable[[str], str] = str) -> None:
         self._files = files
+        self._migrate_name = migrate_name
         self._found: dict[str, list[tuple[ShardMetadata, Any]]] = {}
+        self._stored_names: dict[str, str] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> "ShardReader":
         for path in self._files:
             try:
                 file = self._open.enter_context(safe_open(path, "pt"))
-                for name, values in parse_json(file.metadata()[METADATA]).items():
+                for stored_name, values in parse_json(file.metadata()[METADATA]).items():
+                    name = self._migrate_name(stored_name)
+                    self._stored_names[name] = stored_name
                     piece = ShardMetadata(**{**values, "shape": tuple(values["shape"])})
                     self._found.setdefault(name, []).append((piece, file))
             except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
@@ -142,7 +150,7 @@ class ShardReader:
             if low > there:
                 break
             try:
-                part = file.get_slice(f"{kind}/{name}")[low - piece.start : high - piece.start]
+                part = file.get_slice(f"{kind}/{self._stored_names[name]}")[low - piece.start : high - piece.start]
             except SafetensorError as error:
                 raise RunError(f"{self._files[0].parent}: {kind} of {name} cannot be read ({error})") from None
             found[low - start : high - start] = part

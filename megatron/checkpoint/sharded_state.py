@@ -10,6 +10,7 @@ Every element is written by one rank: of ranks that hold the same, each writes a
 
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import rng_state, tensor_writer
+from megatron.checkpoint import manifest, rng_state, tensor_writer
 from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.manifest import STATES, FileChecksum
 from megatron.checkpoint.optimizer_shards import MOMENTS, OptimizerShard, is_replicated, list_optimizer_shards
 from megatron.checkpoint.shard_reader import ShardReader, describe_shards
+from megatron.checkpoint.stored_config import map_to_stored_names, migrate_weight_name
 from megatron.checkpoint.weights import list_persistent_buffers
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.sharding import get_shard_spec, is_counted_here, shard_tensor
@@ -142,18 +144,20 @@ def restore_optimizer_states(engine: Any, checkpoint: Path, mesh: Mesh, written:
     """
     path = checkpoint / WEIGHTS
     files = [get_rank_path(checkpoint, STATES, rank) for rank in range(written.world_size)]
+    migrate_name = partial(migrate_weight_name, written=manifest.read_format_version(checkpoint))
     try:
-        with ShardReader(files) as pieces, safe_open(path, "pt") as weights:
+        with ShardReader(files, migrate_name) as pieces, safe_open(path, "pt") as weights:
+            stored_names = map_to_stored_names(checkpoint, weights.keys())
             for each in list_optimizer_shards(engine):
                 how = get_shard_spec(each.parameter)
-                whole = weights.get_tensor(each.name)
+                whole = weights.get_tensor(stored_names.get(each.name, each.name))
                 part = whole if how is None else shard_tensor(whole, how, mesh.tensor)
                 each.master.copy_(part.reshape(-1)[each.start : each.stop])
                 for kind, tensor in each.moments.items():
                     tensor.copy_(pieces.read_range(kind, each.name, how, mesh.tensor, each.start, each.stop))
                 each.step.fill_(pieces.get_step(each.name))
             for name, buffer in list_persistent_buffers(engine.module):
-                buffer.copy_(weights.get_tensor(name))
+                buffer.copy_(weights.get_tensor(stored_names.get(name, name)))
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: cannot be read ({error})") from None
 

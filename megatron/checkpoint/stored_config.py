@@ -1,13 +1,13 @@
-"""The configuration of a checkpoint, in today's terms.
+"""The configuration of a checkpoint, and the names of its weights, in today's terms.
 
 What a checkpoint holds was right when it was written, so it passes neither the loader of configuration files nor the
 checks across keys: both change with the project, and a run must not be lost to a later opinion. Its manifest's format
-number says how it was written, and `MIGRATIONS` what that means now. Whoever removes or renames a key, or gives one
-another meaning, raises `manifest.RECIPE_FORMAT` and adds a migration; `tests/checkpoint/formats` holds a checkpoint of
-every format that there was.
+number says how it was written, and `MIGRATIONS` and `WEIGHT_RENAMES` what that means now. Whoever removes or renames a
+key or a weight, or gives a key another meaning, raises `manifest.FORMAT` and adds a migration;
+`tests/checkpoint/formats` holds a checkpoint of every format that there was.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,32 @@ def _scale_gated_width(values: ConfigValues) -> None:
 MIGRATIONS: Mapping[int, Callable[[ConfigValues], None]] = {1: _split_bias_key, 3: _scale_gated_width}
 """What has to change in the flat keys of a format to make them the next one's; a format that is absent needs nothing.
 Format 0 is that of checkpoints from before there were manifests."""
+
+WEIGHT_RENAMES: Mapping[int, tuple[str, str]] = {
+    4: (".self_attention.core_attention._own.", ".self_attention.core_attention.position.")
+}
+"""What in the names of a format's weights, and of their optimizer states, is something else in the next one's."""
+
+
+def migrate_weight_name(name: str, written: int) -> str:
+    """Today's name of a weight that a checkpoint of the format `written` holds under `name`."""
+    for number in range(written, manifest.FORMAT):
+        if number in WEIGHT_RENAMES:
+            name = name.replace(*WEIGHT_RENAMES[number])
+    return name
+
+
+def map_to_stored_names(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
+    """For today's name of each of a checkpoint's weights the one that it has in the files.
+
+    Args:
+        checkpoint: its folder.
+        names: of the weights as they are in the files.
+
+    Raises RunError: its manifest is damaged, or a later version wrote it.
+    """
+    written = manifest.read_format_version(checkpoint)
+    return {migrate_weight_name(name, written): name for name in names}
 
 
 def load_checkpoint_config(checkpoint: Path) -> Config:

@@ -19,7 +19,7 @@ from megatron.model.position_modules import canonical_position_options
 ENCODING_KEYS = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
 """The keys that say what encoding a model has."""
 
-OLD_ENCODING_NAMES = re.compile(r"position\..*|.*\.core_attention\._own\..*")
+OLD_ENCODING_NAMES = re.compile(r"position\..*|.*\.core_attention\.position\..*")
 """Names of an encoding's weights in a file, shared by all layers or of each one."""
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.self_attention\.core_attention\.")
 
@@ -63,7 +63,7 @@ def _format_value(value: Any) -> str:
 
 def _to_patterns(names: Iterable[str]) -> list[str]:
     """Names with a star for the layer's number, short and each once."""
-    return sorted({_IN_LAYER.sub("layers.*.", name).replace("._own.", ".position.") for name in names})
+    return sorted({_IN_LAYER.sub("layers.*.", name) for name in names})
 
 
 def find_weight_changes(

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron.checkpoint.stored_config import map_to_stored_names
 from megatron.distributed.mesh import Axis
 from megatron.distributed.sharding import get_shard_spec, shard_tensor
 from megatron.model.parameter_groups import clamp_bounded_parameters
@@ -30,10 +31,11 @@ def list_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a file. Raises RunError: it is missing or damaged."""
+    """Names of today and shapes of the weights in a checkpoint's file. Raises RunError: it is missing or damaged."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = map_to_stored_names(path.parent, file.keys())
+            return {name: tuple(file.get_slice(stored).get_shape()) for name, stored in names.items()}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
 
@@ -53,7 +55,7 @@ def read_weights(
 
     Args:
         model: takes the weights.
-        path: a safetensors file.
+        path: the safetensors file of a checkpoint, in its folder.
         tensor: the processes that share each layer.
         off_stage_prefixes: how the names of weights begin that only other pipeline stages hold.
         initialized: weights that are not read; they stay as they are.
@@ -64,7 +66,8 @@ def read_weights(
         RunError: the file is missing or damaged, or its tensors are not this model's; names the first difference.
     """
     try:
-        stored = load_file(path)
+        tensors = load_file(path)
+        stored = {name: tensors[old] for name, old in map_to_stored_names(path.parent, tensors).items()}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: cannot be read as safetensors ({error})") from None
     every = dict(model.named_parameters()) | dict(list_persistent_buffers(model))

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.checkpoint.stored_config import map_to_stored_names
 from megatron.config.schema import Config
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
 from megatron.utils.errors import RunError, describe_cause
@@ -39,7 +40,8 @@ class HFWeights:
         mappings = list(family.weight_mappings(config))
         self._mappings = {name: mapping for mapping in mappings for name in mapping.hf_names}
         with self._open_file() as file:
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            self._stored_names = map_to_stored_names(path.parent, file.keys())
+            stored = {name: file.get_slice(stored_name) for name, stored_name in self._stored_names.items()}
             if unmatched := set(stored) ^ {mapping.megatron_name for mapping in mappings}:
                 raise RunError(f"{path}: does not fit its configuration: {min(unmatched)} is in one of them only")
             self._shapes = {
@@ -64,7 +66,7 @@ class HFWeights:
     def __getitem__(self, name: str) -> Tensor:
         mapping = self._mappings[name]
         with self._open_file() as file:
-            tensor = file.get_tensor(mapping.megatron_name)
+            tensor = file.get_tensor(self._stored_names[mapping.megatron_name])
         tensor = tensor if self.dtype is None else tensor.to(self.dtype)
         return mapping.transform.to_hf(tensor)[mapping.hf_names.index(name)]
 

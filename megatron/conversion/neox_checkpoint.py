@@ -332,7 +332,7 @@ class NeoxWeightReader:
             neox_name = self._select_existing(layer_number, "mlp.dense_4h_to_h", "mlp.linear2")
             return [f"{neox_name}.{parameter_kind}"], _concat_columns if parameter_kind == "weight" else combine_bias
         attention_prefix = "self_attention.core_attention."
-        position_parameter = layer_parameter.removeprefix(attention_prefix).removeprefix("_own.")
+        position_parameter = layer_parameter.removeprefix(attention_prefix).removeprefix("position.")
         if layer_parameter.startswith(attention_prefix):
             return self._map_position_weight(layer_number, position_parameter)
         raise RuntimeError(f"no rule for {layer_parameter}")

@@ -98,7 +98,8 @@ class PositionedAttention(MegatronModule):
         super().__init__(config=config)
         # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.
         self._shared: tuple[Encoding, ...] = (position.encoding,) if position.shared else ()
-        self._own = None if position.shared else position.encoding
+        # The attributes' names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
+        self.position = None if position.shared else position.encoding
         self.processor = position.processor
         self.window = position.window
         self.backend = position.backend
@@ -111,7 +112,7 @@ class PositionedAttention(MegatronModule):
     @property
     def encoding(self) -> Encoding:
         """This layer's position encoding."""
-        return self._shared[0] if self._own is None else self._own
+        return self._shared[0] if self.position is None else self.position
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext | None = None, **_: object

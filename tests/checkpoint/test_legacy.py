@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout, manifest
@@ -22,7 +23,15 @@ ONE = FORMATS / "1" / "step_0000002"
 """Written by commit 25a2156: bfloat16, ZeRO 1, dropout, cdape on kerple_log, no biases in attention and MLP."""
 TWO = FORMATS / "2" / "step_0000002"
 """Written by commit 0f496fa: two tensor-parallel ranks, ZeRO 1, float32, cdape on kerple_log, swiglu."""
-NEXT_LOSS = {ONE: 4.1172075271606445, TWO: 4.061580657958984}
+ONE_PER_LAYER = FORMATS / "1" / "per_layer" / "step_0000002"
+TWO_PER_LAYER = FORMATS / "2" / "per_layer" / "step_0000002"
+"""Written by the same commits: two layers with a kerple_log each, ZeRO 1; bfloat16, and float32."""
+NEXT_LOSS = {
+    ONE: 4.1172075271606445,
+    TWO: 4.061580657958984,
+    ONE_PER_LAYER: 4.127436637878418,
+    TWO_PER_LAYER: 4.127379894256592,
+}
 """The loss of the step after each, in the run that wrote it."""
 
 
@@ -58,6 +67,20 @@ def test_a_run_of_format_2_goes_on_in_its_layout(corpus: Path, tmp_path: Path) -
     shutil.copytree(TWO, run / "checkpoints" / TWO.name)
     assert train_with_processes(tmp_path / "job", [going_on(corpus, run, TWO)]) == [None]
     assert losses(run) == pytest.approx([NEXT_LOSS[TWO]], rel=apart(*sums_of_gpt(16, layers=1)))
+
+
+@pytest.mark.parametrize("stored", [ONE_PER_LAYER, TWO_PER_LAYER])
+def test_runs_from_before_layers_called_their_encoding_position_go_on(
+    stored: Path, corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stored, run / "checkpoints" / stored.name)
+    train(going_on(corpus, run, stored))
+    tolerance = 2**-7 if stored is ONE_PER_LAYER else apart(*sums_of_gpt(8, layers=2))
+    assert losses(run) == pytest.approx([NEXT_LOSS[stored]], rel=tolerance)
+    weights = load_file(layout.resolve_checkpoint_path(run) / layout.WEIGHTS)
+    names = [name for name in weights if "r1" in name]
+    assert names == [f"decoder.layers.{i}.self_attention.core_attention.position.r1.value" for i in range(2)]
 
 
 @pytest.mark.parametrize(

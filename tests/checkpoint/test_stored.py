@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import tiny_config
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_runs import losses, same_weights, tiny_config, write_corpora
 
-from megatron.checkpoint import manifest, stored_config
+from megatron.checkpoint import layout, manifest, stored_config
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.config.schema import list_config_keys
+from megatron.conversion.families.farfield import FARFIELD
+from megatron.conversion.hf_weights import HFWeights
+from megatron.launch.console import run_console
 from megatron.options.model import ffn_hidden_size
+from megatron.training.trainer import train
 from megatron.utils.errors import RunError
+from tools.rounding import apart, sums_of_gpt
 
 FORMATS = Path(__file__).parent / "formats"
 ONE = FORMATS / "1" / "step_0000002"
@@ -39,6 +46,85 @@ def test_gated_layers_keep_their_width() -> None:
     assert three.model.state_dict()["decoder.layers.0.mlp.linear_fc2.weight"].shape == (16, 12)
     two = load_checkpoint_config(FORMATS / "2" / "step_0000002").model  # swiglu, none
     assert (two.intermediate_size, ffn_hidden_size(two)) == (3 * 64, 64)
+
+
+FOUR = FORMATS / "4" / "step_0000002"
+"""Written by commit 4732db2: two layers with a kerple_log each, cdape, ZeRO 1. Layers called their encoding `_own`."""
+
+
+def to_new_name(name: str) -> str:
+    return name.replace("core_attention._own.", "core_attention.position.")
+
+
+def write_with_new_names(run: Path) -> None:
+    """The checkpoint of format 4 as a later format holds it: the same tensors under the new names."""
+    checkpoint = run / "checkpoints" / FOUR.name
+    shutil.copytree(FOUR, checkpoint)
+    for path in (checkpoint / "model.safetensors", checkpoint / "states" / "rank_00000.safetensors"):
+        with safe_open(path, "pt") as file:
+            metadata = {key: to_new_name(value) for key, value in file.metadata().items()}
+        save_file({to_new_name(name): tensor for name, tensor in load_file(path).items()}, path, metadata)
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    manifest.write_manifest(checkpoint, manifest.compute_checksums(checkpoint, files))
+
+
+def test_weights_of_layers_own_encodings_are_read_by_their_old_name() -> None:
+    stored = load_file(FOUR / "model.safetensors")
+    assert sum("._own." in name for name in stored) == 4
+    weights = load_model(FOUR).model.state_dict()
+    assert {to_new_name(name) for name in stored} <= weights.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(weights[to_new_name(name)], tensor), name
+
+
+@pytest.mark.parametrize("written", [3, 4])
+def test_a_run_goes_on_from_weights_and_optimizer_states_of_the_old_name(written: int, tmp_path: Path) -> None:
+    """As from the new name, bit for bit; format 3 differs in what this configuration has not."""
+    corpus = write_corpora(tmp_path / "corpus")
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(FOUR, old / "checkpoints" / FOUR.name)
+    listing = old / "checkpoints" / FOUR.name / "manifest.json"
+    listing.write_text(json.dumps(json.loads(listing.read_text()) | {"format": written}))
+    write_with_new_names(new)
+    for run in (old, new):
+        keys = load_checkpoint_config(FOUR).to_flat() | {"load": str(run), "save": str(run)}
+        keys |= {"train_data_paths": [str(corpus / "train_text_document")]}
+        train(tiny_config(corpus, run, **keys))
+    assert losses(old) == losses(new) == pytest.approx([4.141845703125], rel=apart(*sums_of_gpt(8, layers=2)))
+    assert same_weights(old, new)
+    states = [
+        load_file(layout.resolve_checkpoint_path(run) / "states" / "rank_00000.safetensors") for run in (old, new)
+    ]
+    assert states[0].keys() == states[1].keys()
+    moments = [name for name in states[0] if name.startswith("exp_avg")]
+    assert any("core_attention.position." in name for name in moments)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in moments)
+
+
+def test_finetuning_takes_an_old_layer_s_encoding_and_drops_it(tmp_path: Path) -> None:
+    """Into layers with an encoding each, and with another encoding, whose message names what is dropped."""
+    corpus = write_corpora(tmp_path / "corpus")
+    keys = load_checkpoint_config(FOUR).to_flat() | {"load": str(FOUR), "finetune": True, "train_iters": 1}
+    keys |= {"train_data_paths": [str(corpus / "train_text_document")], "lr_decay_iters": None}
+    stored = load_model(FOUR).model.state_dict()
+    train(tiny_config(corpus, **keys | {"save": str(tmp_path / "same"), "optimizer": {"params": {"lr": 1e-12}}}))
+    weights = load_file(layout.resolve_checkpoint_path(tmp_path / "same") / "model.safetensors")
+    for name in (name for name in stored if ".position." in name):
+        torch.testing.assert_close(weights[name], stored[name], rtol=1e-6, atol=1e-9)
+    with run_console(tmp_path / "log.txt") as console:
+        train(tiny_config(corpus, **keys | {"save": str(tmp_path / "other"), "pos_emb": "t5"}), console)
+    said = " ".join((tmp_path / "log.txt").read_text().split())
+    assert "dropped: layers.*.position.r1.value, layers.*.position.r2.value" in said
+
+
+def test_an_old_checkpoint_is_exported_by_the_names_it_has(tmp_path: Path) -> None:
+    write_with_new_names(tmp_path / "run")
+    config, new_file = load_checkpoint_config(FOUR), tmp_path / "run" / "checkpoints" / FOUR.name / "model.safetensors"
+    old, new = (HFWeights(path, FARFIELD, config) for path in (FOUR / "model.safetensors", new_file))
+    names = old.get_tensor_sizes().keys()
+    assert names == new.get_tensor_sizes().keys()
+    assert "model.layers.1.attention.encoding.r1.value" in names
+    assert all(torch.equal(old[name], new[name]) for name in names)
 
 
 def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(

@@ -227,7 +227,7 @@ def test_parameter_groups_cover_every_parameter_once() -> None:
     for group in groups:
         for p in group["params"]:
             name = names[id(p)]
-            assert (group["weight_decay"] > 0) == (p.dim() >= 2 and "encoding" not in name and "_own" not in name), name
+            assert (group["weight_decay"] > 0) == (p.dim() >= 2 and ".position." not in f".{name}"), name
             if name.endswith("r2.value"):
                 assert (group["low"], group["high"]) == (0.01, 2.0)
 

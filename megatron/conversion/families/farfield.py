@@ -128,7 +128,7 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
         yield from map_linear_layers(config, hf_prefix, hf_names, mlp_bias=model.use_bias_in_mlp)
         attention_prefix = "self_attention.core_attention"
         for name in encoding_parameters if config.position.pos_emb_per_layer else ():
-            yield f"{attention_prefix}._own.{name}", f"{hf_prefix}.attention.encoding.{name}", IDENTITY
+            yield f"{attention_prefix}.position.{name}", f"{hf_prefix}.attention.encoding.{name}", IDENTITY
         for name in processor_parameters:
             yield f"{attention_prefix}.processor.{name}", f"{hf_prefix}.attention.processor.{name}", IDENTITY
 
