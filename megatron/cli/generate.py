@@ -42,7 +42,7 @@ def generate(
       ./deepy.py generate runs/kerple
     """
     from megatron.config.chosen import section_from_cli
-    from megatron.generation import run as generation
+    from megatron.generation import generate_text as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
 
     asked = section_from_cli(GenerationOptions, {**options, "stop": options["stop"] or []})
@@ -51,6 +51,6 @@ def generate(
     with temporary_log() as log, run_console(log), log_traceback(log):
         writer = generation.load_text_generator(request)
     if prompts:
-        generation.generate_all(writer, prompts, sys.stdout, print_aside, as_json=as_json)
+        generation.print_completions(writer, prompts, sys.stdout, print_aside, as_json=as_json)
     else:
         generation.run_interactive(writer, sys.stdout, print_aside)

@@ -24,8 +24,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.batching import choose_batch_tokens
-from megatron.generation.decode import pad_left
-from megatron.generation.writer import TextGenerator
+from megatron.generation.decoding import pad_left
+from megatron.generation.text_generator import TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import RunError, is_out_of_memory
@@ -141,10 +141,10 @@ class HarnessModel(TemplateLM):
             contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
             writer = TextGenerator(self.model, self.tokens_of, options)
             for written, _ in writer.generate([context[-room:] for context in contexts]):
-                if written.reason is not None:
-                    number = numbers[written.prompt]
+                if written.finish_reason is not None:
+                    number = numbers[written.prompt_index]
                     texts[number] = written.text
-                    counts[number] = (max(len(written.tokens), 1), len(contexts[written.prompt]) > room)
+                    counts[number] = (max(len(written.tokens), 1), len(contexts[written.prompt_index]) > room)
                     done += 1
                     self._after(done, len(requests))
         self._record_requests(requests, counts)

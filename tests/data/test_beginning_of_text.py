@@ -18,7 +18,7 @@ from megatron.data.run_tokenizer import load_run_tokenizer, save_tokenizer
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.data.vocabulary import read_vocabulary
 from megatron.evaluation.harness import HarnessModel
-from megatron.generation.writer import TextGenerator
+from megatron.generation.text_generator import TextGenerator
 from megatron.options.data import CorpusOptions, DataOptions
 from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import UserError

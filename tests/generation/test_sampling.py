@@ -51,7 +51,7 @@ def test_each_token_is_drawn_as_often_as_its_probability_says() -> None:
     sampling, draws = TokenSampler(10, temperature=1.3, top_k=7, top_p=0.9), 20_000
     expected = defined(logits[0, :10].tolist(), 1.3, 7, 0.9)
     evenly = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    counts = torch.bincount(sampling.choose(logits.expand(draws, -1), evenly), minlength=10)
+    counts = torch.bincount(sampling.sample(logits.expand(draws, -1), evenly), minlength=10)
     assert counts.tolist() == pytest.approx([draws * share for share in expected], abs=1)  # an interval's two ends
     assert 0 < sum(count == 0 for count in counts) < 9
 
@@ -67,15 +67,15 @@ def test_padding_and_what_is_cut_off_are_never_chosen(dtype: torch.dtype) -> Non
         TokenSampler(4, 9.0, top_k=3),
         TokenSampler(4, top_p=1e-9),
     ):
-        chosen = sampling.choose(logits, edges)
+        chosen = sampling.sample(logits, edges)
         assert set(chosen.tolist()) <= {0, 2, 3}
         assert chosen[1] == 2 or sampling.temperature > 1
-    assert TokenSampler(4, 0.0).choose(logits, edges).tolist() == [2] * 4
-    assert TokenSampler(4, 5.0, top_k=1).choose(logits, edges).tolist() == [2] * 4
-    assert TokenSampler(6, 0.0).choose(logits, edges).tolist() == [5] * 4
+    assert TokenSampler(4, 0.0).sample(logits, edges).tolist() == [2] * 4
+    assert TokenSampler(4, 5.0, top_k=1).sample(logits, edges).tolist() == [2] * 4
+    assert TokenSampler(6, 0.0).sample(logits, edges).tolist() == [5] * 4
 
 
 def test_logits_that_are_no_numbers_are_named() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(RunError, match="logits are not numbers"):
-            TokenSampler(2, temperature).choose(torch.tensor([[0.0, torch.nan]]), torch.zeros(1, dtype=torch.float64))
+            TokenSampler(2, temperature).sample(torch.tensor([[0.0, torch.nan]]), torch.zeros(1, dtype=torch.float64))

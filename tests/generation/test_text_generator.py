@@ -5,9 +5,9 @@ import torch
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.generation.decode import check_prompt_length, group_prompts
+from megatron.generation.decoding import check_prompt_length, group_prompts
 from megatron.generation.sampling import TokenSampler
-from megatron.generation.writer import Completion, TextGenerator
+from megatron.generation.text_generator import Completion, TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
@@ -34,8 +34,8 @@ def written(model: GPT, prompts: list[str], **options: object) -> list[Completio
     texts: dict[int, Completion] = {}
     joined: dict[int, str] = {}
     for text, piece in writer.generate([writer.encode(prompt) for prompt in prompts]):
-        assert texts.setdefault(text.prompt, text) is text
-        joined[text.prompt] = joined.get(text.prompt, "") + piece
+        assert texts.setdefault(text.prompt_index, text) is text
+        joined[text.prompt_index] = joined.get(text.prompt_index, "") + piece
     assert {number: text.text for number, text in texts.items()} == joined
     return [texts[number] for number in range(len(prompts))]
 
@@ -67,7 +67,7 @@ def test_greedy_is_the_argmax_of_whole_forward_passes(
         expected = by_whole_passes(model, prompt, 20)
         assert text.tokens == expected
         assert text.text == bytes(expected).decode(errors="replace")
-        assert text.reason == ("length" if len(expected) == 20 else "eod")
+        assert text.finish_reason == ("length" if len(expected) == 20 else "eod")
     assert len({tuple(text.tokens) for text in found}) == len(found)
 
 
@@ -114,21 +114,21 @@ def test_stops_and_the_end_of_a_document_end_a_text(monkeypatch: pytest.MonkeyPa
     def dictated(self: TokenSampler, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         return torch.tensor([next(said, 256)])
 
-    monkeypatch.setattr(TokenSampler, "choose", dictated)
+    monkeypatch.setattr(TokenSampler, "sample", dictated)
     (text,) = written(gpt(), ["x"], maximum_tokens=30)
-    assert (text.text, text.reason, len(text.tokens)) == ("one two€ three", "eod", 16)
+    assert (text.text, text.finish_reason, len(text.tokens)) == ("one two€ three", "eod", 16)
     said = iter("one two€ three".encode())
     (text,) = written(gpt(), ["x"], maximum_tokens=30, stop=["€ t", "four"])
-    assert (text.text, text.reason) == ("one two", "stop")
+    assert (text.text, text.finish_reason) == ("one two", "stop")
     said = iter("one two€ three".encode())
     (text,) = written(gpt(), ["x"], maximum_tokens=9, stop=["€ t", "four"])
-    assert (text.text, text.reason) == ("one two\ufffd", "length")
+    assert (text.text, text.finish_reason) == ("one two\ufffd", "length")
 
 
 def test_a_table_of_positions_is_used_to_its_last_row_and_not_beyond() -> None:
     model = gpt("learned")
     (text,) = written(model, ["x" * 30], temperature=0.0, maximum_tokens=11)
-    assert text.reason == "eod" or len(text.tokens) == 11
+    assert text.finish_reason == "eod" or len(text.tokens) == 11
     with pytest.raises(UserError, match=r"40 positions; 30 tokens of a prompt and 12 more need 41: .*-tokens 11 or"):
         check_prompt_length(model, 30, 12)
     with pytest.raises(UserError, match="the prompt alone is too long"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.generation.stream import IncrementalDetokenizer, StopStrings
+from megatron.generation.text_generator import IncrementalDetokenizer, StopStrings
 
 KINDS = ["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
@@ -90,7 +90,7 @@ def test_a_text_ends_at_the_same_place_however_it_comes(text: str, stops: list[s
     texts = StopStrings(stops)
     found = [texts.push(text[start:end]) for start, end in pairwise(sorted([0, *cuts, len(text)]))]
     assert "".join(found) + texts.flush() == ended(text, stops)
-    assert texts.found == any(stop in text for stop in stops)
+    assert texts.stopped == any(stop in text for stop in stops)
 
 
 def test_only_what_may_begin_a_stop_waits() -> None:

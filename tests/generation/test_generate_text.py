@@ -9,8 +9,8 @@ import pytest
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.generation import run as generation
-from megatron.generation.writer import Completion, TextGenerator
+from megatron.generation import generate_text as generation
+from megatron.generation.text_generator import Completion, TextGenerator
 from megatron.options.generation import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.utils.errors import UserError
@@ -32,7 +32,7 @@ def a_writer(**options: object) -> TextGenerator:
 
 def shown(writer: TextGenerator, prompts: list[str], **how: bool) -> tuple[str, list[str]]:
     out, said = io.StringIO(), []
-    generation.generate_all(writer, prompts, out, said.append, **how)
+    generation.print_completions(writer, prompts, out, said.append, **how)
     return out.getvalue(), said
 
 
@@ -101,7 +101,7 @@ def test_a_text_that_is_interrupted_ends_with_a_line_break(monkeypatch: pytest.M
     monkeypatch.setattr(TextGenerator, "generate", interrupted)
     out = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
-        generation.generate_all(a_writer(), ["x"], out, lambda line: None)
+        generation.print_completions(a_writer(), ["x"], out, lambda line: None)
     assert out.getvalue() == "begun\n"
 
 

@@ -1,4 +1,4 @@
-"""`./deepy.py generate RUN`: what is gone on with, by which model, and how it is shown."""
+"""`./deepy.py generate RUN`: which prompts are continued, by which model, and how the texts are shown."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import AnnounceWait
 
 if TYPE_CHECKING:
-    from megatron.generation.writer import Completion, TextGenerator
+    from megatron.generation.text_generator import Completion, TextGenerator
 
-# What needs torch is imported where it is used: a mistake in what was asked for is told at once.
+# What needs torch is imported where it is used: a mistake in a request is reported at once.
 
 LogFunction = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A run whose model is not loaded yet, and how it is to write."""
+    """A run whose model is not loaded yet, and what it is to write."""
 
     run: TrainedRun
     tokenizer: Tokenizer
@@ -38,39 +38,39 @@ class GenerationRequest:
 
 
 def collect_prompts(prompts: Sequence[str], files: Sequence[Path], standard_input: TextIO) -> tuple[str, ...]:
-    """What is gone on with: prompts as they are written, then the text of each file, and all texts of a .jsonl file.
+    """The texts to continue: prompts as they are written, then the text of each file, and all texts of a .jsonl file.
 
-    Without any, what standard input holds is one prompt; from a terminal they are typed later, and there is none here.
+    Without any, what standard input holds is one prompt; from a terminal they are typed later, and the result is empty.
     The line break that ends a file or standard input is no part of the prompt.
 
     Raises:
         UserError: a file is missing, or is no text.
     """
-    found = list(prompts)
+    collected = list(prompts)
     for path in files:
         if not path.is_file():
             raise UserError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; --file names a text")
         texts = [decode_document(document) or "" for document in iter_raw_documents(describe_source_file(path))]
         if not texts:
             raise UserError(f"{path}: there is no text in it")
-        found += texts if len(texts) > 1 else [texts[0].removesuffix("\n")]
-    if not found and not standard_input.isatty():
+        collected += texts if len(texts) > 1 else [texts[0].removesuffix("\n")]
+    if not collected and not standard_input.isatty():
         try:
-            found.append(standard_input.read().removesuffix("\n"))
+            collected.append(standard_input.read().removesuffix("\n"))
         except UnicodeDecodeError as error:
             raise UserError(f"standard input: not UTF-8 at byte {error.start} ({error.reason})") from None
-    for text in found:
-        _check_characters(text)
-    return tuple(found)
+    for text in collected:
+        _check_utf8(text)
+    return tuple(collected)
 
 
-def _check_characters(text: str) -> None:
+def _check_utf8(text: str) -> None:
     """Bytes that are not UTF-8 reach Python's command line and standard input as halves of characters."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        found = ord(text[error.start]) & 0xFF
-        raise UserError(f"the prompt is not UTF-8: byte 0x{found:02x} at character {error.start}") from None
+        byte = ord(text[error.start]) & 0xFF
+        raise UserError(f"the prompt is not UTF-8: byte 0x{byte:02x} at character {error.start}") from None
 
 
 def read_generation_request(run: str, options: GenerationOptions, prompts: tuple[str, ...]) -> GenerationRequest:
@@ -79,9 +79,9 @@ def read_generation_request(run: str, options: GenerationOptions, prompts: tuple
     check_backend(options.backend)
     if "" in options.stop:
         raise UserError("--stop is empty; every text contains that")
-    opened = open_run(run)
-    tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
-    return GenerationRequest(opened, tokenizer, options, prompts)
+    trained_run = open_run(run)
+    tokenizer = load_run_tokenizer(trained_run.folder, trained_run.config.data, trained_run.tokenizer_name)
+    return GenerationRequest(trained_run, tokenizer, options, prompts)
 
 
 def load_text_generator(request: GenerationRequest) -> TextGenerator:
@@ -94,74 +94,74 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     """
     from megatron.checkpoint.load_model import load_model
     from megatron.distributed.process_groups import single_process
-    from megatron.generation.decode import check_prompt_length
-    from megatron.generation.writer import TextGenerator
+    from megatron.generation.decoding import check_prompt_length
+    from megatron.generation.text_generator import TextGenerator
     from megatron.model.build import build_model
 
     run, options = request.run, request.options
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.precision, run.config.training.precision, device)
-    outline = build_model(
+    meta_model = build_model(
         run.config.model, run.config.position, request.tokenizer.vocab_size, groups=single_process(), device="meta",
         backend=options.backend,
     )  # fmt: skip
     for prompt in request.prompts or ("",):
-        check_prompt_length(outline, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
+        check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
     loaded = load_model(run.checkpoint, device=device, dtype=dtype, backend=options.backend, window=options.window)
     return TextGenerator(loaded.model, request.tokenizer, options)
 
 
-def generate_all(
-    writer: TextGenerator, prompts: Sequence[str], out: TextIO, say: LogFunction, *, as_json: bool = False
+def print_completions(
+    generator: TextGenerator, prompts: Sequence[str], out: TextIO, log: LogFunction, *, as_json: bool = False
 ) -> None:
-    """Go on with prompts and show what is written, in their order; what cannot be shown yet waits.
+    """Continue prompts and show the texts in their order, each piece as soon as it is its turn.
 
     Args:
-        out: for the texts; pieces are shown as they are written.
-        say: for everything else, line by line.
+        out: for the texts.
+        log: for everything else, line by line.
         as_json: one JSON object for each prompt instead: `prompt`, `text`, `tokens`, and `finish`, the reason why it
             ends (eod, stop or length).
 
     Raises:
         KeyboardInterrupt: after what was written until then is shown.
     """
-    clock, shown, waiting = _SpeedMeter(), 0, _OrderedOutput(len(prompts))
-    tokens = [writer.encode(prompt) for prompt in prompts]
-    begun = -1
-    wait = AnnounceWait(say, f"reading {sum(map(len, tokens)):,} tokens")
+    speed, output = _SpeedMeter(), _OrderedOutput(len(prompts))
+    prompt_tokens = [generator.encode(prompt) for prompt in prompts]
+    num_prompt_tokens = sum(map(len, prompt_tokens))
+    announced, in_line = -1, False
+    wait = AnnounceWait(log, f"reading {num_prompt_tokens:,} tokens")
     wait.begin()
     try:
-        for text, piece in clock.timed(writer.generate(tokens)):
+        for completion, new_text in speed.count_pieces(generator.generate(prompt_tokens)):
             wait.end()
-            waiting.add(text, piece)
-            for number, part, done in waiting.ready():
+            output.add(completion, new_text)
+            for index, piece, finished in output.take_ready():
                 if as_json:
-                    if done is not None:
-                        found = {"prompt": prompts[number], "text": done.text, "tokens": len(done.tokens)}
-                        print(json.dumps({**found, "finish": done.reason}), file=out, flush=True)
+                    if finished is not None:
+                        result = {"prompt": prompts[index], "text": finished.text, "tokens": len(finished.tokens)}
+                        print(json.dumps({**result, "finish": finished.finish_reason}), file=out, flush=True)
                     continue
-                if number > begun and len(prompts) > 1:
-                    say(f"{number + 1} of {len(prompts)}: {_shorten(prompts[number])}")
-                begun = number
-                print(part, end="" if done is None else "\n", file=out, flush=True)
-                shown = 0 if done is not None else 1
+                if index > announced and len(prompts) > 1:
+                    log(f"{index + 1} of {len(prompts)}: {_shorten(prompts[index])}")
+                announced, in_line = index, finished is None
+                print(piece, end="" if finished is None else "\n", file=out, flush=True)
     except BaseException:
-        if shown:
+        if in_line:
             print(file=out, flush=True)
         raise
     finally:
         wait.end()
-    say(clock.line(sum(map(len, tokens))))
+    log(speed.summarize(num_prompt_tokens))
 
 
-def run_interactive(writer: TextGenerator, out: TextIO, say: LogFunction) -> None:
-    """Go on with one line after the other, typed on a terminal, until there is no more (Ctrl-D).
+def run_interactive(generator: TextGenerator, out: TextIO, log: LogFunction) -> None:
+    """Continue one line after the other, typed on a terminal, until there is no more (Ctrl-D).
 
     Ctrl-C ends the text that is being written; at an empty line it ends the command.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (lines can be edited and found again)
-    say("type a text to go on with; Ctrl-C ends what is written, Ctrl-D everything")
+    log("type a text to go on with; Ctrl-C ends what is written, Ctrl-D everything")
     while True:
         try:
             prompt = input("> ")
@@ -169,34 +169,34 @@ def run_interactive(writer: TextGenerator, out: TextIO, say: LogFunction) -> Non
             print(file=out)
             return
         try:
-            generate_all(writer, [prompt], out, say)
+            print_completions(generator, [prompt], out, log)
         except KeyboardInterrupt:
-            say("interrupted")
+            log("interrupted")
         except FarfieldError as error:
-            say(f"error: {error}")
+            log(f"error: {error}")
 
 
 class _OrderedOutput:
     """Pieces of several texts that are written at once, in the order of the texts."""
 
-    def __init__(self, texts: int) -> None:
-        self._pieces: list[list[str]] = [[] for _ in range(texts)]
-        self._done: list[Completion | None] = [None] * texts
+    def __init__(self, num_texts: int) -> None:
+        self._pieces: list[list[str]] = [[] for _ in range(num_texts)]
+        self._finished: list[Completion | None] = [None] * num_texts
         self._next = 0
 
-    def add(self, text: Completion, piece: str) -> None:
-        self._pieces[text.prompt].append(piece)
-        if text.reason is not None:
-            self._done[text.prompt] = text
+    def add(self, completion: Completion, piece: str) -> None:
+        self._pieces[completion.prompt_index].append(piece)
+        if completion.finish_reason is not None:
+            self._finished[completion.prompt_index] = completion
 
-    def ready(self) -> Iterator[tuple[int, str, Completion | None]]:
-        """What can be shown: the number of its text, what is new of it, and the whole text where it is finished."""
+    def take_ready(self) -> Iterator[tuple[int, str, Completion | None]]:
+        """What can be shown: a prompt's index, the new piece of its text, and the completion where it is finished."""
         while self._next < len(self._pieces):
-            number, done = self._next, self._done[self._next]
-            piece, self._pieces[number] = "".join(self._pieces[number]), []
-            if piece or done is not None:
-                yield number, piece, done
-            if done is None:
+            index, finished = self._next, self._finished[self._next]
+            piece, self._pieces[index] = "".join(self._pieces[index]), []
+            if piece or finished is not None:
+                yield index, piece, finished
+            if finished is None:
                 return
             self._next += 1
 
@@ -207,20 +207,24 @@ class _SpeedMeter:
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._first: float | None = None
-        self._count = 0
         self._last = self._start
+        self._count = 0
 
-    def timed(self, pieces: Iterator[tuple[Completion, str]]) -> Iterator[tuple[Completion, str]]:
-        for text, piece in pieces:
+    def count_pieces(self, pieces: Iterator[tuple[Completion, str]]) -> Iterator[tuple[Completion, str]]:
+        """Pass pieces on, of which each stands for a token."""
+        for completion, piece in pieces:
             self._last = time.monotonic()
             self._first = self._first or self._last
             self._count += 1
-            yield text, piece
+            yield completion, piece
 
-    def line(self, read: int) -> str:
+    def summarize(self, num_prompt_tokens: int) -> str:
         """What was read and written; the speed is that of the tokens after the first, which waits for the prompt."""
         first = self._start if self._first is None else self._first
-        line = f"{read:,} tokens read, the first written after {first - self._start:.2f} s; {self._count:,} written"
+        line = (
+            f"{num_prompt_tokens:,} tokens read, the first written after {first - self._start:.2f} s; "
+            f"{self._count:,} written"
+        )
         seconds = self._last - first
         return f"{line}, {(self._count - 1) / seconds:,.0f} tokens/s" if seconds > 0 else line
 
