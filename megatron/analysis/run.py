@@ -20,7 +20,7 @@ from megatron.evaluation.provenance import describe_machine, list_software_versi
 from megatron.evaluation.run import make_log_function
 from megatron.options.analysis import AnalysisOptions
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.progress import Meter
+from megatron.utils.progress import ProgressMeter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,7 @@ def analyze(
         for name, each in load_analyses().items()
         if only is None or name in only
     ]
-    with Meter(console, [candidate.job for candidate in candidates]) as meter:
+    with ProgressMeter(console, [candidate.job for candidate in candidates]) as meter:
         for candidate in candidates:
             meter.begin(candidate.job, "loading")
             model = load_analysis_context(candidate, asked)

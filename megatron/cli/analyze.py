@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.loading import open_work_console
-from megatron.cli.options import with_options
+from megatron.cli.arguments import with_options
+from megatron.cli.console import open_clean_console
 from megatron.options.analysis import AnalysisOptions
 
 
-@with_options(AnalysisOptions, leaving_out=("multiples",))
+@with_options(AnalysisOptions, exclude=("multiples",))
 def analyze(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
@@ -54,7 +54,7 @@ def analyze(
     from megatron.config.chosen import section_from_cli
 
     request = section_from_cli(AnalysisOptions, options)
-    with open_work_console() as console:
+    with open_clean_console() as console:
         from megatron.analysis.run import analyze as run_analyses
 
         run_analyses(runs or (), request, configs=config or (), output=output, console=console)

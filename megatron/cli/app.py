@@ -18,11 +18,11 @@ from megatron.cli.plan import plan
 from megatron.cli.positions import positions
 from megatron.cli.prepare import prepare
 from megatron.cli.report import report
+from megatron.cli.run_command import pass_errors_through, run_command
 from megatron.cli.runs import checkpoints, status
 from megatron.cli.sweep import sweep
 from megatron.cli.train import train
 from megatron.options.section import read_docstring
-from megatron.utils.run_command import pass_errors_through, run_command
 
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (train, "docs/training.md"),
@@ -42,6 +42,10 @@ COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
 )
 """Every command, in the order of the help, with the page that explains more. It is called as its function is, without
 the underscore that keeps a name from being a word of Python."""
+
+
+PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "transformers", "lm-eval")
+"""Those that decide what is computed, and that reports of a problem should name (`--version`)."""
 
 
 class Commands(TyperGroup):
@@ -94,13 +98,36 @@ for function, page in COMMANDS:
 
 
 def _show_versions(is_requested: bool) -> None:
-    if not is_requested:
-        return
-    from megatron.launch.versions import list_versions
+    if is_requested:
+        for name, version in list_versions().items():
+            print(f"{name} {version}")
+        raise typer.Exit
 
-    for name, version in list_versions().items():
-        print(f"{name} {version}")
-    raise typer.Exit
+
+def list_versions() -> dict[str, str]:
+    """Names and versions of what is installed, without importing any of it: ours first, the device last."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from megatron.utils.atomic_io import get_farfield_version
+
+    versions = {"farfield": get_farfield_version(), "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions | {"device": _describe_device()}
+
+
+def _describe_device() -> str:
+    """What `device: auto` would take, with the GPU's name where its driver tells."""
+    from megatron.distributed.hardware import LocalHardware, read_gpu_name
+
+    hardware = LocalHardware.detect()
+    if not hardware.num_gpus:
+        return f"cpu ({hardware.num_cores} cores)"
+    return f"cuda ({hardware.num_gpus} × {read_gpu_name() or 'GPU'})"
 
 
 @app.callback()

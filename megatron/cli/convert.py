@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.loading import print_aside, print_notes
-from megatron.cli.options import with_options
+from megatron.cli.arguments import with_options
+from megatron.cli.console import print_notes, print_to_stderr
 from megatron.options.conversion import ExportOptions, ImportOptions
 
 
@@ -35,10 +35,10 @@ def import_(
     from megatron.config.chosen import section_from_cli
     from megatron.conversion.import_model import import_model
     from megatron.utils.formatting import format_count
-    from megatron.utils.progress import AnnounceWait
+    from megatron.utils.progress import WaitAnnouncer
 
     request = section_from_cli(ImportOptions, {**options, "config": options["config"] or []})
-    with AnnounceWait(print_aside, f"reading {source}"):
+    with WaitAnnouncer(print_to_stderr, f"reading {source}"):
         imported, notes = import_model(
             source,
             run,

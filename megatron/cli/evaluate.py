@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.loading import open_work_console
-from megatron.cli.options import with_options
+from megatron.cli.arguments import with_options
+from megatron.cli.console import open_clean_console
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.utils.errors import UserError
 
 
 @with_options(TaskOptions)
-@with_options(EvaluationOptions, leaving_out=("multiples",))
+@with_options(EvaluationOptions, exclude=("multiples",))
 def evaluate(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
@@ -48,7 +48,7 @@ def evaluate(
 
     A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
     """
-    with open_work_console() as console:
+    with open_clean_console() as console:
         from megatron.config.chosen import section_from_cli
         from megatron.evaluation.run import evaluate_runs
 

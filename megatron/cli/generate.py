@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.loading import print_aside
-from megatron.cli.options import with_options
+from megatron.cli.arguments import with_options
+from megatron.cli.console import print_to_stderr
 from megatron.options.generation import GenerationOptions
 
 
@@ -51,6 +51,6 @@ def generate(
     with temporary_log() as log, run_console(log), log_traceback(log):
         writer = generation.load_text_generator(request)
     if prompts:
-        generation.print_completions(writer, prompts, sys.stdout, print_aside, as_json=as_json)
+        generation.print_completions(writer, prompts, sys.stdout, print_to_stderr, as_json=as_json)
     else:
-        generation.run_interactive(writer, sys.stdout, print_aside)
+        generation.run_interactive(writer, sys.stdout, print_to_stderr)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.cli.loading import print_facts
+from megatron.cli.console import print_facts
 from megatron.utils.errors import UserError
 
 

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.loading import load_config, print_notes
-from megatron.cli.options import Arguments, ConfigFolder, with_options
+from megatron.cli.arguments import Arguments, ConfigFolder, load_config, with_options
+from megatron.cli.console import print_notes
 from megatron.config.schema import Config
 from megatron.options.planning import PlanOptions
 from megatron.utils.errors import FarfieldError

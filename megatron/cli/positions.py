@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from megatron.cli.loading import print_aside, print_facts
-from megatron.cli.options import AsJson
+from megatron.cli.arguments import AsJson
+from megatron.cli.console import print_facts, print_to_stderr
 
 
 def positions(
@@ -24,7 +24,7 @@ def positions(
 
     records, errors = describe_methods(names)
     for error in errors:
-        print_aside(f"error: {error}")
+        print_to_stderr(f"error: {error}")
     if as_json:
         print(json.dumps(records, indent=2))
         return

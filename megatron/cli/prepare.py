@@ -1,12 +1,20 @@
-"""`./deepy.py prepare`."""
+"""`./deepy.py prepare`: a progress bar in front of `megatron.data.corpus.prepare_corpus`, and a summary after it."""
 
+from __future__ import annotations
+
+import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.options import with_options
-from megatron.options.data import CorpusOptions
+from megatron.cli.arguments import with_options
+from megatron.options.data import SPLITS, CorpusOptions, DataOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron.data.corpus_folder import CorpusInfo
 
 
 @with_options(CorpusOptions)
@@ -40,6 +48,62 @@ def prepare(
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
     from megatron.config.chosen import section_from_cli
-    from megatron.launch.corpus_console import prepare_corpus
+    from megatron.data.corpus import find_unfinished, prepare_corpus
+    from megatron.launch.console import log_traceback, run_console, temporary_log
+    from megatron.utils.progress import ProgressMeter, WorkItem
+    from megatron.utils.signals import StoppedBySignal
 
-    prepare_corpus(section_from_cli(CorpusOptions, {**options, "sources": sources}), output, overwrite=overwrite)
+    corpus_options = section_from_cli(CorpusOptions, {**options, "sources": sources})
+    with temporary_log() as log, run_console(log) as console, log_traceback(log):
+        job = WorkItem(f"corpus {output}", "prepare", 1.0)
+        try:
+            with ProgressMeter(console if console.is_terminal else None, [job]) as meter:
+                meter.begin(job)
+                corpus = prepare_corpus(
+                    corpus_options,
+                    output,
+                    overwrite=overwrite,
+                    progress=meter.report_stage,
+                    log=lambda line: _print_note(console, line),
+                )
+        except (KeyboardInterrupt, StoppedBySignal):
+            if find_unfinished(output):
+                console.print("the same command goes on where this was interrupted", highlight=False)
+            raise
+        _print_summary(console, corpus)
+
+
+def _print_note(console: Console, line: str) -> None:
+    from rich.markup import escape
+
+    console.print(escape(f"note: {line}"), highlight=False, soft_wrap=True)
+
+
+def _print_summary(console: Console, corpus: CorpusInfo) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("split")
+    for heading in ("documents", "tokens", "bytes"):
+        table.add_column(heading, justify="right")
+    for split, size in corpus.splits.items():
+        table.add_row(split, f"{size.documents:,}", f"{size.tokens:,}", f"{size.bytes:,}")
+    state = "already there" if corpus.reused else "prepared"
+    headline = f"{corpus.folder} {state}: tokenizer {corpus.tokenizer}, {corpus.vocab_size:,} tokens"
+    console.print(escape(headline), highlight=False, soft_wrap=True)
+    console.print(table)
+    for note in corpus.notes:
+        _print_note(console, note)
+    keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
+    paths = [f"{keys[split]}=[{corpus.prefix(split)}]" for split in corpus.splits if split in keys]
+    if not paths:
+        from megatron.data.parts import compute_sequence_range
+
+        (split, size), *_ = corpus.splits.items()
+        paths = [f"data_path={corpus.prefix(split)}"]
+        default = DataOptions.model_fields["split"].default
+        ranges = (compute_sequence_range(default, part, size.documents) for part in SPLITS)
+        if any(taken is None or taken[0] == taken[1] for taken in ranges):
+            paths.append("split=1,0,0")  # too few documents for a split of each kind
+    console.print(escape(f"train on it with {' '.join(map(shlex.quote, paths))}"), highlight=False, soft_wrap=True)

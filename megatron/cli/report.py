@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.options import with_options
+from megatron.cli.arguments import with_options
 from megatron.options.report import ReportOptions
 
 

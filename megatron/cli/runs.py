@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.cli.options import AsJson
+from megatron.cli.arguments import AsJson
 
 
 def checkpoints(
@@ -25,11 +25,11 @@ def checkpoints(
 
       ./deepy.py checkpoints runs/a --keep 2
     """
-    from megatron.launch import checkpoint_table as listing
+    from megatron.launch.run_status import print_checkpoints, prune_checkpoints
 
     if keep is not None:
-        listing.prune_checkpoints(run, keep, print)
-    if not listing.print_checkpoints(run, verify=verify, as_json=as_json):
+        prune_checkpoints(run, keep, print)
+    if not print_checkpoints(run, verify=verify, as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -48,6 +48,6 @@ def status(
 
       ./deepy.py status runs --watch
     """
-    from megatron.launch import run_status as files
+    from megatron.launch.run_status import print_status
 
-    files.print_status(runs, as_json=as_json, watch=watch)
+    print_status(runs, as_json=as_json, watch=watch)

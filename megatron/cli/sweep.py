@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.cli.loading import split_arguments
-from megatron.cli.options import Arguments, ConfigFolder
+from megatron.cli.arguments import Arguments, ConfigFolder, split_arguments
 
 
 def sweep(

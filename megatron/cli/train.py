@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from megatron.cli.loading import load_config, print_notes
-from megatron.cli.options import Arguments, ConfigFolder
+from megatron.cli.arguments import Arguments, ConfigFolder, load_config
+from megatron.cli.console import print_notes
 
 
 def train(

@@ -23,7 +23,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-DEV = Path("/dev")
+DEVICE_FOLDER = Path("/dev")
 PROCESSES_PER_CORE = 4
 """Several processes may share a core, to try out what runs on several GPUs elsewhere. More would only wait for each
 other, at about a gigabyte of memory each."""
@@ -64,13 +64,13 @@ def count_gpus() -> int:
     if not _torch_has_cuda():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = _list_installed_gpus()
-    if visible is None or there == 0:
-        return there
+    installed = _count_installed_gpus()
+    if visible is None or installed == 0:
+        return installed
     # As CUDA does: entries count up to the first that is not valid, so -1 hides all that follow.
     count = 0
     for entry in (part.strip() for part in visible.split(",")):
-        if not entry or entry == "-1" or (entry.isdigit() and int(entry) >= there):
+        if not entry or entry == "-1" or (entry.isdigit() and int(entry) >= installed):
             break
         count += 1
     return count
@@ -89,8 +89,8 @@ def _torch_has_cuda() -> bool:
     return match is None or match.group(1).strip() != "None"
 
 
-def _list_installed_gpus() -> int:
-    devices = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+def _count_installed_gpus() -> int:
+    devices = [path for path in DEVICE_FOLDER.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if devices:
         return len(devices)
     tool = shutil.which("nvidia-smi")  # where GPUs are not files: Windows' Linux
@@ -101,6 +101,19 @@ def _list_installed_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+def read_gpu_name() -> str | None:
+    """The first GPU's name, as its driver tells it; None if it does not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return names[0].strip() if names else None
 
 
 @dataclass(frozen=True)
@@ -151,22 +164,21 @@ MEMORY_SIZES = {"A100 40GB": 39.4, "A100 80GB": 79.1, "V100 16GB": 15.8, "V100 3
 
 
 def find_gpu_spec(name: str) -> GpuSpec | None:
-    """The GPU that a driver calls so ("NVIDIA A100-SXM4-80GB"), if it is known. Its memory is better asked of it."""
+    """The GPU of a driver's name ("NVIDIA A100-SXM4-80GB"), if it is known. Its memory is better asked of it."""
     return next((gpu for part, gpu in GPUS.items() if part in name), None)
 
 
 def list_gpu_names() -> list[str]:
-    """What `named` takes."""
+    """What `get_gpu_spec` takes."""
     return [name.lower().replace(" ", "-") for name in sorted([*GPUS, *MEMORY_SIZES])]
 
 
 def get_gpu_spec(text: str) -> GpuSpec:
-    """The GPU that somebody means: a100-40gb, A100_40GB, h100, "RTX 4090".
+    """The GPU of a name that a person wrote: a100-40gb, A100_40GB, h100, "RTX 4090".
 
     Raises:
-        UserError: none is called so; names those that are.
+        UserError: it is not known; names those that are.
     """
-
     for name in (*MEMORY_SIZES, *GPUS):
         if _normalize_name(name) == _normalize_name(text):
             gpu = GPUS[name if name in GPUS else name.split()[0]]

@@ -28,7 +28,7 @@ from megatron.reports import records as record_files
 from megatron.reports import table_formats
 from megatron.reports.records import RESULTS_FILE, Record, merge_records
 from megatron.reports.results_folder import write_results
-from megatron.utils.progress import Meter, WorkItem
+from megatron.utils.progress import ProgressMeter, WorkItem
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ def run_jobs(
     import torch
 
     found: list[Record] = []
-    with Meter(console if progress is None else None, [candidate.job for candidate in jobs]) as meter:
+    with ProgressMeter(console if progress is None else None, [candidate.job for candidate in jobs]) as meter:
         for candidate in jobs:
             meter.begin(candidate.job, "loading")
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))

@@ -17,7 +17,7 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import FarfieldError, UserError
-from megatron.utils.progress import AnnounceWait
+from megatron.utils.progress import WaitAnnouncer
 
 if TYPE_CHECKING:
     from megatron.generation.text_generator import Completion, TextGenerator
@@ -129,7 +129,7 @@ def print_completions(
     prompt_tokens = [generator.encode(prompt) for prompt in prompts]
     num_prompt_tokens = sum(map(len, prompt_tokens))
     announced, in_line = -1, False
-    wait = AnnounceWait(log, f"reading {num_prompt_tokens:,} tokens")
+    wait = WaitAnnouncer(log, f"reading {num_prompt_tokens:,} tokens")
     wait.begin()
     try:
         for completion, new_text in speed.count_pieces(generator.generate(prompt_tokens)):

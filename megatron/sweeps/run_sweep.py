@@ -35,7 +35,6 @@ from megatron.checkpoint.lock import LOCK, SWEEP_LOCK, RunLock
 from megatron.checkpoint.run_files import is_saved_config
 from megatron.launch import slurm
 from megatron.launch.console import log_traceback, run_console
-from megatron.launch.corpus_console import prepare_with_meter
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports import table_formats
 from megatron.reports.failures import RunFailure
@@ -48,7 +47,7 @@ from megatron.training.records import METRICS_FILE
 from megatron.utils.atomic_io import make_folder, refuse_foreign_files
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration, format_flops
-from megatron.utils.progress import Meter, WorkItem, estimate_seconds_left
+from megatron.utils.progress import ProgressMeter, WorkItem, estimate_seconds_left
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 if TYPE_CHECKING:
@@ -165,13 +164,13 @@ def _run_members(
         member = sweep.members[only]
         if member in known:
             raise RunError(f"{member.name}: {known[member]}; {RETRIES}")
-        with Meter(console, [todo[member].training, todo[member].evaluation]) as meter:
+        with ProgressMeter(console, [todo[member].training, todo[member].evaluation]) as meter:
             return _run_member(member, todo[member], meter)
     found: list[Record] = []
     failed: list[RunFailure] = []
     jobs = [job for member, each in todo.items() if member not in known for job in (each.training, each.evaluation)]
     pending = {member: each for member, each in todo.items() if member not in known}
-    with Meter(console, jobs, forecast=lambda left: meter.log(_describe_time_left(pending, left))) as meter:
+    with ProgressMeter(console, jobs, forecast=lambda left: meter.log(_describe_time_left(pending, left))) as meter:
         meter.log(_describe_plan(pending, len(todo)))
         for number, (member, each) in enumerate(todo.items(), start=1):
             worked = each.has_work and member not in known
@@ -223,7 +222,12 @@ def _describe_failures(failed: Sequence[RunFailure], diverged: int, members: int
 
 
 def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, say: Callable[[str], None]) -> None:
-    made = prepare_with_meter(console, corpus, corpus.folder)
+    from megatron.data.corpus import prepare_corpus
+
+    job = WorkItem(f"corpus {corpus.folder}", "prepare", 1.0)
+    with ProgressMeter(console, [job]) as meter:
+        meter.begin(job)
+        made = prepare_corpus(corpus, corpus.folder, progress=meter.report_stage, log=meter.log)
     for note in made.notes:
         say(note)
     sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in made.splits.items())
@@ -249,13 +253,13 @@ def _describe_time_left(todo: dict[SweepMember, MemberWork], left: float) -> str
     return f"about {format_duration(left)} for {runs} of {len(todo)} runs, at the speed of the first steps"
 
 
-def _run_member(member: SweepMember, todo: MemberWork, meter: Meter) -> list[Record]:
+def _run_member(member: SweepMember, todo: MemberWork, meter: ProgressMeter) -> list[Record]:
     """Train and evaluate one member."""
     _train_member(member, todo, meter)
     return _evaluate_member(member, todo.evaluation, meter)
 
 
-def _train_member(member: SweepMember, todo: MemberWork, meter: Meter) -> None:
+def _train_member(member: SweepMember, todo: MemberWork, meter: ProgressMeter) -> None:
     """Train a member to its end, or find it trained."""
     done, steps, job = todo.done, member.config.training.train_iters, todo.training
     if done >= steps and not receipts.lacks_test_data(member):
@@ -282,7 +286,7 @@ def _train_member(member: SweepMember, todo: MemberWork, meter: Meter) -> None:
     meter.finish()
 
 
-def _evaluate_member(member: SweepMember, job: WorkItem, meter: Meter) -> list[Record]:
+def _evaluate_member(member: SweepMember, job: WorkItem, meter: ProgressMeter) -> list[Record]:
     """Evaluate a trained member, or find it evaluated in the same way."""
     from megatron.evaluation.run import evaluate_runs
 

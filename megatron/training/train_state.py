@@ -45,7 +45,7 @@ from megatron.training.records import METRICS_FILE
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.training.session import TrainingSession
-from megatron.utils.progress import AnnounceWait
+from megatron.utils.progress import WaitAnnouncer
 
 
 @dataclass
@@ -113,12 +113,12 @@ def build_state(
     return state
 
 
-def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> AnnounceWait:
+def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> WaitAnnouncer:
     """Building a large model takes minutes: the first process says so, on a terminal sooner than in a file."""
     what = "reading its states" if resume.resumes else "its optimizer"
     shown = session.groups.is_main and console.console is not None
     first = 3.0 if console.console is not None and console.console.is_terminal else 10.0
-    return AnnounceWait(console.log if shown else lambda line: None, f"building the model and {what}", first=first)
+    return WaitAnnouncer(console.log if shown else lambda line: None, f"building the model and {what}", first=first)
 
 
 def build_components(

@@ -29,8 +29,8 @@ from rich.progress import (
 
 from megatron.utils.formatting import format_duration
 
-EXPECTED_SPEED = 0.05
-"""The share of a job's work after which its own speed counts as much as that of others."""
+PRIOR_WORK_FRACTION = 0.05
+"""The fraction of a job's work after which its own speed counts as much as that of others."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class WorkItem:
             self.first = (done, seconds)
 
     @property
-    def measured_seconds(self) -> bool:
+    def is_measured(self) -> bool:
         """Has work been seen twice, so that starting up can be told from working?"""
         return self.first is not None and self.done > self.first[0] and self.seconds > self.first[1]
 
@@ -60,13 +60,13 @@ class WorkItem:
         return self.done >= self.work
 
     @property
-    def pace(self) -> "Throughput | None":
+    def throughput(self) -> "Throughput | None":
         """What this job alone tells, None before it tells anything.
 
         A job that finished before work was seen twice is too short to tell starting up from working: it counts as work
         alone.
         """
-        if self.measured_seconds:
+        if self.is_measured:
             assert self.first is not None
             done, seconds = self.first
             speed = (self.done - done) / (self.seconds - seconds)
@@ -86,11 +86,12 @@ class Throughput:
     @staticmethod
     def from_jobs(jobs: Sequence[WorkItem]) -> "Throughput | None":
         """Of several jobs: the mean of what they need to start, and all their work over all its time."""
-        known = [(job, pace) for job in jobs if (pace := job.pace) is not None]
-        if not known:
+        measured = [(job, throughput) for job in jobs if (throughput := job.throughput) is not None]
+        if not measured:
             return None
-        worked = sum(job.done / pace.speed for job, pace in known)
-        return Throughput(sum(pace.start for _, pace in known) / len(known), sum(job.done for job, _ in known) / worked)
+        seconds = sum(job.done / throughput.speed for job, throughput in measured)
+        start = sum(throughput.start for _, throughput in measured) / len(measured)
+        return Throughput(start, sum(job.done for job, _ in measured) / seconds)
 
 
 def estimate_seconds_left(jobs: Sequence[WorkItem]) -> float | None:
@@ -99,26 +100,26 @@ def estimate_seconds_left(jobs: Sequence[WorkItem]) -> float | None:
     for job in jobs:
         if job.is_finished:
             continue
-        alike = Throughput.from_jobs([other for other in jobs if other.kind == job.kind and other is not job])
-        pace = _blend_estimates(job, alike) or alike or Throughput.from_jobs(jobs)
-        if pace is None:
+        same_kind = Throughput.from_jobs([other for other in jobs if other.kind == job.kind and other is not job])
+        throughput = _blend_estimates(job, same_kind) or same_kind or Throughput.from_jobs(jobs)
+        if throughput is None:
             return None
-        start = 0.0 if job.done > 0 else max(0.0, pace.start - job.seconds)
-        left += start + (job.work - job.done) / pace.speed
+        start = 0.0 if job.done > 0 else max(0.0, throughput.start - job.seconds)
+        left += start + (job.work - job.done) / throughput.speed
     return left
 
 
-def _blend_estimates(job: WorkItem, alike: Throughput | None) -> Throughput | None:
-    """A job's own pace, as if `EXPECTED_SPEED` of its work had been seen to go at the pace of its kind.
+def _blend_estimates(job: WorkItem, kind_throughput: Throughput | None) -> Throughput | None:
+    """A job's own pace, as if `PRIOR_WORK_FRACTION` of its work had been seen to go at the pace of its kind.
 
     A speed between two looks that are a moment apart is mostly chance.
     """
-    own = job.pace
-    if own is None or alike is None or job.first is None:
+    own = job.throughput
+    if own is None or kind_throughput is None or job.first is None:
         return own
     done, seconds = job.done - job.first[0], job.seconds - job.first[1]
-    imagined = EXPECTED_SPEED * job.work
-    return Throughput(own.start, (done + imagined) / (seconds + imagined / alike.speed))
+    prior_work = PRIOR_WORK_FRACTION * job.work
+    return Throughput(own.start, (done + prior_work) / (seconds + prior_work / kind_throughput.speed))
 
 
 def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
@@ -134,7 +135,7 @@ def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
     )
 
 
-class Meter:
+class ProgressMeter:
     """Shows the progress of jobs that run one after the other.
 
     Args:
@@ -158,13 +159,13 @@ class Meter:
         self._forecast = forecast
         self._clock, self._interval = clock, interval
         self._current: WorkItem | None = None
-        self._since = self._spoke = clock()
+        self._since = self._printed_at = clock()
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
             self._bar = build_progress_bar(console, TaskProgressColumn(), TimeElapsedColumn())
             self._task = self._bar.add_task("", total=1.0, left="")
 
-    def __enter__(self) -> "Meter":
+    def __enter__(self) -> "ProgressMeter":
         if self._bar is not None:
             self._bar.start()
         return self
@@ -178,18 +179,23 @@ class Meter:
     def begin(self, job: WorkItem, detail: str = "") -> None:
         """Turn to a job. Time from here on counts for its speed."""
         self._current, self._since = job, self._clock() - job.seconds
-        self._show(detail, speak=True)
+        self._show(detail, is_start=True)
 
     def update(self, done: float, detail: str = "") -> None:
         """So much of the current job's work is done."""
         assert self._current is not None
         self._current.advance(done, self._clock() - self._since)
-        if self._forecast is not None and self._current.measured_seconds:
-            told, self._forecast = self._forecast, None
+        if self._forecast is not None and self._current.is_measured:
+            forecast, self._forecast = self._forecast, None
             left = estimate_seconds_left(self.jobs)
             assert left is not None  # this job has a speed
-            told(left)
-        self._show(detail, speak=False)
+            forecast(left)
+        self._show(detail, is_start=False)
+
+    def report_stage(self, stage: str, done: int, total: int) -> None:
+        """So many steps of a stage of the current job are done, of so many. Each stage counts as the whole job."""
+        assert self._current is not None
+        self.update(self._current.work * done / max(total, 1), stage)
 
     def finish(self) -> None:
         """The current job is done."""
@@ -205,35 +211,35 @@ class Meter:
         if self.console is not None:
             self.console.print(escape(line), highlight=False, soft_wrap=True)
 
-    def _show(self, detail: str, *, speak: bool) -> None:
+    def _show(self, detail: str, *, is_start: bool) -> None:
         job = self._current
         if job is None or self.console is None:
             return
         left = estimate_seconds_left(self.jobs)
-        about = "estimating the time left" if left is None else f"about {format_duration(left)} left"
+        time_left = "estimating the time left" if left is None else f"about {format_duration(left)} left"
         text = f"{job.name}: {detail}" if detail else job.name
         if self._bar is not None:
-            spent = sum(each.seconds for each in self.jobs)
+            spent = sum(item.seconds for item in self.jobs)
             fraction = 0.0 if left is None or spent + left == 0 else spent / (spent + left)
-            self._bar.update(self._task, description=escape(text), completed=fraction, left=about)
-        elif speak or self._clock() - self._spoke >= self._interval:
-            self._spoke = self._clock()
-            self.console.print(escape(f"{text} ({about})"), highlight=False, soft_wrap=True)
+            self._bar.update(self._task, description=escape(text), completed=fraction, left=time_left)
+        elif is_start or self._clock() - self._printed_at >= self._interval:
+            self._printed_at = self._clock()
+            self.console.print(escape(f"{text} ({time_left})"), highlight=False, soft_wrap=True)
 
 
-class AnnounceWait:
+class WaitAnnouncer:
     """Says what is waited for once that takes a while, and again now and then: nobody looks at a silent terminal for
     longer than ten seconds.
 
     Args:
-        say: takes a line; it is called from a thread.
-        what: is under way, as `reading 100,000 tokens`.
+        log: takes a line; it is called from a thread.
+        activity: what is under way, as `reading 100,000 tokens`.
         first: seconds until the first line.
         every: seconds between the others.
     """
 
-    def __init__(self, say: Callable[[str], object], what: str, *, first: float = 3.0, every: float = 10.0) -> None:
-        self._say, self._what, self._first, self._every = say, what, first, every
+    def __init__(self, log: Callable[[str], object], activity: str, *, first: float = 3.0, every: float = 10.0) -> None:
+        self._log, self._activity, self._first, self._every = log, activity, first, every
         self._over = threading.Event()
 
     def begin(self) -> None:
@@ -244,7 +250,7 @@ class AnnounceWait:
         """It came; calling this again changes nothing."""
         self._over.set()
 
-    def __enter__(self) -> "AnnounceWait":
+    def __enter__(self) -> "WaitAnnouncer":
         self.begin()
         return self
 
@@ -254,6 +260,6 @@ class AnnounceWait:
     def _run(self) -> None:
         begun = time.monotonic()
         if not self._over.wait(self._first):
-            self._say(self._what)
+            self._log(self._activity)
         while not self._over.wait(self._every):
-            self._say(f"{self._what} ({format_duration(time.monotonic() - begun)})")
+            self._log(f"{self._activity} ({format_duration(time.monotonic() - begun)})")

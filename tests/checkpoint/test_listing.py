@@ -9,7 +9,7 @@ from tiny_runs import records
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.lock import RunLock
-from megatron.launch import checkpoint_table
+from megatron.launch import run_status
 from megatron.utils.errors import UserError
 
 
@@ -30,14 +30,14 @@ def test_each_is_told_with_its_loss_and_what_is_wrong_with_it(
     states = "states/rank_00000.safetensors"
     flip(run / "checkpoints" / layout.format_checkpoint_name(2) / states)
     (run / "checkpoints" / layout.format_checkpoint_name(4) / "progress.json").unlink()
-    checkpoint_table.print_checkpoints(run, verify=False, as_json=True)
+    run_status.print_checkpoints(run, verify=False, as_json=True)
     two, four = json.loads(capsys.readouterr().out)
     assert (two["step"], four["step"]) == (2, 4)
     assert two["loss"] == records(run)[2]["loss"]
     assert two["bytes"] == sum(file.stat().st_size for file in Path(two["path"]).rglob("*") if file.is_file())
     assert (two["problem"], four["problem"]) == (None, "progress.json is missing")
     monkeypatch.setenv("COLUMNS", "300")
-    checkpoint_table.print_checkpoints(run / "checkpoints", verify=True, as_json=False)
+    run_status.print_checkpoints(run / "checkpoints", verify=True, as_json=False)
     shown = capsys.readouterr().out
     assert "is not as it was written" in shown
     assert "progress.json is missing" in shown
@@ -50,17 +50,17 @@ def test_what_is_no_run_is_told(run: Path, tmp_path: Path) -> None:
         (run / "checkpoints" / layout.format_checkpoint_name(2), "is a checkpoint; give the run's folder"),
     ):
         with pytest.raises(UserError, match=message):
-            checkpoint_table.print_checkpoints(path, verify=False, as_json=False)
+            run_status.print_checkpoints(path, verify=False, as_json=False)
 
 
 def test_the_newest_and_the_milestones_stay(run: Path) -> None:
     said: list[str] = []
     config = run / "config.yml"
     config.write_text(config.read_text().replace("extra_save_iters: []", "extra_save_iters: [2]"))
-    checkpoint_table.prune_checkpoints(run, 1, said.append)
+    run_status.prune_checkpoints(run, 1, said.append)
     assert len(layout.list_checkpoints(run)) == 2
     config.write_text(config.read_text().replace("extra_save_iters: [2]", "extra_save_iters: []"))
-    checkpoint_table.prune_checkpoints(run, 1, said.append)
+    run_status.prune_checkpoints(run, 1, said.append)
     assert [path.name for path in layout.list_checkpoints(run)] == [layout.format_checkpoint_name(4)]
     assert said == [f"deleted {run / 'checkpoints' / layout.format_checkpoint_name(2)}"]
 
@@ -71,12 +71,12 @@ def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
     monkeypatch.setattr("megatron.checkpoint.lock.LOCK_TIMEOUT", 0.0)
     lock = RunLock(run)
     with pytest.raises(UserError, match="another run is writing there"):
-        checkpoint_table.prune_checkpoints(run, 1, print)
+        run_status.prune_checkpoints(run, 1, print)
     lock.release()
     for step in (2, 4):
         flip(run / "checkpoints" / layout.format_checkpoint_name(step) / "model.safetensors")
     with pytest.raises(UserError, match=r"--keep 1: .*step_0000004 and all others are damaged; nothing was deleted"):
-        checkpoint_table.prune_checkpoints(run, 1, print)
+        run_status.prune_checkpoints(run, 1, print)
     assert len(layout.list_checkpoints(run)) == 2
 
 
@@ -103,7 +103,7 @@ def test_only_whole_ones_count(
     for step in damaged:
         flip(there / layout.format_checkpoint_name(step) / "model.safetensors")
     said: list[str] = []
-    checkpoint_table.prune_checkpoints(run, keep, said.append)
+    run_status.prune_checkpoints(run, keep, said.append)
     assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == list(stay)
     told = said[-1]
     for step in range(1, 6):

@@ -22,7 +22,7 @@ def machine(monkeypatch, tmp_path):
     """A torch with CUDA, no GPU in /dev and no tool, until a test says otherwise."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "bin").mkdir()
-    monkeypatch.setattr(hardware, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(hardware, "DEVICE_FOLDER", tmp_path / "dev")
     monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -77,7 +77,7 @@ def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has)
 )
 def test_visible_devices(monkeypatch, visible, count):
     monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(hardware, "_list_installed_gpus", lambda: 4)
+    monkeypatch.setattr(hardware, "_count_installed_gpus", lambda: 4)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -87,7 +87,7 @@ def test_visible_devices(monkeypatch, visible, count):
 
 def test_torch_built_without_cuda_has_no_gpus(monkeypatch):
     monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: False)
-    monkeypatch.setattr(hardware, "_list_installed_gpus", lambda: 4)
+    monkeypatch.setattr(hardware, "_count_installed_gpus", lambda: 4)
     assert hardware.count_gpus() == 0
     monkeypatch.undo()
     assert hardware._torch_has_cuda() == (torch.version.cuda is not None)

@@ -27,7 +27,7 @@ PRELOADED = (
     "megatron.checkpoint.saver",
     "megatron.data.samples",
     "megatron.launch.console",
-    "megatron.launch.corpus_console",
+    "megatron.utils.progress",
     "megatron.launch.worker",
     "megatron.training.trainer",
     "torch._inductor.config",  # torch.use_deterministic_algorithms imports it, and with it all of PyTorch's compiler

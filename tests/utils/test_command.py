@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from megatron.utils import run_command
+from megatron.cli import run_command
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import exit_on_signal, raising_on_signals
 
@@ -99,7 +99,7 @@ def test_standard_output_that_cannot_be_written_while_a_command_runs(place: str,
     """In the body, not at its end: typer makes a silent 1 of a pipe that nobody reads."""
     script = (
         "import sys, typer\n"
-        "from megatron.utils import run_command as command\n"
+        "from megatron.cli import run_command as command\n"
         "app = typer.Typer()\n"
         "@app.command()\n"
         "def write() -> None:\n"
@@ -124,7 +124,7 @@ def test_streams_that_are_closed_go_nowhere_in_children_too(closed: str, tmp_pat
     """And what a shell left there to be read, as bash does with the script of a closed standard error."""
     script = (
         "import os, subprocess, sys, typer\n"
-        "from megatron.utils import run_command as command\n"
+        "from megatron.cli import run_command as command\n"
         "app = typer.Typer()\n"
         "@app.command()\n"
         "def write() -> None:\n"

@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from megatron.utils.progress import AnnounceWait, Meter, WorkItem, estimate_seconds_left
+from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem, estimate_seconds_left
 
 
 class Clock:
@@ -68,7 +68,7 @@ def test_many_short_jobs_are_estimated_by_their_whole_time() -> None:
 def test_the_meter_measures_and_speaks_now_and_then() -> None:
     clock, out = Clock(), io.StringIO()
     jobs = [WorkItem("first", "train", 100), WorkItem("second", "train", 300)]
-    with Meter(Console(file=out, width=200), jobs, clock=clock, interval=15) as meter:
+    with ProgressMeter(Console(file=out, width=200), jobs, clock=clock, interval=15) as meter:
         meter.begin(jobs[0], "starting")
         for _ in range(10):
             clock.now += 2
@@ -98,7 +98,7 @@ def test_starting_up_does_not_count_for_the_speed() -> None:
 def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
     clock, told = Clock(), []
     jobs = [WorkItem("first", "train", 100), WorkItem("second", "train", 300)]
-    with Meter(None, jobs, clock=clock, forecast=told.append) as meter:
+    with ProgressMeter(None, jobs, clock=clock, forecast=told.append) as meter:
         meter.begin(jobs[0])
         for passed, done in ((7, 0), (8, 20), (2, 40), (2, 60)):  # 10 per second once it runs; 15 s to get there
             clock.now += passed
@@ -108,13 +108,13 @@ def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
 
 def test_a_skipped_job_says_nothing_about_speed() -> None:
     jobs = [WorkItem("first", "train", 100), seen("second", "train", 100, (0, 1), (25, 5), (50, 10))]
-    Meter(None, jobs).skip(jobs[0])
+    ProgressMeter(None, jobs).skip(jobs[0])
     assert estimate_seconds_left(jobs) == pytest.approx(10)
 
 
 def test_a_terminal_gets_a_bar() -> None:
     out, jobs = io.StringIO(), [WorkItem("first", "train", 100)]
-    with Meter(Console(file=out, width=100, force_terminal=True), jobs) as meter:
+    with ProgressMeter(Console(file=out, width=100, force_terminal=True), jobs) as meter:
         meter.begin(jobs[0])
         meter.update(40, "step [4]")
         meter._bar.refresh()
@@ -124,11 +124,11 @@ def test_a_terminal_gets_a_bar() -> None:
 
 def test_a_wait_is_announced_and_again_while_it_lasts() -> None:
     said: list[str] = []
-    with AnnounceWait(said.append, "reading 9 tokens", first=0.01, every=0.01):
+    with WaitAnnouncer(said.append, "reading 9 tokens", first=0.01, every=0.01):
         deadline = time.monotonic() + 20
         while len(said) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert said[:3] == ["reading 9 tokens", "reading 9 tokens (0 s)", "reading 9 tokens (0 s)"]
-    with AnnounceWait(said.append, "what is there at once"):
+    with WaitAnnouncer(said.append, "what is there at once"):
         pass
     assert "what is there at once" not in said

@@ -1,14 +1,22 @@
-"""Options of commands, made of the keys of configuration sections, so that each is described once."""
+"""What the commands take: configurations, and options that are made of the keys of configuration sections, so that each
+is described once."""
+
+from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
+from megatron.cli.console import print_notes
 from megatron.options.section import CommaSeparated, ConfigSection
+
+if TYPE_CHECKING:
+    from megatron.config.load import LoadedConfig
 
 Arguments = Annotated[
     list[str],
@@ -21,14 +29,14 @@ ConfigFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")]
 
 
-def with_options(section: type[ConfigSection], leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
+def with_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> Callable[..., Any]:
     """Give a command that takes `**options` one for each key of a section, with its type, bounds, default and words."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         names = {parameter.name for parameter in own}
-        fields = {name: field for name, field in section.model_fields.items() if name not in {*leaving_out, *names}}
+        fields = {name: field for name, field in section.model_fields.items() if name not in {*exclude, *names}}
         parameters = [*own, *(build_option(name, field) for name, field in fields.items())]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -78,3 +86,19 @@ def format_sentence(text: str) -> str:
     first = text.partition(" ")[0]
     text = text[:1].upper() + text[1:] if "." not in first.rstrip(".,") else text
     return text if text.endswith(("…", ".")) else f"{text}."
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files and `key=value` pairs. A pair is what has an equals sign and names no file."""
+    pairs = [text for text in arguments if "=" in text and not os.path.isfile(text)]
+    return [text for text in arguments if text not in pairs], pairs
+
+
+def load_config(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> LoadedConfig:
+    """Read the configuration and say what there is to say about it, unless another rank does."""
+    from megatron.config.load import load_config
+
+    files, overrides = split_arguments(arguments)
+    loaded = load_config(files, overrides, search=[conf_dir] if conf_dir else None)
+    print_notes(() if silent else loaded.notes)
+    return loaded
