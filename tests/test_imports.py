@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.options",
         "megatron.attention.backends.backend",
         *OURS,
-        "megatron.model.attention_dims",
+        "megatron.model.position_modules",
         "megatron.position.catalog",
         "megatron.position.facts",
         "rich",

@@ -40,7 +40,7 @@ from megatron.attention.segments import build_segments  # noqa: E402
 from megatron.distributed.process_groups import single_process  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
-from megatron.model.precision import DTYPES  # noqa: E402
+from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
 from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
 from megatron.training.hardware import find_peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402
@@ -110,7 +110,7 @@ def farfield(problem: Problem, method: str) -> Candidate:
         groups=single_process(),
         seed=1,
         device=problem.device,
-        dtype=DTYPES[problem.dtype],
+        dtype=get_torch_dtype(problem.dtype),
         backend="triton" if (problem.cuda or interpreted()) and method != "rotary" else "auto",
     )
     if problem.layer:
@@ -122,7 +122,7 @@ def plain(problem: Problem) -> Candidate:
     """A GPT written by hand, with rotary positions."""
     layers, width, heads = MODELS[problem.model]
     model = PlainGPT(layers, width, heads, problem.length, VOCABULARY, "rotary")
-    model = model.to(problem.device, DTYPES[problem.dtype])
+    model = model.to(problem.device, get_torch_dtype(problem.dtype))
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
@@ -145,7 +145,7 @@ def _model_step(problem: Problem, model: torch.nn.Module, loss_of: Callable[...,
 
 def _layer_step(problem: Problem, gpt: Any, width: int) -> Step:
     layer = gpt.decoder.layers[0]
-    like: dict[str, Any] = {"dtype": DTYPES[problem.dtype], "device": problem.device}
+    like: dict[str, Any] = {"dtype": get_torch_dtype(problem.dtype), "device": problem.device}
     hidden = torch.randn(problem.length, problem.batch, width, **like).requires_grad_()
     upstream = torch.randn(problem.length, problem.batch, width, **like)
     wanted = [hidden, *layer.parameters(), *(gpt.position.parameters() if gpt.position is not None else ())]

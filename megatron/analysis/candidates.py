@@ -96,8 +96,7 @@ def _build_untrained_encodings(config: Config) -> list[LayerEncoding]:
     """The encodings that training would begin with."""
     import torch
 
-    from megatron.model.attention_dims import build_attention_dims
-    from megatron.model.position_modules import build_encoding_from_options
+    from megatron.model.position_modules import build_attention_dims, build_encoding_from_options
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)

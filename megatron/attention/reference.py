@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import promote_to_float32
-from megatron.position.toeplitz import toeplitz
+from megatron.position.numerics import promote_to_float32, toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances
 
 

@@ -41,6 +41,13 @@ def check_precision(precision: str, device: str) -> None:
         raise UserError("precision = 'fp16': needs a GPU; on CPU choose fp32 or bf16")
 
 
+def get_torch_dtype(precision: str) -> torch.dtype:
+    """The type that configurations call fp32, bf16 or fp16."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
 def resolve_dtype(precision: str, trained_precision: str | None, device: torch.device) -> torch.dtype:
     """The type that a trained model computes in.
 
@@ -52,12 +59,10 @@ def resolve_dtype(precision: str, trained_precision: str | None, device: torch.d
     Raises:
         UserError: the device cannot compute in it.
     """
-    from megatron.model.precision import DTYPES
-
     if precision == "auto":
         precision = (trained_precision or "fp32") if device.type == "cuda" else "fp32"
     check_precision(precision, device.type)
-    return DTYPES[precision]
+    return get_torch_dtype(precision)
 
 
 def check_backend(name: str | None) -> None:

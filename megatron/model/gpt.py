@@ -5,7 +5,7 @@ absolute positions to the embeddings, recomputes activations with torch's own ut
 can compute the output layer for the last positions only. B batch, T sequence, D hidden size, V padded vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,14 +23,13 @@ from megatron.attention.segments import (
     concatenate_ranges,
     no_sampling,
 )
+from megatron.distributed.collectives import all_gather
 from megatron.distributed.mesh import Axis, Number, list_context_chunks, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
-from megatron.model.attention import AttentionContext, PositionedAttention
-from megatron.model.kv_cache import KVCache
-from megatron.model.loss import chunked_cross_entropy, gather_vocabulary
+from megatron.model.attention import AttentionContext, KVCache, PositionedAttention
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
-from megatron.options.model import MAX_LOGITS
+from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding
 from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
 from megatron.utils.errors import UserError
@@ -311,3 +310,31 @@ class GPT(GPTModel):
             output: Any = self.embedding.word_embeddings if tied else self.output_layer
             matrices.append(output.weight)
         return matrices
+
+
+def chunked_cross_entropy(
+    losses_of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, max_logits: int
+) -> Tensor:
+    """Losses of some tokens at a time, whose logits are computed again in the backward pass; of all at once where their
+    logits are no more than `max_logits`.
+
+    Args:
+        losses_of: from hidden states [t, B, D] and labels [B, t] to float32 [B, t].
+        hidden: [T, B, D].
+        labels: [B, T].
+        vocabulary: logits of a token.
+        max_logits: logits to hold at once; those of one position of the batch are held whatever it says.
+
+    Returns:
+        float32 [B, T].
+    """
+    step = count_scored_at_once(hidden.shape[0], hidden.shape[1], vocabulary, max_logits)
+    if step == hidden.shape[0]:
+        return losses_of(hidden, labels)
+    pieces = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
+    return torch.cat([checkpoint(losses_of, *piece, use_reentrant=False) for piece in pieces], dim=1)
+
+
+def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:
+    """Logits over the whole vocabulary from each rank's part, along the last dimension; all ranks go on alike."""
+    return all_gather(logits, logits.dim() - 1, groups, "tensor", reduce_grad=False)

@@ -1,18 +1,33 @@
 """From the configuration of positions to an encoding and a processor, without the rest of the model (or megatron-core).
 
-`canonical_position_options` says what a configuration computes, whatever way it is written.
+`canonical_position_options` says what a configuration computes, whatever way it is written. Torch comes with the
+classes of methods and is imported only where one is asked for: whoever plans a run needs `build_attention_dims` alone.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
 
-from megatron.options.model import PositionOptions
-from megatron.position.base import OptionError, PositionModule
-from megatron.position.encoding import Encoding
-from megatron.position.facts import AttentionDims
-from megatron.position.processor import Processor
-from megatron.position.registry import build_encoding, build_processor, load_encoding_class, load_processor_class
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position.facts import AttentionDims, OptionError
 from megatron.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.position.base import PositionModule
+    from megatron.position.encoding import Encoding
+    from megatron.position.processor import Processor
+
+
+def build_attention_dims(model: ModelOptions) -> AttentionDims:
+    """The sizes that encodings and processors are built for."""
+    return AttentionDims(
+        num_heads=model.num_attention_heads,
+        head_dim=model.hidden_size // model.num_attention_heads,
+        hidden_size=model.hidden_size,
+        train_length=model.seq_length,
+        max_length=model.max_position_embeddings or model.seq_length,
+    )
 
 
 def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,6 +39,8 @@ def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) 
 
 def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
     """`pos_emb_options` and `score_processor_options`, so that equal models compare equal."""
+    from megatron.position.registry import load_encoding_class, load_processor_class
+
     none = position.score_processor == "none"
     return {
         "pos_emb_options": canonical_options(load_encoding_class(position.pos_emb), position.pos_emb_options),
@@ -35,6 +52,8 @@ def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
 
 def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -> Encoding:
     """A fresh encoding. Raises UserError that names the key."""
+    from megatron.position.registry import build_encoding
+
     try:
         return build_encoding(options.pos_emb, dims, options.pos_emb_options)
     except ValueError as error:
@@ -43,6 +62,8 @@ def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -
 
 def build_processor_from_options(options: PositionOptions, dims: AttentionDims, encoding: Encoding) -> Processor | None:
     """A fresh processor for an encoding, or None where there is none. Raises UserError that names the key."""
+    from megatron.position.registry import build_processor
+
     if options.score_processor == "none":
         if options.score_processor_options:
             raise UserError(

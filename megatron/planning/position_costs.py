@@ -6,7 +6,7 @@ that there is and compares.
 
 from dataclasses import dataclass
 
-from megatron.model.attention_dims import build_attention_dims
+from megatron.model.position_modules import build_attention_dims
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.catalog import (
     MethodFacts,

@@ -1,34 +1,56 @@
 """What encodings and processors have in common: they describe themselves, and their options are read off their code."""
 
 import inspect
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.position.facts import MODEL_ARGUMENTS, AttentionDims, EncodingCost, MethodOptions, ProcessorCost
-from megatron.position.kernel_parameters import KernelParameters
 
 INITIALIZATION_SUFFIXES = ("_start", "_below", "_init")
 """How the names of options end that say where parameters start. `std`, of a normal distribution, is one too."""
 
 
-class OptionError(ValueError):
-    """A value that an option of a method cannot take.
+class FireParameters(NamedTuple):
+    """A bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length, f a network 1 → W → H with
+    ReLU. All tensors are float32."""
 
-    Args:
-        option: its name.
-        problem: what is wrong, as a clause that follows the name: "is 0; it must be at least 1".
-    """
+    c: Tensor
+    """[1]."""
+    multiplier: Tensor
+    """[1]."""
+    weight1: Tensor
+    """[W, 1]."""
+    bias1: Tensor
+    """[W]."""
+    weight2: Tensor
+    """[H, W]."""
+    bias2: Tensor
+    """[H]."""
+    half_length: float
 
-    def __init__(self, option: str, problem: str) -> None:
-        super().__init__(option, problem)
-        self.option, self.problem = option, problem
-        self.method: str | None = None
-        """The name of the method, which the registry knows."""
 
-    def __str__(self) -> str:
-        method = "" if self.method is None else f" of {self.method}"
-        return f"option {self.option}{method} {self.problem}"
+class ConvolutionParameters(NamedTuple):
+    """A processor that is S + B + Conv2(LeakyReLU(Conv1([S, B]))) along the keys."""
+
+    weight1: Tensor
+    """[W, 2H, 1, k], scores first; [W, H, 1, k] without a bias."""
+    bias1: Tensor
+    """[W]."""
+    weight2: Tensor
+    """[H, W, 1, k]."""
+    bias2: Tensor
+    """[H]."""
+    residual_bias: bool
+    """Is B added at the end?"""
+
+
+KernelParameters = FireParameters | ConvolutionParameters
+"""Forms of encodings and processors that kernels fuse. A new one is a class here and a `KernelChoice` of the backend.
+
+What a method computes is in its code, and that is what backends in plain PyTorch run. A kernel cannot run it, so a
+method that has one of these forms hands its parameters over as a value (`PositionModule.kernel_parameters`).
+"""
 
 
 class PositionModule(nn.Module):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.position.base import OptionError
+from megatron.position.facts import OptionError
 from megatron.position.numerics import promote_to_float32
 
 

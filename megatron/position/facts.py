@@ -32,6 +32,25 @@ class AttentionDims:
     """Rows of an absolute position table."""
 
 
+class OptionError(ValueError):
+    """A value that an option of a method cannot take.
+
+    Args:
+        option: its name.
+        problem: what is wrong, as a clause that follows the name: "is 0; it must be at least 1".
+    """
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(option, problem)
+        self.option, self.problem = option, problem
+        self.method: str | None = None
+        """The name of the method, which the registry knows."""
+
+    def __str__(self) -> str:
+        method = "" if self.method is None else f" of {self.method}"
+        return f"option {self.option}{method} {self.problem}"
+
+
 @dataclass(frozen=True)
 class EncodingCost:
     """The parameters of an encoding, and what it makes autograd keep beyond what its hooks imply."""

@@ -1,7 +1,12 @@
-"""Small pieces of arithmetic that several encodings share, in the precision that they need."""
+"""Tensor functions that several encodings share: arithmetic in the precision that it needs, and a table over distances
+n = i − j spread into a matrix over rows and columns."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.position.token_range import TokenRange
 
 
 def promote_to_float32(x: Tensor) -> Tensor:
@@ -35,3 +40,76 @@ def sinusoidal_embeddings(positions: Tensor, dim: int, base: float, dtype: torch
     """[sin; cos] of the angles of positions [T]: [T, dim]."""
     angle = position_angles(positions, dim // 2, base)
     return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
+
+
+class _Toeplitz(torch.autograd.Function):
+    """table [H, N] → matrix [H, R, C] with matrix[h, r, c] = table[h, i − j], and the table's first entry where j > i;
+    but the first columns are those of the edge [H, R, e], if there is one.
+
+    Backward sums along diagonals by shearing the gradient, which is a plain reduction: no scatter, hence fast on CPU
+    and deterministic on GPUs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: Tensor, edge: Tensor | None, query: TokenRange, key: TokenRange, channels_last: bool
+    ) -> Tensor:
+        ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
+        ctx.edge = 0 if edge is None else edge.shape[-1]
+        # Row r reads a line of distances from place rows − 1 − r on: a gather of the line alone, then copies of its
+        # windows, last first. Selected, they lie row after row; flipped, they would lie column after column, and what
+        # reads the matrix beside the scores would take several times as long.
+        far = query.stop - 1 - key.start
+        line = torch.arange(far, far - (query.length + key.length - 1), -1, device=table.device).clamp_(min=0)
+        last_first = torch.arange(query.length - 1, -1, -1, device=table.device)
+        if channels_last:
+            windows = table.t()[line].unfold(0, key.length, 1).transpose(1, 2)  # [R, C, H]
+            matrix = windows.index_select(0, last_first).permute(2, 0, 1)
+        else:
+            windows = table[:, line].unfold(1, key.length, 1).transpose(0, 1)  # [R, H, C]
+            matrix = windows.index_select(0, last_first).transpose(0, 1)
+        if edge is not None:
+            matrix[..., : ctx.edge] = edge
+        return matrix
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_edge, grad = grad[..., : ctx.edge], grad[..., ctx.edge :]
+        heads, rows, columns = grad.shape
+        # Rows of `width` places, read as rows of one more: row r has moved left by r, what falls off joins the zeros at
+        # the end of the row before, and equal j − i stand in one column (those below 0 count from the end).
+        width = rows + columns
+        sheared = grad.new_zeros(heads, rows * (width + 1))
+        sheared[:, : rows * width].view(heads, rows, width)[..., :columns] = grad
+        shifted = sheared.view(heads, rows, width + 1).sum(1)
+        diagonal = torch.cat([shifted[:, width + 2 - rows :], shifted[:, :columns]], dim=1).flip(-1)  # ascending n
+        count = rows + columns - 1
+        first = ctx.query.start - (ctx.key.stop - 1)
+        result = grad.new_zeros(heads, ctx.size)
+        negative = min(max(-first, 0), count)  # entries with n < 0 read table[0]
+        result[:, 0] += diagonal[:, :negative].sum(-1)
+        start = first + negative
+        result[:, start : start + count - negative] += diagonal[:, negative:]
+        return result, of_edge if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def toeplitz(
+    table: Tensor, query: TokenRange, key: TokenRange, *, edge: Tensor | None = None, channels_last: bool = False
+) -> Tensor:
+    """Spread a table over n = i − j into a matrix [H, R, C]; entries with j > i hold the table's value at n = 0.
+
+    Args:
+        table: [H, N] with N > the largest distance.
+        edge: [H, R, e], stands in the first e columns instead.
+        channels_last: H lies innermost in memory.
+
+    Raises:
+        ValueError: an edge or channels last at drawn positions.
+    """
+    if query.sampled is None:
+        return _Toeplitz.apply(table, edge, query, key, channels_last)
+    if edge is not None or channels_last:
+        raise ValueError("drawn positions have neither an edge nor channels last")
+    # Drawn positions leave no diagonals to sum along.
+    distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
+    return table.index_select(1, distance.clamp_(min=0).flatten()).unflatten(1, distance.shape)

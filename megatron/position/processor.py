@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.position.base import PositionModule
 from megatron.position.facts import AttentionDims
-from megatron.position.toeplitz import toeplitz
+from megatron.position.numerics import toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
 

@@ -7,7 +7,7 @@ import time
 import torch
 
 from megatron.distributed.hardware import find_gpu_spec
-from megatron.model.precision import DTYPES
+from megatron.model.device_dtype import get_torch_dtype
 
 
 def find_peak_tflops(device: torch.device, precision: str, configured: float | None) -> float | None:
@@ -25,7 +25,7 @@ def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, in
 
     Rows beyond what fills the device are left out: they would only take longer.
     """
-    dtype = DTYPES[precision]
+    dtype = get_torch_dtype(precision)
     rows = min(rows, 512 if device.type == "cpu" else 8192)
     left = torch.ones(rows, inner, dtype=dtype, device=device)
     right = torch.ones(inner, columns, dtype=dtype, device=device)

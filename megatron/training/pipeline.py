@@ -17,8 +17,8 @@ from megatron.config.schema import Config
 from megatron.data.batches import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
-from megatron.model.precision import DTYPES
 
 
 def compute_bubble(stages: int, micro_batches: int) -> float:
@@ -37,7 +37,7 @@ class PipelineSchedule:
         # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
         tokens = torch.empty(batch, places, dtype=torch.int64, device="meta")
         losses = torch.empty(batch, places, dtype=torch.float32, device="meta", requires_grad=True)
-        kind = DTYPES[training.compute_dtype]
+        kind = get_torch_dtype(training.compute_dtype)
         hidden = torch.empty(places, batch, config.model.hidden_size, dtype=kind, device="meta", requires_grad=True)
         stage = PipelineStage(
             gpt,

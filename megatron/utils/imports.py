@@ -2,7 +2,7 @@
 
 While it is imported, megatron-core puts torch.compile on its fused functions, and that alone loads Dynamo and Inductor:
 two of the eight seconds of processor time before a run does anything. None of these functions is called here, for
-`megatron/model/transformer_config.py` leaves the fusions off. The doors to megatron-core, in data, model and
+`megatron/model/build.py` leaves the fusions off. The doors to megatron-core, in data, model and
 distributed, import it inside `disable_torch_compile`; whichever comes first decides for the process. DeepSpeed's ZeRO
 does the same with the functions of an optimizer that is not offered here, so `megatron/training/engine.py` imports it
 in the same way.

@@ -7,9 +7,8 @@ import torch
 from position_methods import build, random_qkv
 
 from megatron.attention.backends import pytorch
-from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, SdpaBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
-from megatron.attention.backends.sdpa import SdpaBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.token_range import TokenRange
 from megatron.utils.errors import UserError

@@ -10,7 +10,7 @@ from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import apply_softmax, compute_logits
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims
-from megatron.position.toeplitz import toeplitz
+from megatron.position.numerics import toeplitz
 from megatron.position.token_range import TokenRange
 from tools.rounding import assert_alike
 

@@ -77,7 +77,7 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None
 
 
 def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.model.kv_cache.MIN_CAPACITY", 4)
+    monkeypatch.setattr("megatron.model.attention.MIN_CAPACITY", 4)
     gpt, x = small_gpt(LENGTH, "rotary", "cdape"), tokens()
     with torch.inference_mode():
         cache = gpt.new_kv_cache(10**9)

@@ -11,8 +11,8 @@ from megatron.attention.reference import precompute_terms
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
+from megatron.position.numerics import toeplitz
 from megatron.position.processor import Processor
-from megatron.position.toeplitz import toeplitz
 from megatron.position.token_range import TokenRange, causal_mask, sample_positions
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random_qkv
 from torch import Tensor
 
-from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
-from megatron.attention.backends.sdpa import SdpaBackend
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, SdpaBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import arange_distances, compute_attention, compute_logits, compute_table
 from megatron.position import registry

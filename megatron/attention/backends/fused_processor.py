@@ -5,8 +5,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs
+from megatron.position.base import ConvolutionParameters
 from megatron.position.encoding import Encoding
-from megatron.position.kernel_parameters import ConvolutionParameters
 from megatron.position.processor import Processor
 
 

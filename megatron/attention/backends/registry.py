@@ -4,8 +4,7 @@ import logging
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
 from megatron.attention.backends.native import NativeBackend
-from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend
-from megatron.attention.backends.sdpa import SdpaBackend
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
 from megatron.attention.backends.triton import TritonBackend
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor

@@ -31,8 +31,8 @@ from megatron.attention.backends.fused_processor import (
 )
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_table
+from megatron.position.base import FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.kernel_parameters import FireParameters
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, causal_mask
 

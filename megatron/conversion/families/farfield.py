@@ -146,8 +146,11 @@ def _list_position_parameters(config: Config) -> tuple[list[str], list[str]]:
     """The names of the parameters of an encoding and of a processor."""
     import torch
 
-    from megatron.model.attention_dims import build_attention_dims
-    from megatron.model.position_modules import build_encoding_from_options, build_processor_from_options
+    from megatron.model.position_modules import (
+        build_attention_dims,
+        build_encoding_from_options,
+        build_processor_from_options,
+    )
 
     with torch.device("meta"):
         dims = build_attention_dims(config.model)

@@ -7,10 +7,9 @@ between whole positions. It needs queries and keys, so it is a contextual term, 
 import torch
 from torch import Tensor, nn
 
-from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
-from megatron.position.facts import AttentionDims, EncodingCost
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.token_range import TokenRange, causal_mask
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.position.base import OptionError
+from megatron.position.base import FireParameters
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.facts import AttentionDims, EncodingCost
-from megatron.position.kernel_parameters import FireParameters
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.series_tails import SeriesTail, constant_tail
 from megatron.position.token_range import TokenRange
 

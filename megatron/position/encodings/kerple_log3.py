@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter, build_per_head_parameter, init_constant
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.facts import AttentionDims, EncodingCost
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import pow_with_finite_gradient
 from megatron.position.series_tails import SeriesTail
 from megatron.position.series_tails import power_tail as power_tail

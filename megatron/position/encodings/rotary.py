@@ -1,14 +1,121 @@
-"""Rotary position embedding: queries and keys are rotated by angles proportional to their positions."""
+"""Rotary position embedding: queries and keys are rotated by angles proportional to their positions.
+
+Published models stretch the frequencies to read further than they were trained at (the option scaling):
+
+θ_m = base^(−m/half) are the frequencies, m = 0 … half − 1; λ_m = 2π/θ_m their wavelengths in tokens, s the factor and L
+the length of the original training.
+
+| scaling | θ'_m                                                                                        | cos, sin ×   |
+|---------|---------------------------------------------------------------------------------------------|--------------|
+| linear  | θ_m / s                                                                                     | 1            |
+| llama3  | θ_m·(g + (1 − g)/s), g = (L/λ_m − low)/(high − low) within [0, 1]                           | 1            |
+| yarn    | θ_m·(g + (1 − g)/s), g = 1 − (m − b(fast))/(b(slow) − b(fast)) within [0, 1]                | 1 + 0.1·ln s |
+
+low, high are `low_freq_factor` and `high_freq_factor`; fast, slow are `beta_fast` and `beta_slow`, turns within L; and
+b(r) = half·ln(L/(2π·r))/ln(base) is the pair that turns r times within L, rounded outwards to whole pairs and kept
+within [0, 2·half − 1].
+
+Sources: linear, Chen et al. 2023; llama3, the released code of Llama 3.1; yarn, Peng et al. 2023, section 3.2 and
+appendix A, with the rounding of its released code.
+"""
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.position.base import OptionError
 from megatron.position.encoding import Encoding
-from megatron.position.facts import AttentionDims, EncodingCost
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import promote_to_float32, rotary_frequencies
-from megatron.position.rotary_scaling import RotaryScaling
 from megatron.position.token_range import TokenRange
+
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""The options that each of them takes."""
+_OPTIONAL = ("attention_factor",)
+_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """One of them with its numbers; what is None has the default of the publication.
+
+    Raises ValueError: an option that is missing, that this one does not take, or that makes no sense, naming it.
+    """
+
+    scaling: str = "none"
+    factor: float | None = None
+    original_length: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise OptionError("scaling", f"is {self.scaling!r}; choose from {', '.join(SCALINGS)}")
+        takes = SCALINGS[self.scaling]
+        given = {name: value for name, value in vars(self).items() if name != "scaling" and value is not None}
+        for name, value in given.items():
+            if name not in takes:
+                says = f"takes {', '.join(takes)}" if takes else "takes no options"
+                raise OptionError(name, f"is {value}, but scaling {self.scaling} {says}")
+            if not 0 < value < math.inf:
+                raise OptionError(name, f"is {value}; it must be a positive number")
+        for name in takes:
+            if name not in given and name not in _DEFAULTS and name not in _OPTIONAL:
+                raise OptionError(name, f"is missing; scaling {self.scaling} needs it")
+        if self.factor is not None and self.factor < 1:
+            raise OptionError("factor", f"is {self.factor}; it must be at least 1")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if low in takes and not self._of(low) < self._of(high):
+                raise OptionError(low, f"is {self._of(low):g}; it must be less than {high} {self._of(high):g}")
+
+    def _of(self, name: str) -> float:
+        value = getattr(self, name)
+        return float(_DEFAULTS[name] if value is None else value)
+
+    def frequencies(self, plain: Tensor, base: float) -> Tensor:
+        """The stretched frequencies of the plain ones, float64 [half]."""
+        match self.scaling:
+            case "none":
+                return plain
+            case "linear":
+                return plain / self._of("factor")
+            case "llama3":
+                turns = self._of("original_length") * plain / (2 * math.pi)
+                low, high = self._of("low_freq_factor"), self._of("high_freq_factor")
+                kept = ((turns - low) / (high - low)).clamp(0, 1)
+            case _:
+                kept = 1 - self._ramp(plain, base)
+        return plain * (kept + (1 - kept) / self._of("factor"))
+
+    def _ramp(self, plain: Tensor, base: float) -> Tensor:
+        """0 for pairs that turn often within the original length, 1 for those that hardly do: float64 [half]."""
+        half = plain.shape[0]
+
+        def pair(turns: float) -> float:
+            return half * math.log(self._of("original_length") / (turns * 2 * math.pi)) / math.log(base)
+
+        first = max(math.floor(pair(self._of("beta_fast"))), 0)
+        last = min(math.ceil(pair(self._of("beta_slow"))), 2 * half - 1)
+        width = last - first or 0.001
+        return ((torch.arange(half, dtype=plain.dtype, device=plain.device) - first) / width).clamp(0, 1)
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        return 0.1 * math.log(self._of("factor")) + 1.0
 
 
 class Rotary(Encoding):

@@ -5,9 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.position.base import OptionError
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.facts import AttentionDims, EncodingCost
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.series_tails import SeriesTail
 
 

@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from megatron.position.base import OptionError
 from megatron.position.encoding import Encoding
-from megatron.position.facts import AttentionDims, EncodingCost
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import sinusoidal_embeddings
 from megatron.position.token_range import TokenRange
 

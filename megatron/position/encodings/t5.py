@@ -5,10 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter, init_normal
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.facts import AttentionDims, EncodingCost
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.series_tails import SeriesTail, constant_tail
 
 

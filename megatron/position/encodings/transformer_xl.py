@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.position.base import OptionError
 from megatron.position.bounded_parameter import BoundedParameter, init_normal
 from megatron.position.encoding import Encoding
-from megatron.position.facts import AttentionDims, EncodingCost
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import sinusoidal_embeddings
 from megatron.position.token_range import TokenRange, count_distances
 

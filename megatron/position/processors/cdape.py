@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.position.base import OptionError
-from megatron.position.facts import AttentionDims, ProcessorCost
-from megatron.position.kernel_parameters import ConvolutionParameters
-from megatron.position.numerics import promote_to_float32
+from megatron.position.base import ConvolutionParameters
+from megatron.position.facts import AttentionDims, OptionError, ProcessorCost
+from megatron.position.numerics import promote_to_float32, toeplitz
 from megatron.position.processor import BiasContribution, Processor
-from megatron.position.toeplitz import toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
 
 ALL_CHANNELS = slice(None)

@@ -7,8 +7,8 @@ from kernels.cdape_attention.cases import SATURATED, SMALL, Case
 from kernels.cdape_attention.reference import reference
 from megatron.attention.reference import apply_softmax
 from megatron.position.facts import AttentionDims
+from megatron.position.numerics import toeplitz
 from megatron.position.processors.cdape import Cdape
-from megatron.position.toeplitz import toeplitz
 from megatron.position.token_range import TokenRange, causal_mask
 
 
