@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.config.load import load_config
-from megatron.config.ranks import resolve_mesh_shape
+from megatron.config.parallelism import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.training.resolve_run import resolve_run

@@ -27,10 +27,10 @@ from position_panels import (
 )
 from torch import nn
 
-from megatron.config import neox
+from megatron.config import neox_keys
 from megatron.config.reference import describe_default, describe_type, format_table
 from megatron.config.schema import list_config_keys
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.token_range import ALL_HEADS, TokenRange
@@ -284,7 +284,7 @@ than a table of absolute positions has rows.
 
 def _names() -> str:
     rows = []
-    for name, alias in neox.POSITION_ALIASES.items():
+    for name, alias in neox_keys.POSITION_ALIASES.items():
         options = ", ".join(f"`{key}: {value}`" for key, value in alias.options.items())
         rows.append(
             [
@@ -298,11 +298,12 @@ def _names() -> str:
         [
             f"`{rule.key}`",
             ", and ".join(
-                f"`{use.option}`{f' × `{use.per}`' if use.per else ''} of {', '.join(map(_link, use.methods))}"
-                for use in rule.uses
+                f"`{option.option}`{f' × `{option.divisor_key}`' if option.divisor_key else ''} of "
+                f"{', '.join(map(_link, option.methods))}"
+                for option in rule.options
             ),
         ]
-        for rule in neox.METHOD_OPTION_ALIASES
+        for rule in neox_keys.METHOD_OPTION_ALIASES
     ]
     headings = ["their `pos_emb`", "`pos_emb`", "`score_processor`", "`pos_emb_per_layer`"]
     return f"""\

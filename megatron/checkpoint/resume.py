@@ -17,7 +17,7 @@ from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_shapes, read_weights
 from megatron.config.schema import Config
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.parameter_groups import list_dispensable_weights, map_to_shared_names

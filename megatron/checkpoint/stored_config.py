@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.layout import CONFIG
-from megatron.config.problems import describe_validation_error
 from megatron.config.schema import Config, map_key_owners
+from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import read_yaml
 from megatron.options.model import GATED, intermediate_size_of
 from megatron.utils.errors import RunError, UserError

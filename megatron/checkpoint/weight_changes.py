@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megatron.config.schema import Config
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.model.parameter_groups import list_dispensable_weights, list_encoding_weights, map_to_shared_names
 from megatron.model.position_modules import canonical_position_options
 

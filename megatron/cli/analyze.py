@@ -51,7 +51,7 @@ def analyze(
 
       ./deepy.py analyze runs/cdape --only score_maps --layers 0,3 --heads 0,1 --data book.txt
     """
-    from megatron.config.chosen import section_from_cli
+    from megatron.config.validation_errors import section_from_cli
 
     request = section_from_cli(AnalysisOptions, options)
     with open_clean_console() as console:

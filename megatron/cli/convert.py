@@ -32,7 +32,7 @@ def import_(
 
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
-    from megatron.config.chosen import section_from_cli
+    from megatron.config.validation_errors import section_from_cli
     from megatron.conversion.import_model import import_model
     from megatron.utils.formatting import format_count
     from megatron.utils.progress import WaitAnnouncer
@@ -79,7 +79,7 @@ def export(
 
     The last needs nothing but transformers, also in programs that know its models only.
     """
-    from megatron.config.chosen import section_from_cli
+    from megatron.config.validation_errors import section_from_cli
     from megatron.conversion.export_model import export_model
 
     request = section_from_cli(ExportOptions, options)

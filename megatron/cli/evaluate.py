@@ -49,7 +49,7 @@ def evaluate(
     A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
     """
     with open_clean_console() as console:
-        from megatron.config.chosen import section_from_cli
+        from megatron.config.validation_errors import section_from_cli
         from megatron.evaluation.run import evaluate_runs
 
         task_options = {name: options.pop(name) for name in TaskOptions.model_fields}

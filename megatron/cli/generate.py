@@ -41,7 +41,7 @@ def generate(
 
       ./deepy.py generate runs/kerple
     """
-    from megatron.config.chosen import section_from_cli
+    from megatron.config.validation_errors import section_from_cli
     from megatron.generation import generate_text as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
 

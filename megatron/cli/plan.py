@@ -33,7 +33,7 @@ def plan(
     """
     from dataclasses import replace
 
-    from megatron.config.chosen import section_from_cli
+    from megatron.config.validation_errors import section_from_cli
     from megatron.distributed.hardware import get_gpu_spec
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster

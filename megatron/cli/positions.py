@@ -30,7 +30,7 @@ def positions(
         return
     from rich.markup import escape
 
-    from megatron.config.settings import format_value
+    from megatron.config.yaml_files import format_value
     from megatron.launch.console import PlainConsole
 
     console = PlainConsole(highlight=False)

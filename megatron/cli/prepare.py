@@ -47,7 +47,7 @@ def prepare(
 
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
-    from megatron.config.chosen import section_from_cli
+    from megatron.config.validation_errors import section_from_cli
     from megatron.data.corpus import find_unfinished, prepare_corpus
     from megatron.launch.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import ProgressMeter, WorkItem

@@ -32,7 +32,7 @@ def report(
 
       ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
     """
-    from megatron.config.chosen import section_from_cli
+    from megatron.config.validation_errors import section_from_cli
     from megatron.launch.console import PlainConsole
     from megatron.reports.combine import combine_results
 

@@ -19,12 +19,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config import method_names, neox
-from megatron.config.checks import describe_unknown_method, validate_config
-from megatron.config.problems import describe_validation_error
-from megatron.config.schema import SECTIONS, Config, Path_, map_key_owners
-from megatron.config.settings import COMMAND_LINE, ConfigLayers, SourcedValue, format_value
-from megatron.config.yaml_files import YamlDocument, parse_scalar, read_yaml
+from megatron.config import method_names
+from megatron.config.config_layers import COMMAND_LINE, ConfigLayers, SourcedValue
+from megatron.config.neox_keys import POSITION_ALIASES, RULES, VALUE_RULES
+from megatron.config.schema import SECTIONS, Config, Path_, get_default_value, map_key_owners
+from megatron.config.validation import describe_unknown_method, validate_config
+from megatron.config.validation_errors import describe_validation_error
+from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED, MAX_SIZE, ModelOptions, ffn_hidden_size
 from megatron.position.catalog import list_encodings
@@ -42,7 +43,7 @@ class LoadedConfig:
     config: Config
     notes: tuple[str, ...]
     files: tuple[Path, ...]
-    settings: ConfigLayers
+    layers: ConfigLayers
 
     @contextmanager
     def locate_errors(self) -> Iterator[None]:
@@ -50,8 +51,8 @@ class LoadedConfig:
         try:
             yield
         except UserError as error:
-            place = self.settings.locate(tuple(error.key.split("."))) if error.key else None
-            raise (UserError(f"{place}: {error}") if place else error) from None
+            where = self.layers.locate(tuple(error.key.split("."))) if error.key else None
+            raise (UserError(f"{where}: {error}") if where else error) from None
 
 
 def load_config(
@@ -83,16 +84,16 @@ def merge_documents(
     documents: Iterable[YamlDocument], overrides: Iterable[str] = (), files: Iterable[Path] = ()
 ) -> LoadedConfig:
     """`load` for documents that were read already (a sweep's variants); `files` are only passed on."""
-    settings, documents = ConfigLayers(), list(documents)
+    layers, documents = ConfigLayers(RULES, VALUE_RULES), list(documents)
     for document in documents:
-        settings.add_file(document)
-    settings.add_overrides([split_override(text) for text in overrides])
+        layers.add_file(document)
+    layers.add_overrides([split_override(text) for text in overrides])
     sources = ", ".join(document.source for document in documents)
-    if not settings.values and not settings.problems:
+    if not layers.values and not layers.problems:
         raise UserError(
             f"{sources}: holds no keys" if sources else "no configuration given; name a file, such as model/125M"
         )
-    return LoadedConfig(_build(settings, sources or COMMAND_LINE), tuple(settings.notes), tuple(files), settings)
+    return LoadedConfig(_build_config(layers, sources or COMMAND_LINE), tuple(layers.notes), tuple(files), layers)
 
 
 def split_override(text: str) -> tuple[str, Any]:
@@ -111,18 +112,18 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
         UserError: if there is none (naming the nearest), or several in different subfolders.
     """
     text = os.fspath(name)
-    here = [Path(text + suffix) for suffix in CONFIG_SUFFIXES]
+    direct_paths = [Path(text + suffix) for suffix in CONFIG_SUFFIXES]
     folders = [_config_folder(folder) for folder in search] if search is not None else _list_config_folders()
     in_folders = [path for folder in folders for path in (folder / (text + suffix) for suffix in CONFIG_SUFFIXES)]
-    for path in [*in_folders, *here] if search is not None else [*here, *in_folders]:
+    for path in [*in_folders, *direct_paths] if search is not None else [*direct_paths, *in_folders]:
         if path.is_file():
             return path
     for folder in folders:
-        found = sorted(path for path in folder.rglob("*") if path.is_file() and _load_dotted_overrides(path, text))
-        if len(found) > 1:
-            raise UserError(f"{text}: several files have this name: {', '.join(map(str, found))}; give the path")
-        if found:
-            return found[0]
+        matches = sorted(path for path in folder.rglob("*") if path.is_file() and _has_name(path, text))
+        if len(matches) > 1:
+            raise UserError(f"{text}: several files have this name: {', '.join(map(str, matches))}; give the path")
+        if matches:
+            return matches[0]
     if Path(text).exists() and not Path(text).is_dir():
         raise UserError(f"{text}: is a pipe or a device, and only files are read; write it to a file")
     if Path(text).is_dir():
@@ -131,15 +132,15 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
     raise UserError(f"{text}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
 
 
-def _suggest_config(stem: str, known: set[str]) -> str:
+def _suggest_config(stem: str, config_names: set[str]) -> str:
     """What somebody may have meant who names a file that is not there."""
-    found = method_names.find_method(stem)
-    if found is not None and found[1] != stem:
-        key, ours = found
-        return f"; {stem!r} is {ours!r} here" + ("" if ours in known else f": {key}={ours}")
-    if stem in neox.POSITION_ALIASES:
+    method = method_names.find_method(stem)
+    if method is not None and method[1] != stem:
+        key, own_name = method
+        return f"; {stem!r} is {own_name!r} here" + ("" if own_name in config_names else f": {key}={own_name}")
+    if stem in POSITION_ALIASES:
         return f"; it is a value: pos_emb={stem}"
-    hint = suggest_names(stem, sorted(known), max_suggestions=3)
+    hint = suggest_names(stem, sorted(config_names), max_suggestions=3)
     return f"; {hint}" if hint else ""
 
 
@@ -154,90 +155,88 @@ def _config_folder(folder: str | os.PathLike[str]) -> Path:
 
 def _list_config_folders() -> list[Path]:
     local = Path(SHIPPED_CONFIGS.name)
-    same = local.is_dir() and local.resolve() == SHIPPED_CONFIGS
-    return [local] if same else [*([local] if local.is_dir() else []), SHIPPED_CONFIGS]
+    is_shipped = local.is_dir() and local.resolve() == SHIPPED_CONFIGS
+    return [local] if is_shipped else [*([local] if local.is_dir() else []), SHIPPED_CONFIGS]
 
 
-def _load_dotted_overrides(path: Path, text: str) -> bool:
+def _has_name(path: Path, text: str) -> bool:
     """Does a file in a subfolder answer to this name? `125M`, `125M.yml` and `model/125M` all mean model/125M.yml."""
-    wanted = Path(text).parts
-    return any(
-        path.with_name(path.name).parts[-len(wanted) :] == (*wanted[:-1], wanted[-1] + s) for s in CONFIG_SUFFIXES
-    )
+    *folders, name = Path(text).parts
+    return any(path.parts[-len(folders) - 1 :] == (*folders, name + suffix) for suffix in CONFIG_SUFFIXES)
 
 
-def _build(settings: ConfigLayers, sources: str) -> Config:
+def _build_config(layers: ConfigLayers, sources: str) -> Config:
     """The checked configuration; `sources` are where a key that is missing was looked for."""
-    _resolve_options(settings)
-    _resolve_fractions(settings)
-    _resolve_variants(settings)
-    _resolve_checked(settings)
-    _resolve_vocabulary_rows(settings)
-    _resolve_tokenizer(settings)
-    _resolve_task(settings)
-    if ("precision",) not in settings.values:
-        settings.values[("precision",)] = SourcedValue("fp32", "default")
-    precision = settings.values[("precision",)]
-    for kind in ("fp16", "bf16"):
-        settings.values[(kind, "enabled")] = SourcedValue(precision.value == kind, precision.where)
+    layers.resolve_deferred()
+    _resolve_vocabulary_rows(layers)
+    _resolve_tokenizer(layers)
+    _resolve_task(layers)
+    if ("precision",) not in layers.values:
+        layers.values[("precision",)] = SourcedValue("fp32", "default")
+    precision = layers.values[("precision",)]
+    for half_type in ("fp16", "bf16"):
+        layers.values[(half_type, "enabled")] = SourcedValue(precision.value == half_type, precision.where)
     try:
-        config = Config.model_validate(_sections(settings))
+        config = Config.model_validate(_group_by_section(layers))
     except ValidationError as error:
-        settings.problems += describe_validation_error(error, lambda path: settings.locate(path) or sources)
-        settings.problems += _find_unknown_methods(settings)
-        raise UserError("\n".join(settings.problems)) from error
+        layers.problems += describe_validation_error(error, lambda path: layers.locate(path) or sources)
+        layers.problems += _find_unknown_methods(layers)
+        raise UserError("\n".join(layers.problems)) from error
     for key, message in validate_config(config):
-        where = settings.locate(tuple(key.split(".")))
-        settings.problems.append(f"{where}: {message}" if where else message)
-    if settings.problems:
-        raise UserError("\n".join(settings.problems))
-    _note_gated_width(config.model, settings)
-    _note_unread(config, settings)
+        where = layers.locate(tuple(key.split(".")))
+        layers.problems.append(f"{where}: {message}" if where else message)
+    if layers.problems:
+        raise UserError("\n".join(layers.problems))
+    _note_gated_width(config.model, layers)
+    _note_unread(config, layers)
     return config
 
 
 READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "split": ("train_data_paths", lambda paths: not paths),
     "checkpoint_num_layers": ("checkpoint_activations", bool),
-    "max_bad_steps": ("on_bad_loss", lambda what: what != "stop"),
+    "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
 }
 """Keys that are read with some values of another key alone: that key, and whether a value is one of those."""
 
 
-def _note_unread(config: Config, settings: ConfigLayers) -> None:
+def _note_unread(config: Config, layers: ConfigLayers) -> None:
     """Keys that say nothing beside the others of a configuration, unless they say no more than their default."""
     values = config.to_flat()
-    for key, (other, reads) in READ_ONLY_WITH.items():
-        setting = settings.values.get((key,))
-        if setting is not None and setting.value != _default_value(key) and not reads(values[other]):
-            settings.notes.append(f"{setting.where}: {key} has no effect: {other} is {format_value(values[other])}")
+    for key, (other_key, is_read_with) in READ_ONLY_WITH.items():
+        setting = layers.values.get((key,))
+        if setting is not None and setting.value != get_default_value(key) and not is_read_with(values[other_key]):
+            layers.notes.append(
+                f"{setting.where}: {key} has no effect: {other_key} is {format_value(values[other_key])}"
+            )
 
 
-def _note_gated_width(model: ModelOptions, settings: ConfigLayers) -> None:
+def _note_gated_width(model: ModelOptions, layers: ConfigLayers) -> None:
     """The width of a gated layer follows from its key by a rule that not everybody has in mind."""
     if model.activation in GATED:
         size = "4 × hidden_size" if model.intermediate_size is None else f"intermediate_size {model.intermediate_size}"
-        where = settings.locate(("intermediate_size",)) or settings.locate(("activation",))
-        settings.notes.append(
+        where = layers.locate(("intermediate_size",)) or layers.locate(("activation",))
+        layers.notes.append(
             f"{where}: with activation {model.activation}, {size} is a feed-forward width of "
             f"{ffn_hidden_size(model)}, as in GPT-NeoX (a third)"
         )
 
 
-def _find_unknown_methods(settings: ConfigLayers) -> Iterator[str]:
-    """The problems of the methods' names: pydantic knows them as text, and `check` needs a whole configuration."""
-    for key, valid in (("pos_emb", list_encodings()), ("score_processor", method_names.list_processor_values())):
-        setting = settings.values.get((key,))
+def _find_unknown_methods(layers: ConfigLayers) -> Iterator[str]:
+    """The problems of the methods' names: pydantic knows them as text, and `validate_config` needs a whole
+    configuration."""
+    for key, methods in (("pos_emb", list_encodings()), ("score_processor", method_names.list_processor_values())):
+        setting = layers.values.get((key,))
         if setting is not None and isinstance(setting.value, str):
-            for _, problem in describe_unknown_method(key, setting.value, valid):
+            for _, problem in describe_unknown_method(key, setting.value, methods):
                 yield f"{setting.where}: {problem}"
 
 
-def _sections(settings: ConfigLayers) -> dict[str, dict[str, Any]]:
+def _group_by_section(layers: ConfigLayers) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for path, setting in settings.values.items():
+    for path, setting in layers.values.items():
         target = sections[map_key_owners()[path[0]]]
         for name in path[:-1]:
             target = target.setdefault(name, {})
@@ -245,160 +244,49 @@ def _sections(settings: ConfigLayers) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _get_method(settings: ConfigLayers, key: str) -> Any:
-    """The value of a key that names a method, in the end."""
-    setting = settings.values.get((key,))
-    return setting.value if setting else _default_value(key)
-
-
-def _resolve_options(settings: ConfigLayers) -> None:
-    """Hand options such as `rotary_pct` to the methods that were chosen in the end, if they take them."""
-    for name, setting in settings.options.items():
-        rule = neox.RULES[name]
-        if not isinstance(rule, neox.MethodOptionAlias) or setting.value is None:
-            continue
-        uses = [use for use in rule.uses if _get_method(settings, use.chooser) in use.methods]
-        for use in uses:
-            _resolve_option(settings, name, setting, use)
-        if not uses:
-            others = [
-                f"{use.chooser} is {_get_method(settings, use.chooser)}, not {' or '.join(use.methods)}"
-                for use in rule.uses
-            ]
-            settings.notes.append(f"{setting.where}: {name} has no effect: {'; '.join(others)}")
-
-
-def _resolve_option(settings: ConfigLayers, name: str, setting: SourcedValue, use: neox.MethodOption) -> None:
-    path: Path_ = (f"{use.chooser}_options", use.option)
-    meaning = ".".join(path)
-    if use.per is not None:
-        divisor = settings.values.get((use.per,))
-        numbers = [each for each in (setting.value, divisor.value if divisor else None) if type(each) in (int, float)]
-        if len(numbers) < 2 or not numbers[1]:
-            settings.problems.append(
-                f"{setting.where}: {name} is {format_value(setting.value)}; it needs a number, and {use.per}"
-            )
-            return
-        setting = SourcedValue(numbers[0] / numbers[1], setting.where, setting.layer)
-        meaning = f"{meaning} × {use.per}"
-    old = settings.values.get(path)
-    newer = old is None or setting.layer >= old.layer
-    if old is not None and old.value != setting.value:
-        lost, won = (old, setting) if newer else (setting, old)
-        settings.notes.append(
-            f"{'.'.join(path)} {format_value(lost.value)} ({lost.where}) replaced by {format_value(won.value)} "
-            f"({won.where})"
-        )
-    if newer:
-        settings.values[path] = setting
-        settings.notes.append(f"{setting.where}: {name} is {meaning} here")
-
-
-def _resolve_vocabulary_rows(settings: ConfigLayers) -> None:
+def _resolve_vocabulary_rows(layers: ConfigLayers) -> None:
     """Rows of the embedding that the tensor-parallel ranks can divide.
 
     GPT-NeoX multiplies make_vocab_size_divisible_by by the number of these ranks. Here it counts for all of them, so
     that every layout has the same rows, and only what they cannot divide is raised.
     """
     path: Path_ = ("make_vocab_size_divisible_by",)
-    ranks, multiple = _get_method(settings, "model_parallel_size"), _get_method(settings, path[0])
+    ranks, multiple = layers.get_value("model_parallel_size"), layers.get_value(path[0])
     if type(ranks) is not int or type(multiple) is not int or ranks < 1 or multiple < 1 or multiple % ranks == 0:
         return
     if lcm(multiple, ranks) > MAX_SIZE:
         return  # one of them is refused for its size
-    where = settings.locate(path) or settings.locate(("model_parallel_size",)) or COMMAND_LINE
-    settings.values[path] = SourcedValue(lcm(multiple, ranks), where)
-    settings.notes.append(
+    where = layers.locate(path) or layers.locate(("model_parallel_size",)) or COMMAND_LINE
+    layers.values[path] = SourcedValue(lcm(multiple, ranks), where)
+    layers.notes.append(
         f"{where}: {path[0]} {multiple} becomes {lcm(multiple, ranks)}, which model_parallel_size {ranks} divides"
     )
 
 
-def _resolve_checked(settings: ConfigLayers) -> None:
-    """Keys without effect, but for values or methods with which they would have one."""
-    methods = neox.Methods(str(_get_method(settings, "pos_emb")), str(_get_method(settings, "score_processor")))
-    for name, setting in settings.options.items():
-        rule = neox.RULES[name]
-        if not isinstance(rule, neox.ValidatedNoop):
-            continue
-        if problem := rule.problem(setting.value, methods):
-            settings.problems.append(f"{setting.where}: {name}: {problem}")
-        else:
-            settings.notes.append(f"{setting.where}: {name} has no effect: {rule.reason}")
-
-
-def _resolve_task(settings: ConfigLayers) -> None:
+def _resolve_task(layers: ConfigLayers) -> None:
     """seq_length of a task: the longest sequence of its training."""
-    given = settings.values.get(("task",))
-    if given is None or given.value is None or ("seq_length",) in settings.values:
+    task = layers.values.get(("task",))
+    if task is None or task.value is None or ("seq_length",) in layers.values:
         return
     from megatron.tasks.task_config import read_task_config  # needs numpy, and most configurations have no task
 
-    names = [path for path in settings.values if path[0].startswith("task")]
-    flat: dict[str, Any] = {"task_options": {path[1]: settings.values[path].value for path in names if path[1:]}}
-    flat |= {path[0]: settings.values[path].value for path in names if not path[1:]}
+    paths = [path for path in layers.values if path[0].startswith("task")]
+    flat: dict[str, Any] = {"task_options": {path[1]: layers.values[path].value for path in paths if path[1:]}}
+    flat |= {path[0]: layers.values[path].value for path in paths if not path[1:]}
     try:
         longest = max(read_task_config(DataOptions(**flat)).sequence_lengths)
     except (UserError, ValidationError, ValueError):
-        settings.values[("seq_length",)] = SourcedValue(2, given.where)  # what is wrong is told with the other problems
+        layers.values[("seq_length",)] = SourcedValue(2, task.where)  # what is wrong is told with the other problems
         return
-    settings.values[("seq_length",)] = SourcedValue(longest, given.where)
-    settings.notes.append(f"{given.where}: task {given.value} makes seq_length {longest}")
+    layers.values[("seq_length",)] = SourcedValue(longest, task.where)
+    layers.notes.append(f"{task.where}: task {task.value} makes seq_length {longest}")
 
 
-def _resolve_fractions(settings: ConfigLayers) -> None:
-    """`expansion_factor` and its like: a share of a key that another file may hold."""
-    for name, setting in settings.options.items():
-        rule = neox.RULES[name]
-        if not isinstance(rule, neox.FractionOf) or setting.value is None:
-            continue
-        base = settings.values.get((rule.of,))
-        share = setting.value
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
-            settings.problems.append(
-                f"{setting.where}: {name} is {format_value(share)}; it must be a finite positive number"
-            )
-        elif (rule.to,) in settings.values:
-            other = settings.values[(rule.to,)]
-            settings.problems.append(f"{setting.where}: {name} contradicts {rule.to} ({other.where}); give one of them")
-        elif base is not None and isinstance(base.value, int):
-            try:
-                value = int(float(share) * base.value)  # as GPT-NeoX has it
-            except OverflowError:
-                settings.problems.append(f"{setting.where}: {name} × {rule.of} is too large for {rule.to}")
-                continue
-            settings.values[(rule.to,)] = SourcedValue(value, setting.where, setting.layer)
-            settings.notes.append(f"{setting.where}: {name} {format_value(share)} makes {rule.to} {value}")
-
-
-def _resolve_variants(settings: ConfigLayers) -> None:
-    """`bias_gelu_fusion` and its like: a switch that changes what a value of another key means."""
-    for name, setting in settings.options.items():
-        rule = neox.RULES[name]
-        if not isinstance(rule, neox.ValueSwitch):
-            continue
-        base = settings.values.get((rule.of,))
-        value = base.value if base is not None else _default_value(rule.of)
-        if setting.value not in (None, True, False):
-            settings.problems.append(
-                f"{setting.where}: {name} is {format_value(setting.value)}; it must be true or false"
-            )
-        elif setting.value and value in rule.values:
-            settings.values[(rule.of,)] = SourcedValue(rule.values[value], setting.where, setting.layer)
-            settings.notes.append(f"{setting.where}: {name} makes {rule.of} {value} {rule.values[value]}")
-        else:
-            settings.notes.append(f"{setting.where}: {name} {format_value(setting.value)} leaves {rule.of} {value}")
-
-
-def _resolve_tokenizer(settings: ConfigLayers) -> None:
+def _resolve_tokenizer(layers: ConfigLayers) -> None:
     """GPT-NeoX's default: a vocabulary and merges without a tokenizer_type are GPT-2's."""
-    tokenizer = ("tokenizer_type", "vocab_file", "merge_file")
-    has = {name for name in tokenizer if (name,) in settings.values and settings.values[(name,)].value is not None}
-    if has == {"vocab_file", "merge_file"}:
-        where = settings.values[("merge_file",)].where
-        settings.values[("tokenizer_type",)] = SourcedValue("GPT2BPETokenizer", where)
-        settings.notes.append(f"{where}: vocab_file and merge_file mean tokenizer_type GPT2BPETokenizer")
-
-
-def _default_value(key: str) -> Any:
-    """The default of a flat key."""
-    return SECTIONS[map_key_owners()[key]].model_fields[key].default
+    keys = ("tokenizer_type", "vocab_file", "merge_file")
+    set_keys = {key for key in keys if (key,) in layers.values and layers.values[(key,)].value is not None}
+    if set_keys == {"vocab_file", "merge_file"}:
+        where = layers.values[("merge_file",)].where
+        layers.values[("tokenizer_type",)] = SourcedValue("GPT2BPETokenizer", where)
+        layers.notes.append(f"{where}: vocab_file and merge_file mean tokenizer_type GPT2BPETokenizer")

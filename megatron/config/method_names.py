@@ -1,7 +1,8 @@
 """The names that people give position encodings and score processors, as values of `pos_emb` and `score_processor`.
 
-The names that GPT-NeoX, KERPLE and DAPE write in configurations are understood (`neox.POSITION_ALIASES`). Other names,
-which each method's file declares, are refused with ours. Nothing here imports torch (`megatron/position/catalog.py`).
+The names that GPT-NeoX, KERPLE and DAPE write in configurations are understood (`neox_keys.POSITION_ALIASES`). Other
+names, which each method's file declares, are refused with ours. Nothing here imports torch
+(`megatron/position/catalog.py`).
 """
 
 import re
@@ -25,10 +26,10 @@ def list_processor_values() -> list[str]:
 
 def find_method(text: str) -> tuple[str, str] | None:
     """Key and name of the method that somebody calls `text`: ("pos_emb", "rotary") for RoPE; None if there is none."""
-    wanted = normalize_name(text)
+    normalized = normalize_name(text)
     for key, methods in (("pos_emb", list_encodings()), ("score_processor", list_processors())):
         for method in methods:
-            if wanted in map(normalize_name, (method, *list_other_names(method))):
+            if normalized in map(normalize_name, (method, *list_other_names(method))):
                 return key, method
     return None
 
@@ -79,12 +80,14 @@ def find_methods(text: str) -> list[str]:
     Raises:
         UserError: there is none, with the nearest.
     """
-    wanted = text.replace("-", "_").lower()
-    names = {method: (method, *list_other_names(method)) for method in (*list_encodings(), *list_processor_values())}
-    methods = [method for method, called in names.items() if any(wanted in name for name in called)]
+    pattern = text.replace("-", "_").lower()
+    all_names = {
+        method: (method, *list_other_names(method)) for method in (*list_encodings(), *list_processor_values())
+    }
+    methods = [method for method, names in all_names.items() if any(pattern in name for name in names)]
     if not methods:
-        near = suggest_names(wanted, [name for called in names.values() for name in called], max_suggestions=3)
-        raise UserError(f"no method's name contains {text!r}; {near}".removesuffix("; "))
+        hint = suggest_names(pattern, [name for names in all_names.values() for name in names], max_suggestions=3)
+        raise UserError(f"no method's name contains {text!r}; {hint}".removesuffix("; "))
     return methods
 
 

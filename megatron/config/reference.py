@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron.config import method_names, neox
+from megatron.config import method_names, neox_keys
+from megatron.config.neox_rules import NeoxRule, format_code
 from megatron.config.schema import SECTIONS, ConfigKey, list_config_keys
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.options.analysis import AnalysisOptions
 from megatron.options.conversion import ExportOptions, ImportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
@@ -131,8 +133,8 @@ def describe_default(key: ConfigKey) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
-        made = field.default_factory()  # type: ignore[call-arg]
-        return "" if isinstance(made, ConfigSection) else format_value(made)
+        default = field.default_factory()  # type: ignore[call-arg]
+        return "" if isinstance(default, ConfigSection) else format_value(default)
     return "required" if field.is_required() else format_value(field.default)
 
 
@@ -140,10 +142,6 @@ def format_table(headings: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def _format_code(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _format_section(name: str) -> str:
@@ -166,17 +164,15 @@ def _format_options(introduction: str, sections: dict[str, type[ConfigSection]])
 
 
 def _format_position_names() -> str:
-    rows = [
-        [f"`{alias}`", _describe_position_alias(meaning, code="`")] for alias, meaning in neox.POSITION_ALIASES.items()
-    ]
+    rows = [[f"`{name}`", alias.describe(code="`")] for name, alias in neox_keys.POSITION_ALIASES.items()]
     return f"### Their names of position encodings\n\n{format_table(['pos_emb', 'means'], rows)}"
 
 
 def _format_method_names() -> str:
     rows = [
-        [_format_code(others), f"`{key}: {method}`"]
-        for key, methods in METHODS.items()
-        for method in methods()
+        [format_code(others), f"`{key}: {method}`"]
+        for key, list_methods in METHODS.items()
+        for method in list_methods()
         if (others := method_names.list_other_names(method))
     ]
     text = "Refused with our name, in `pos_emb`, in `score_processor` and where a file is named.\n"
@@ -184,58 +180,28 @@ def _format_method_names() -> str:
 
 
 def _format_understood() -> str:
-    rows = [[f"`{rule.key}`", f"`{rule.to}`" + _describe_switch(rule)] for rule in neox.ALIASES]
-    rows += [
-        [
-            f"`{rule.key}`",
-            f"{_describe_uses(rule, code='`')}; no effect on others",
-        ]
-        for rule in neox.METHOD_OPTION_ALIASES
-    ]
-    rows += [[f"`{rule.key}`", f"`{rule.to}` = {rule.key} × `{rule.of}`"] for rule in neox.FRACTIONS]
-    rows += [
-        [f"`{rule.key}`", f"true: `{rule.of}: {new}` instead of `{rule.of}: {old}`"]
-        for rule in neox.VALUE_SWITCHES
-        for old, new in rule.values.items()
-    ]
+    rows = _list_rule_rows(neox_keys.UNDERSTOOD)
     rows.append(["`fp16: {type: bfloat16}`", "`precision: bf16`"])
-    for key, values in neox.VALUES.items():
-        rows += [[f"`{key}: {theirs}`", f"`{key}: {ours}`"] for theirs, ours in values.items()]
+    for key, values in neox_keys.VALUE_ALIASES.items():
+        rows += [[f"`{key}: {value}`", f"`{key}: {own_value}`"] for value, own_value in values.items()]
     return f"### Understood under our name\n\n{format_table(['theirs', 'here'], rows)}"
 
 
-def _describe_switch(rule: neox.Alias) -> str:
-    """How a value is written here."""
-    switch = ", {} or {}".format(*rule.switch) if rule.switch else ""
-    return switch + (f" - {rule.more}" if rule.more else "")
-
-
-def _describe_uses(rule: neox.MethodOptionAlias, code: str = "") -> str:
-    texts = []
-    for use in rule.uses:
-        scale = f" × {code}{use.per}{code}" if use.per else ""
-        texts.append(f"{code}{use.chooser}_options.{use.option}{code}{scale} of {' and '.join(use.methods)}")
-    return ", and ".join(texts)
-
-
 def _format_ignored() -> str:
-    rows = [[_format_code(rule.keys), rule.reason] for rule in neox.IGNORED]
-    rows += [
-        [f"`{rule.key}`", f"{rule.reason}; checked, and refused where it asks for more"]
-        for rule in neox.VALIDATED_NOOPS
-    ]
+    rows = _list_rule_rows((*neox_keys.IGNORED, *neox_keys.VALIDATED_NOOPS))
     return f"### Accepted without effect\n\n{format_table(['keys', 'why'], rows)}"
 
 
 def _format_unsupported() -> str:
-    rows = []
-    for rule in neox.UNSUPPORTED:
-        fine = [format_value(value) for value in rule.harmless if value is not None]
-        rows.append([_format_code(rule.keys), rule.instead, " · ".join(fine)])
-    for key, advice in neox.ADVICE.items():
+    rows = _list_rule_rows(neox_keys.UNSUPPORTED)
+    for key, advice in neox_keys.UNSUPPORTED_VALUES.items():
         rows += [[f"`{key}: {value}`", text, ""] for value, text in advice.items()]
     text = "Refused with an error, except with a value that asks for nothing.\n"
     return f"### Refused\n\n{text}\n{format_table(['keys', 'instead', 'fine'], rows)}"
+
+
+def _list_rule_rows(rules: Iterable[NeoxRule]) -> list[list[str]]:
+    return [row for rule in rules for row in rule.reference_rows()]
 
 
 def build_reference() -> str:
@@ -259,69 +225,45 @@ def lookup_keys(pattern: str) -> list[tuple[str, str, str, str]]:
 
     Ours, then position encodings and score processors by all their names, their options, then other projects' keys.
     """
-    wanted = pattern.replace("-", "_").lower()
-    found = [
+    text = pattern.replace("-", "_").lower()
+    rows = [
         (key.name, describe_default(key), describe_type(key.field.annotation), key.doc)
         for key in list_config_keys().values()
-        if wanted in key.name.lower() or pattern.lower() in key.doc.lower()
+        if text in key.name.lower() or pattern.lower() in key.doc.lower()
     ]
-    found += _lookup_methods(wanted)
-    found += [row for row in _lookup_method_options() if wanted and wanted in row[0]]
-    return found + [
-        (name, "", "", _describe_rule(name, rule)) for name, rule in neox.RULES.items() if wanted and wanted in name
-    ]
+    if not text:
+        return rows
+    rows += _lookup_methods(text)
+    rows += [row for row in _lookup_method_options() if text in row[0]]
+    return rows + [(name, "", "", rule.describe(name)) for name, rule in neox_keys.RULES.items() if text in name]
 
 
 def find_nearest_key(pattern: str) -> str:
     """`did you mean seq_length?` for a text that no key contains; nothing if none is near."""
-    ours = (key.name.rpartition(".")[2] for key in list_config_keys().values())
-    return suggest_names(pattern.replace("-", "_"), [*ours, *neox.RULES], max_suggestions=3)
+    own_names = (key.name.rpartition(".")[2] for key in list_config_keys().values())
+    return suggest_names(pattern.replace("-", "_"), [*own_names, *neox_keys.RULES], max_suggestions=3)
 
 
-def _lookup_methods(wanted: str) -> list[tuple[str, str, str, str]]:
+def _lookup_methods(text: str) -> list[tuple[str, str, str, str]]:
     """Methods one of whose names contains a text: `rope` finds `pos_emb: rotary`."""
-    if not wanted:
-        return []
     rows = []
-    for key, methods in METHODS.items():
-        for method in methods():
+    for key, list_methods in METHODS.items():
+        for method in list_methods():
             others = method_names.list_other_names(method)
-            if any(wanted in name for name in (method, *others)):
+            if any(text in name for name in (method, *others)):
                 also = f"also called {', '.join(others)}; " if others else ""
                 rows.append((f"{key}: {method}", "", "", f"{also}./deepy.py positions tells more"))
-    theirs = {alias: meaning for alias, meaning in neox.POSITION_ALIASES.items() if wanted in alias}
-    return rows + [(f"pos_emb: {alias}", "", "", _describe_position_alias(theirs[alias])) for alias in theirs]
-
-
-def _describe_position_alias(alias: neox.PositionAlias, code: str = "") -> str:
-    values = {".".join(path): value for path, value in alias.keys().items() if value is not False}
-    return ", ".join(f"{code}{key}: {format_value(value)}{code}" for key, value in values.items())
+    aliases = [(name, alias) for name, alias in neox_keys.POSITION_ALIASES.items() if text in name]
+    return rows + [(f"pos_emb: {name}", "", "", alias.describe()) for name, alias in aliases]
 
 
 def _lookup_method_options() -> list[tuple[str, str, str, str]]:
-    takers: dict[str, list[str]] = {}
-    for kind, methods in METHODS.items():
-        for method in methods():
+    methods_by_option: dict[str, list[str]] = {}
+    for key, list_methods in METHODS.items():
+        for method in list_methods():
             for option in method_names.list_readable_options(method):
-                takers.setdefault(f"{kind}_options.{option}", []).append(method)
+                methods_by_option.setdefault(f"{key}_options.{option}", []).append(method)
     return [
         (key, "", "", f"an option of {' and '.join(methods)}; ./deepy.py positions tells more")
-        for key, methods in takers.items()
+        for key, methods in methods_by_option.items()
     ]
-
-
-def _describe_rule(name: str, rule: neox.Rule) -> str:
-    match rule:
-        case neox.Alias():
-            return f"is {rule.to}{_describe_switch(rule)} here"
-        case neox.MethodOptionAlias():
-            return f"is {_describe_uses(rule)} here"
-        case neox.FractionOf():
-            return f"makes {rule.to} = {name} × {rule.of}"
-        case neox.ValueSwitch():
-            meanings = " and ".join(f"{old} into {new}" for old, new in rule.values.items())
-            return f"true turns {rule.of} {meanings} here"
-        case neox.Unsupported():
-            return f"refused: {rule.instead}"
-        case neox.Ignored() | neox.ValidatedNoop():
-            return f"no effect: {rule.reason}"

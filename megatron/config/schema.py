@@ -32,7 +32,7 @@ _ABSENT = object()
 
 
 class Config(BaseModel):
-    """Everything a run needs to know. Sections are attributes; `flat()` is the YAML file's view."""
+    """Everything a run needs to know. Sections are attributes; `to_flat()` is the YAML file's view."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -72,21 +72,21 @@ class Config(BaseModel):
             sections[map_key_owners()[name]][name] = value
         return Config.model_validate(sections)
 
-    def keys_by_policy(self, *roles: ChangePolicy, defaults: bool = True) -> dict[str, Any]:
-        """The keys of some roles with their values, nested keys by their dotted names.
+    def keys_by_policy(self, *policies: ChangePolicy, defaults: bool = True) -> dict[str, Any]:
+        """The keys of some policies with their values, nested keys by their dotted names.
 
         defaults: with those that have their default.
         """
         sections = self.model_dump(exclude_defaults=not defaults)
-        found = {}
+        values = {}
         for path, key in list_config_keys().items():
-            if key.policy in roles:
+            if key.policy in policies:
                 value: Any = sections.get(key.section, {})
                 for name in path:
                     value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
                 if value is not _ABSENT:
-                    found[key.name] = value
-        return found
+                    values[key.name] = value
+        return values
 
     def architecture_keys(self) -> dict[str, Any]:
         """The keys that decide which function the trained weights compute; a resumed run must agree in all of them."""
@@ -97,8 +97,10 @@ class Config(BaseModel):
 
         defaults: with those that have their default.
         """
-        roles: tuple[ChangePolicy, ...] = ("architecture", "context", "initialization", "data", "numerics", "schedule")
-        return self.keys_by_policy(*roles, defaults=defaults)
+        policies: tuple[ChangePolicy, ...] = (
+            "architecture", "context", "initialization", "data", "numerics", "schedule"
+        )  # fmt: skip
+        return self.keys_by_policy(*policies, defaults=defaults)
 
     def to_yaml(self, *, only_set: bool = False) -> str:
         """The configuration as YAML with a heading for each section.
@@ -110,8 +112,8 @@ class Config(BaseModel):
         parts = []
         for name, values in self.model_dump(exclude_unset=only_set).items():
             if name == "training":
-                open_ = set(BATCH_SIZES) - self.training.model_fields_set
-                values = {key: value for key, value in values.items() if key not in open_}
+                unsettled = set(BATCH_SIZES) - self.training.model_fields_set
+                values = {key: value for key, value in values.items() if key not in unsettled}
             if not values:
                 continue
             title = read_docstring(SECTIONS[name]).partition("\n")[0]
@@ -169,30 +171,35 @@ class ConfigKey:
         return tuple(value for a in annotations if str(get_origin(a)) == "typing.Literal" for value in get_args(a))
 
 
-def _walk(section: str, model: type[ConfigSection], prefix: Path_ = ()) -> Iterator[ConfigKey]:
+def _iter_keys(section: str, model: type[ConfigSection], prefix: Path_ = ()) -> Iterator[ConfigKey]:
     for name, field in model.model_fields.items():
         annotation = field.annotation
         opens = annotation if isinstance(annotation, type) and issubclass(annotation, ConfigSection) else None
         yield ConfigKey((*prefix, name), section, field, opens)
         if opens:
-            yield from _walk(section, opens, (*prefix, name))
+            yield from _iter_keys(section, opens, (*prefix, name))
 
 
 @cache
 def list_config_keys() -> dict[Path_, ConfigKey]:
     """Every key by its path, in the order of the documentation."""
-    found: dict[Path_, ConfigKey] = {}
+    keys: dict[Path_, ConfigKey] = {}
     for section, model in SECTIONS.items():
-        for key in _walk(section, model):
-            if key.path in found:
-                raise TypeError(f"key {key.name} has two owners: {found[key.path].section} and {section}")
+        for key in _iter_keys(section, model):
+            if key.path in keys:
+                raise TypeError(f"key {key.name} has two owners: {keys[key.path].section} and {section}")
             if (key.policy is None) != (key.opens is not None):
                 raise TypeError(f"key {key.name} needs a role, or, if it opens a section, none")
-            found[key.path] = key
-    return found
+            keys[key.path] = key
+    return keys
 
 
 @cache
 def map_key_owners() -> dict[str, str]:
     """The section that owns each flat key."""
     return {path[0]: key.section for path, key in list_config_keys().items()}
+
+
+def get_default_value(key: str) -> Any:
+    """The default of a flat key."""
+    return SECTIONS[map_key_owners()[key]].model_fields[key].default

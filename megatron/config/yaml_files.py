@@ -41,6 +41,15 @@ MAX_DEPTH = 50
 """Lists and mappings inside each other."""
 
 
+def format_value(value: Any) -> str:
+    """A value as it would be written in YAML, short."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    return str(value)
+
+
 @dataclass(frozen=True)
 class YamlDocument:
     """One file: its mapping, and the line (counted from 1) on which each key stands, by path of keys."""

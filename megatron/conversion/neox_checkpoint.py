@@ -29,8 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import neox as vocabulary
 from megatron.config.load import merge_documents
+from megatron.config.neox_keys import RULES
+from megatron.config.neox_rules import MODEL_SECTIONS
 from megatron.config.schema import Config, map_key_owners
 from megatron.config.yaml_files import YamlDocument, read_yaml
 from megatron.conversion.model_source import ModelSource
@@ -54,7 +55,6 @@ IGNORED_TENSORS = re.compile(r".*\b(inv_freq|slopes|masked_bias)|attention\.bias
 FC1_NAMES = ("mlp.dense_h_to_4h", "mlp.linear1")
 """Names that versions of GPT-NeoX have given the first matrix of the feed-forward layer."""
 
-MODEL_SECTIONS = ("model", "position")
 TRAINING_KEYS = {
     "init_method", "output_layer_init_method", "init_method_std", "hidden_dropout", "attention_dropout",
     "checkpoint_activations", "checkpoint_num_layers", "attention_backend", "attention_chunk_rows",
@@ -130,15 +130,9 @@ def _select_model_keys(document: YamlDocument) -> YamlDocument:
 
 
 def _is_model_key(name: str) -> bool:
-    rule = vocabulary.RULES.get(name)
-    match rule:
-        case None:
-            return map_key_owners().get(name) in MODEL_SECTIONS and name not in TRAINING_KEYS
-        case vocabulary.Alias() | vocabulary.FractionOf():
-            return map_key_owners().get(rule.to.split(".")[0]) in MODEL_SECTIONS
-        case vocabulary.MethodOptionAlias() | vocabulary.ValueSwitch() | vocabulary.ValidatedNoop():
-            return True
-    return name in UNSUPPORTED_MODEL_KEYS
+    if (rule := RULES.get(name)) is not None:
+        return rule.describes_model() or name in UNSUPPORTED_MODEL_KEYS
+    return map_key_owners().get(name) in MODEL_SECTIONS and name not in TRAINING_KEYS
 
 
 @contextmanager

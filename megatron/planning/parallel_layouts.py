@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.checks import validate_config
-from megatron.config.ranks import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
+from megatron.config.parallelism import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
+from megatron.config.validation import validate_config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.training import BATCH, MICRO, STEPS
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory

@@ -85,7 +85,7 @@ def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cl
     """The time of a step of a layout.
 
     Args:
-        config: with its batch settled (`megatron.config.ranks.resolve_batch_size`).
+        config: with its batch settled (`megatron.config.parallelism.resolve_batch_size`).
         sizes: the mesh.
         vocab_size: of the tokenizer.
         cluster: where it runs.

@@ -14,7 +14,7 @@ from megatron.checkpoint.manifest import find_latest_valid
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config as read_config
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.data.parts import compute_sequence_range
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records

@@ -22,10 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.config.config_layers import COMMAND_LINE
 from megatron.config.load import find_config, merge_documents, split_override
 from megatron.config.schema import Config, Path_
-from megatron.config.settings import COMMAND_LINE, format_value
-from megatron.config.yaml_files import YamlDocument, read_yaml
+from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions

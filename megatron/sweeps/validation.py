@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.problems import describe_validation_error
 from megatron.config.schema import Path_
+from megatron.config.validation_errors import describe_validation_error
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import ConfigSection
 from megatron.options.sweep import SweepCorpusOptions, SweepOptions
@@ -47,7 +47,7 @@ def find_sweep_problems(values: dict[str, Any], where: Callable[[Path_], str]) -
         try:
             options = _SweepFile.model_validate({"file": {"sweep": values}}).file.sweep
         except ValidationError as error:
-            problems += describe_validation_error(error, where, known={})
+            problems += describe_validation_error(error, where, keys={})
         else:
             problems += _find_inconsistencies(options, where)
     if problems:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.checks import validate_config
-from megatron.config.ranks import ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
+from megatron.config.parallelism import ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
+from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.planning.parameter_count import count_parameters

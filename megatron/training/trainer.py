@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.checkpoint import engine_state, layout
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.ranks import resolve_mesh_shape
+from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed import rng

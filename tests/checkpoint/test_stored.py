@@ -142,7 +142,9 @@ def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(
         values["use_bias_in_mlp"] = False
 
     monkeypatch.setattr(stored_config, "MIGRATIONS", {1: migrate})
-    monkeypatch.setattr("megatron.config.checks.VALIDATORS", (lambda config: iter([("seq_length", "never again")]),))
+    monkeypatch.setattr(
+        "megatron.config.validation.VALIDATORS", (lambda config: iter([("seq_length", "never again")]),)
+    )
     assert load_checkpoint_config(checkpoint).to_flat() == today
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron.config.load import SHIPPED_CONFIGS, load_config
-from megatron.config.ranks import resolve_mesh_shape
+from megatron.config.parallelism import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.resolve_run import resolve_run

@@ -1,5 +1,6 @@
 """Other projects' stock configurations load, mean what they meant, and say what has no effect."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import method_names, neox
+from megatron.config import method_names, neox_keys, neox_rules
 from megatron.config.load import LoadedConfig, load_config
 from megatron.config.schema import list_config_keys
 from megatron.distributed.hardware import LocalHardware
@@ -72,8 +73,8 @@ def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
     ):
         notes = "\n".join(read(*files).notes)
         for name in (name.replace("-", "_") for values in files for name in values):
-            rule = neox.RULES.get(name)
-            harmless = isinstance(rule, neox.Unsupported)  # a value that asks for nothing
+            rule = neox_keys.RULES.get(name)
+            harmless = isinstance(rule, neox_rules.Unsupported)  # a value that asks for nothing
             assert (name,) in list_config_keys() or harmless or name in notes, name
 
 
@@ -106,8 +107,8 @@ def test_kerple_training(read):
 @pytest.mark.parametrize("name", stock.DAPE)
 def test_dape_125m(read, name):
     values = stock.DAPE[name]
-    alias = neox.POSITION_ALIASES.get(values["pos-emb"], neox.PositionAlias(values["pos-emb"]))
-    encoding, processor, per_layer, options = alias
+    alias = neox_keys.POSITION_ALIASES.get(values["pos-emb"], neox_rules.PositionAlias(values["pos-emb"]))
+    encoding, processor, per_layer, options = dataclasses.astuple(alias)
     if encoding not in catalog.list_encodings():
         with pytest.raises(UserError, match=f"pos_emb {encoding} is not available"):
             read(values)
@@ -229,37 +230,41 @@ def test_offloading_to_the_cpu_by_all_its_names(read):
 
 
 def test_tables_are_consistent():
-    for name, rule in neox.RULES.items():
+    for name, rule in neox_keys.RULES.items():
         assert tuple(name.split(".")) not in list_config_keys(), f"{name} is a key of ours"
-        if isinstance(rule, neox.Alias | neox.FractionOf):
-            assert tuple(rule.to.split(".")) in list_config_keys(), name
-    for key in (*neox.VALUES, *neox.ADVICE):
+        if isinstance(rule, neox_rules.Alias | neox_rules.FractionOf):
+            assert tuple(rule.own_key.split(".")) in list_config_keys(), name
+    for key in (*neox_keys.VALUE_ALIASES, *neox_keys.UNSUPPORTED_VALUES):
         assert tuple(key.split(".")) in list_config_keys(), key
-    for key, values in neox.VALUES.items():
+    for key, values in neox_keys.VALUE_ALIASES.items():
         choices = list_config_keys()[tuple(key.split("."))].choices
         assert set(values.values()) <= set(choices), key
         assert not set(values) & set(choices), key
     counted = sum(
         len(rules)
         for rules in (
-            neox.ALIASES,
-            neox.METHOD_OPTION_ALIASES,
-            neox.FRACTIONS,
-            neox.VALUE_SWITCHES,
-            neox.VALIDATED_NOOPS,
+            neox_keys.ALIASES,
+            neox_keys.METHOD_OPTION_ALIASES,
+            neox_keys.FRACTIONS,
+            neox_keys.VALUE_SWITCHES,
+            neox_keys.VALIDATED_NOOPS,
         )
     )
-    counted += sum(len(rule.keys) for rules in (neox.IGNORED, neox.UNSUPPORTED) for rule in rules)
-    assert counted == len(neox.RULES), "a key has two rules"
-    for use in (use for option in neox.METHOD_OPTION_ALIASES for use in option.uses):
-        find = method_names.list_encoding_options if use.chooser == "pos_emb" else method_names.list_processor_options
-        for method in use.methods:
-            assert use.option in find(method)
+    counted += sum(len(rule.keys) for rules in (neox_keys.IGNORED, neox_keys.UNSUPPORTED) for rule in rules)
+    assert counted == len(neox_keys.RULES), "a key has two rules"
+    for option in (option for rule in neox_keys.METHOD_OPTION_ALIASES for option in rule.options):
+        find = (
+            method_names.list_encoding_options
+            if option.method_key == "pos_emb"
+            else method_names.list_processor_options
+        )
+        for method in option.methods:
+            assert option.option in find(method)
 
 
-@pytest.mark.parametrize("alias", neox.POSITION_ALIASES)
+@pytest.mark.parametrize("alias", neox_keys.POSITION_ALIASES)
 def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: str) -> None:
-    encoding, processor, per_layer, options = neox.POSITION_ALIASES[alias]
+    encoding, processor, per_layer, options = dataclasses.astuple(neox_keys.POSITION_ALIASES[alias])
     loaded = load_config(["125M"], [f"pos_emb={alias}"])
     position = loaded.config.position
     assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.chosen import section_from_cli
 from megatron.config.load import load_config
+from megatron.config.validation_errors import section_from_cli
 from megatron.data.datasets import load_token_stream
 from megatron.data.run_tokenizer import save_tokenizer
 from megatron.data.tokenizers import load_tokenizer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.chosen import section_from_cli
+from megatron.config.validation_errors import section_from_cli
 from megatron.data import corpus
 from megatron.data.corpus_folder import CorpusInfo, Progress
 from megatron.options.data import CorpusOptions

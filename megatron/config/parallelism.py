@@ -37,7 +37,7 @@ def resolve_mesh_shape(config: Config, world_size: int) -> ParallelSizes:
     Raises:
         UserError: the sizes of the configuration do not divide them.
     """
-    launch, one = config.launch, ranks_per_replica(config)
+    launch, replica_size = config.launch, ranks_per_replica(config)
     tensor, context, pipeline = (
         launch.model_parallel_size,
         launch.context_parallel_size,
@@ -46,9 +46,11 @@ def resolve_mesh_shape(config: Config, world_size: int) -> ParallelSizes:
     try:
         return ParallelSizes.from_world_size(world_size, tensor=tensor, context=context, pipeline=pipeline)
     except ValueError:
-        nearest = " or ".join(str(n) for n in (world_size // one * one, (world_size // one + 1) * one) if n)
+        num_replicas = world_size // replica_size
+        nearest = " or ".join(str(n) for n in (num_replicas * replica_size, (num_replicas + 1) * replica_size) if n)
         raise UserError(
-            f"model_parallel_size {tensor} × context_parallel_size {context} × pipe_parallel_size {pipeline} = {one} "
+            f"model_parallel_size {tensor} × context_parallel_size {context} × pipe_parallel_size {pipeline} = "
+            f"{replica_size} "
             f"does not divide the {world_size} processes (num_gpus); {nearest} would do"
         ) from None
 
@@ -61,63 +63,64 @@ def check_divisible(config: Config) -> Iterator[tuple[str, str]]:
         config.model, tensor=launch.model_parallel_size, context=launch.context_parallel_size, pipeline=pipeline
     )
     if pipeline > 1:
-        yield from _not_in_stages(config.training, f"with pipe_parallel_size {pipeline}")
+        yield from _find_pipeline_conflicts(config.training, pipeline)
 
 
-def _not_in_stages(training: TrainingOptions, stages: str) -> Iterator[tuple[str, str]]:
+def _find_pipeline_conflicts(training: TrainingOptions, pipeline: int) -> Iterator[tuple[str, str]]:
     """Options that cannot serve where the layers are divided into pipeline stages."""
-    zero = training.zero_optimization
+    zero, prefix = training.zero_optimization, f"with pipe_parallel_size {pipeline}"
     if training.compute_dtype == "fp16":
-        yield "precision", f"precision fp16: {stages} losses are not scaled; use bf16 or fp32"
+        yield "precision", f"precision fp16: {prefix} losses are not scaled; use bf16 or fp32"
     if zero.overlap_comm:
         name = "zero_optimization.overlap_comm"
         why = "gradients are reduced once, after the last micro-batch"
-        yield name, f"{name} true: {stages} {why}; set it to false"
+        yield name, f"{name} true: {prefix} {why}; set it to false"
     if zero.offload_optimizer.device != "none":
         name = "zero_optimization.offload_optimizer.device"
         why = "gradients would leave the device before those that stages share are summed"
-        yield name, f"{name} {zero.offload_optimizer.device}: {stages} {why}; use model_parallel_size, or more stages"
+        yield name, f"{name} {zero.offload_optimizer.device}: {prefix} {why}; use model_parallel_size, or more stages"
     if zero.stage > 1:
         name = "zero_optimization.stage"
         why = "gradients would be divided before those that stages share are summed"
-        yield name, f"{name} {zero.stage}: {stages} {why}; 0 or 1 would do"
+        yield name, f"{name} {zero.stage}: {prefix} {why}; 0 or 1 would do"
 
 
 def resolve_zero(config: Config) -> tuple[Config, list[str]]:
     """The configuration with the stage of ZeRO that it can have, and a line if that is another than it says."""
     zero, precision, launch = config.training.zero_optimization, config.training.compute_dtype, config.launch
-    divided = launch.model_parallel_size > 1 or launch.pipe_parallel_size > 1
-    if zero.stage or precision == "fp32" or not divided:
+    is_divided = launch.model_parallel_size > 1 or launch.pipe_parallel_size > 1
+    if zero.stage or precision == "fp32" or not is_divided:
         return config, []
     # DeepSpeed's half-precision optimizer without ZeRO counts what these ranks hold twice in the gradient's norm.
     note = f"zero_optimization.stage 1 instead of 0: without ZeRO, {precision} cannot divide a model"
     return config.replace(zero_optimization=zero.replace(stage=1).model_dump(exclude_unset=True)), [note]
 
 
-def resolve_batch_size(config: Config, ranks: int) -> Config:
+def resolve_batch_size(config: Config, data_ranks: int) -> Config:
     """The configuration with all three batch sizes consistent; of two that are given the third follows.
 
-    ranks: those that read different sequences (`mesh_sizes(…).data`).
+    data_ranks: how many ranks read different sequences (`resolve_mesh_shape(…).data`).
 
     Raises:
         UserError: if no third fits, or the batch is too large, naming all numbers.
     """
-    training, given = config.training, config.training.model_fields_set
+    training, set_keys = config.training, config.training.model_fields_set
     stages = max(1, config.launch.pipe_parallel_size)
     micro, steps, batch = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, None
     if training.train_batch_size is not None:
         batch = training.train_batch_size
-        if MICRO in given and STEPS not in given:
-            steps = max(1, batch // (micro * ranks))
-        elif STEPS in given and MICRO not in given:
-            micro = max(1, batch // (steps * ranks))
-        elif not {MICRO, STEPS} & given:
-            micro = max(1, batch // (ranks * stages))
-            steps = max(1, batch // (micro * ranks))
-    product = micro * steps * ranks
+        if MICRO in set_keys and STEPS not in set_keys:
+            steps = max(1, batch // (micro * data_ranks))
+        elif STEPS in set_keys and MICRO not in set_keys:
+            micro = max(1, batch // (steps * data_ranks))
+        elif not {MICRO, STEPS} & set_keys:
+            micro = max(1, batch // (data_ranks * stages))
+            steps = max(1, batch // (micro * data_ranks))
+    product = micro * steps * data_ranks
     if batch is not None and batch != product:
         raise UserError(
-            f"{BATCH} {batch} is not {MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; change one of them"
+            f"{BATCH} {batch} is not {MICRO} {micro} × {STEPS} {steps} × {data_ranks} ranks = {product}; "
+            "change one of them"
         )
     if steps < stages:
         raise UserError(
@@ -126,6 +129,7 @@ def resolve_batch_size(config: Config, ranks: int) -> Config:
         )
     if product > MAX_BATCH_SIZE:
         raise UserError(
-            f"{MICRO} {micro} × {STEPS} {steps} × {ranks} ranks = {product}; {BATCH} must be at most {MAX_BATCH_SIZE}"
+            f"{MICRO} {micro} × {STEPS} {steps} × {data_ranks} ranks = {product}; {BATCH} must be at most "
+            f"{MAX_BATCH_SIZE}"
         )
     return config.replace(**{MICRO: micro, STEPS: steps, BATCH: product})

@@ -3,81 +3,30 @@
 Most of Farfield's keys are GPT-NeoX's own. This table holds the rest: every key of theirs is *understood* (perhaps
 under our name), *without effect* here, with the reason, or *refused*, with what to use instead. Nothing is dropped in
 silence: what is without effect is said in one line at the start of a run. `docs/configuration.md` prints these tables.
+What each kind of rule does is in `neox_rules.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.config.method_names import changes_scores
-
-
-@dataclass(frozen=True)
-class Alias:
-    """The same meaning under another name. A switch is on or off there; its two values are what that is here."""
-
-    key: str
-    to: str
-    switch: tuple[Any, Any] | None = None
-    more: int = 0
-    """How much more a number is here."""
-
-
-class MethodOption(NamedTuple):
-    """An option of some methods: `chooser` is the key that names the method (`pos_emb` or `score_processor`), `option`
-    the name in its options."""
-
-    chooser: str
-    methods: tuple[str, ...]
-    option: str
-    per: str | None = None
-    """A key that the value is divided by."""
-
-
-@dataclass(frozen=True)
-class MethodOptionAlias:
-    """A key that means options of some methods: without effect when others are chosen."""
-
-    key: str
-    uses: tuple[MethodOption, ...]
-
-
-@dataclass(frozen=True)
-class FractionOf:
-    """A share of another key: `to` becomes `key × of`, rounded down."""
-
-    key: str
-    of: str
-    to: str
-
-
-@dataclass(frozen=True)
-class ValueSwitch:
-    """A switch that, where it is on, makes some values of another key mean others."""
-
-    key: str
-    of: str
-    values: dict[Any, Any]
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """Accepted, and said to do nothing."""
-
-    keys: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """An error, unless the value asks for nothing (`cpu_offload: false`)."""
-
-    keys: tuple[str, ...]
-    instead: str
-    harmless: tuple[Any, ...] = field(default=(None, False))
-
+from megatron.config.neox_rules import (
+    Alias,
+    ChosenMethods,
+    FractionOf,
+    Ignored,
+    MethodOption,
+    MethodOptionAlias,
+    NeoxRule,
+    PositionAlias,
+    Unsupported,
+    UnsupportedValue,
+    ValidatedNoop,
+    ValueAlias,
+    ValueRule,
+    ValueSwitch,
+)
 
 _OFFLOAD = ("cpu", "none")
 
@@ -104,7 +53,7 @@ ALIASES = (
     Alias("min_scale", "fp16.min_loss_scale"),
     Alias("account", "slurm.account"),
     # Theirs counts the keys before a token, ours the token too (`get_attn_mask` in GPT-NeoX's utils.py).
-    Alias("sliding_window_width", "attention_window", more=1),
+    Alias("sliding_window_width", "attention_window", offset=1),
 )
 
 _PROCESSOR_WIDTH = MethodOption("score_processor", ("dape", "cdape"), "width")
@@ -118,7 +67,9 @@ METHOD_OPTION_ALIASES = (
     # DAPE's FIRE has a network of this width too, and a threshold of noise_seq_length / 2 where ours is half of
     # seq_length times the multiplier.
     MethodOptionAlias("mlp_width", (_PROCESSOR_WIDTH, MethodOption("pos_emb", ("fire",), "width"))),
-    MethodOptionAlias("noise_seq_length", (MethodOption("pos_emb", ("fire",), "multiplier_start", per="seq_length"),)),
+    MethodOptionAlias(
+        "noise_seq_length", (MethodOption("pos_emb", ("fire",), "multiplier_start", divisor_key="seq_length"),)
+    ),
     MethodOptionAlias("dapev2_kernel", (_KERNEL_SIZE,)),
     MethodOptionAlias("capev2_kernel", (_KERNEL_SIZE,)),
 )
@@ -131,8 +82,8 @@ FRACTIONS = (
 # Their fused kernel of bias and gelu computes the tanh approximation, and no other activation has it.
 VALUE_SWITCHES = (ValueSwitch("bias_gelu_fusion", "activation", {"gelu": "gelu_tanh"}),)
 
-# Other names of values. For `pos_emb` see POSITIONS.
-VALUES: dict[str, dict[Any, Any]] = {
+# For `pos_emb` see POSITION_ALIASES.
+VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
     "data_impl": {"infer": "mmap"},
     "optimizer.type": {"adam": "Adam", "adamw": "AdamW"},
@@ -141,8 +92,7 @@ VALUES: dict[str, dict[Any, Any]] = {
     "launcher": dict.fromkeys(("pdsh", "openmpi", "mpich", "impi", "mvapich"), "auto"),
 }
 
-# Values refused with advice that the list of valid values does not give.
-ADVICE: dict[str, dict[Any, str]] = {
+UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
     "optimizer.type": dict.fromkeys(
         ("OneBitAdam", "onebitadam", "CPUAdam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion"),
         "only AdamW is offered; use Adam or AdamW",
@@ -164,28 +114,10 @@ ADVICE: dict[str, dict[Any, str]] = {
 }
 
 
-class PositionAlias(NamedTuple):
-    """What a name of GPT-NeoX's, KERPLE's or DAPE's for a position encoding means in our keys; None: it says nothing.
-
-    DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
-    """
-
-    encoding: str
-    processor: str | None = None
-    per_layer: bool | None = None
-    options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-    """`pos_emb_options`."""
-
-    def keys(self) -> dict[tuple[str, ...], Any]:
-        """Our keys, as paths, with their values."""
-        values = {"pos_emb": self.encoding, "score_processor": self.processor, "pos_emb_per_layer": self.per_layer}
-        keys: dict[tuple[str, ...], Any] = {(name,): value for name, value in values.items() if value is not None}
-        return keys | {("pos_emb_options", option): value for option, value in self.options.items()}
-
-
 # Inside its processors DAPE gives FIRE's network another activation than the plain method's.
 _FIRE_IN_DAPE = {"activation": "leaky_relu"}
 
+# DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
 POSITION_ALIASES: dict[str, PositionAlias] = {
     "rpe": PositionAlias("t5"),
     "kerple_power_ap_": PositionAlias("kerple_power"),
@@ -219,6 +151,31 @@ _RUNTIME = "GPT-NeoX sets it itself while running"
 _REPORT = "`log_interval` decides when losses, times and speeds are reported"
 _ELSEWHERE = "belongs to a feature that is refused when it is switched on"
 _GENERATION = "belongs to text generation, not to training"
+
+_FEATURE_KEYS = (
+    "expert_interval", "moe_top_k", "moe_loss_coeff", "moe_train_capacity_factor", "moe_eval_capacity_factor",
+    "moe_min_capacity", "moe_token_dropping", "moe_use_residual", "moe_expert_parallel_size", "moe_type", "moe_glu",
+    "moe_lbl_in_fp32", "moe_jitter_eps", "create_moe_param_group", "enable_expert_tensor_parallelism",
+    "mup_init_scale", "mup_attn_temp", "mup_output_temp", "mup_embedding_mult", "mup_rp_embedding_mult",
+    "mup_width_scale", "base_shapes_file",
+    "comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others",
+    "gmlp_attn_dim", "scalenorm_epsilon", "param_sharing_style", "weighted_sampler_alpha",
+    "gradient_noise_scale_n_batches", "gradient_noise_scale_cpu_offload", "memory_profiling_path",
+    "profile_step_start", "profile_step_stop", "s3_chunk_size",
+    "dpo_fp32", "dpo_reference_free", "dpo_beta", "kto_fp32", "kto_beta", "kto_desirable_weight",
+    "kto_undesirable_weight",
+    "mamba_selective_scan_fusion", "mamba_causal_conv_fusion", "mamba_inner_func_fusion",
+    "mamba_selective_fp32_params", "mamba_use_bias_in_conv", "mamba_use_bias_in_linears",
+)  # fmt: skip
+_RUNTIME_KEYS = (
+    "world_size", "rank", "local_rank", "iteration", "do_train", "do_valid", "do_test", "global_num_gpus",
+    "is_pipe_parallel", "padded_vocab_size", "save_iters", "config_files", "user_script", "dynamic_loss_scale",
+    "curriculum_seqlen",
+)  # fmt: skip
+_GENERATION_KEYS = (
+    "text_gen_type", "precompute_model_name", "temperature", "top_p", "top_k", "return_logits", "maximum_tokens",
+    "prompt_end", "sample_input_file", "sample_output_file", "num_samples", "recompute",
+)  # fmt: skip
 
 IGNORED = (
     Ignored(
@@ -298,11 +255,16 @@ IGNORED = (
     Ignored(("zero_optimization.ignore_unused_parameters",), "every parameter is used"),
     Ignored(
         (
-            *(f"zero_optimization.offload_optimizer.{name}" for name in ("nvme_path", "buffer_count", "fast_init")),
-            *(f"zero_optimization.offload_optimizer.{name}" for name in ("pipeline_read", "pipeline_write")),
+            "zero_optimization.offload_optimizer.nvme_path",
+            "zero_optimization.offload_optimizer.buffer_count",
+            "zero_optimization.offload_optimizer.fast_init",
+            "zero_optimization.offload_optimizer.pipeline_read",
+            "zero_optimization.offload_optimizer.pipeline_write",
             "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-            *(f"zero_optimization.offload_param.{name}" for name in ("nvme_path", "buffer_count")),
-            *(f"zero_optimization.offload_param.{name}" for name in ("buffer_size", "max_in_cpu")),
+            "zero_optimization.offload_param.nvme_path",
+            "zero_optimization.offload_param.buffer_count",
+            "zero_optimization.offload_param.buffer_size",
+            "zero_optimization.offload_param.max_in_cpu",
         ),
         "belongs to a way of offloading that is not offered",
     ),
@@ -313,98 +275,9 @@ IGNORED = (
     Ignored(("comment",), "use slurm.options: [--comment=…]"),
     Ignored(("adlr_autoresume_interval", "onnx_safe", "deepscale", "deepscale_config", "deepspeed"), "obsolete"),
     Ignored(("rotary_save_freqs_buffer",), "rotary frequencies are computed, never stored"),
-    Ignored(
-        (
-            "world_size",
-            "rank",
-            "local_rank",
-            "iteration",
-            "do_train",
-            "do_valid",
-            "do_test",
-            "global_num_gpus",
-            "is_pipe_parallel",
-            "padded_vocab_size",
-            "save_iters",
-            "config_files",
-            "user_script",
-            "dynamic_loss_scale",
-            "curriculum_seqlen",
-        ),
-        _RUNTIME,
-    ),
-    Ignored(
-        (
-            "expert_interval",
-            "moe_top_k",
-            "moe_loss_coeff",
-            "moe_train_capacity_factor",
-            "moe_eval_capacity_factor",
-            "moe_min_capacity",
-            "moe_token_dropping",
-            "moe_use_residual",
-            "moe_expert_parallel_size",
-            "moe_type",
-            "moe_glu",
-            "moe_lbl_in_fp32",
-            "moe_jitter_eps",
-            "create_moe_param_group",
-            "enable_expert_tensor_parallelism",
-            "mup_init_scale",
-            "mup_attn_temp",
-            "mup_output_temp",
-            "mup_embedding_mult",
-            "mup_rp_embedding_mult",
-            "mup_width_scale",
-            "base_shapes_file",
-            "comet_workspace",
-            "comet_project",
-            "comet_experiment_name",
-            "comet_tags",
-            "comet_others",
-            "gmlp_attn_dim",
-            "scalenorm_epsilon",
-            "param_sharing_style",
-            "weighted_sampler_alpha",
-            "gradient_noise_scale_n_batches",
-            "gradient_noise_scale_cpu_offload",
-            "memory_profiling_path",
-            "profile_step_start",
-            "profile_step_stop",
-            "s3_chunk_size",
-            "dpo_fp32",
-            "dpo_reference_free",
-            "dpo_beta",
-            "kto_fp32",
-            "kto_beta",
-            "kto_desirable_weight",
-            "kto_undesirable_weight",
-            "mamba_selective_scan_fusion",
-            "mamba_causal_conv_fusion",
-            "mamba_inner_func_fusion",
-            "mamba_selective_fp32_params",
-            "mamba_use_bias_in_conv",
-            "mamba_use_bias_in_linears",
-        ),
-        _ELSEWHERE,
-    ),
-    Ignored(
-        (
-            "text_gen_type",
-            "precompute_model_name",
-            "temperature",
-            "top_p",
-            "top_k",
-            "return_logits",
-            "maximum_tokens",
-            "prompt_end",
-            "sample_input_file",
-            "sample_output_file",
-            "num_samples",
-            "recompute",
-        ),
-        _GENERATION,
-    ),
+    Ignored(_RUNTIME_KEYS, _RUNTIME),
+    Ignored(_FEATURE_KEYS, _ELSEWHERE),
+    Ignored(_GENERATION_KEYS, _GENERATION),
     Ignored(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
 )
 
@@ -413,6 +286,18 @@ _MOE = "mixtures of experts are not supported"
 _SPARSE = "sparse attention is not supported; every layer attends to all earlier tokens"
 _NODES = "give a hostfile with the machines that are meant, and num_gpus"
 _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
+
+_LABEL_DATA_KEYS = (
+    "train_label_data_paths", "valid_label_data_paths", "test_label_data_paths", "train_reward_data_paths",
+    "valid_reward_data_paths", "test_reward_data_paths", "pos_train_data_paths", "neg_train_data_paths",
+    "pos_valid_data_paths", "neg_valid_data_paths", "pos_test_data_paths", "neg_test_data_paths",
+    "pos_train_label_data_paths", "neg_train_label_data_paths", "pos_valid_label_data_paths",
+    "neg_valid_label_data_paths", "pos_test_label_data_paths", "neg_test_label_data_paths",
+)  # fmt: skip
+_DEEPSPEED_SECTIONS = (
+    "activation_checkpointing", "autotuning", "checkpoint", "compression_training", "csv_monitor",
+    "curriculum_learning", "data_efficiency", "elasticity", "flops_profiler", "tensorboard", "wandb",
+)  # fmt: skip
 
 UNSUPPORTED = (
     Unsupported(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
@@ -439,7 +324,10 @@ UNSUPPORTED = (
     ),
     Unsupported(("zero_optimization.offload_optimizer.super_offload",), "use offload_optimizer without it"),
     Unsupported(
-        tuple(f"zero_optimization.zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")),
+        tuple(
+            f"zero_optimization.zero_quantized_{tensors}"
+            for tensors in ("weights", "nontrainable_weights", "gradients")
+        ),
         _QUANTIZED,
     ),
     Unsupported(("zero_optimization.zero_hpz_partition_size",), "use stage 2 within one node", (None, 1)),
@@ -462,26 +350,7 @@ UNSUPPORTED = (
     Unsupported(("no_load_optim", "no_load_rng"), "use finetune: true to load weights only"),
     Unsupported(("s3_path",), "checkpoints are written to a folder; copy them from there"),
     Unsupported(
-        (
-            "train_label_data_paths",
-            "valid_label_data_paths",
-            "test_label_data_paths",
-            "train_reward_data_paths",
-            "valid_reward_data_paths",
-            "test_reward_data_paths",
-            "pos_train_data_paths",
-            "neg_train_data_paths",
-            "pos_valid_data_paths",
-            "neg_valid_data_paths",
-            "pos_test_data_paths",
-            "neg_test_data_paths",
-            "pos_train_label_data_paths",
-            "neg_train_label_data_paths",
-            "pos_valid_label_data_paths",
-            "neg_valid_label_data_paths",
-            "pos_test_label_data_paths",
-            "neg_test_label_data_paths",
-        ),
+        _LABEL_DATA_KEYS,
         "only language modelling on plain tokens is offered",
         (None, []),
     ),
@@ -507,43 +376,24 @@ UNSUPPORTED = (
     Unsupported(("num_nodes",), "use nodes", (None, -1, 1)),
     Unsupported(("autotuning_run",), "not offered"),
     Unsupported(
-        (
-            "activation_checkpointing",
-            "autotuning",
-            "checkpoint",
-            "compression_training",
-            "csv_monitor",
-            "curriculum_learning",
-            "data_efficiency",
-            "elasticity",
-            "flops_profiler",
-            "tensorboard",
-            "wandb",
-        ),
+        _DEEPSPEED_SECTIONS,
         _DEEPSPEED,
         (None, {}, {"enabled": False}),
     ),
 )
 
 
-class Methods(NamedTuple):
-    """What is chosen in the end."""
-
-    encoding: str
-    processor: str
-
-
-def check_attention_config(value: Any, methods: Methods) -> str | None:
+def check_attention_config(value: Any, methods: ChosenMethods) -> str | None:
     """`[[["global"], 12]]`: what is wrong with it, or None. Flash attention is a way to compute global attention."""
     if value is None:
         return None
-    shape_ok = isinstance(value, list) and all(isinstance(item, list) and item for item in value)
-    kinds = [item[0] if isinstance(item[0], list) else [item[0]] for item in value] if shape_ok else [[value]]
-    others = sorted({str(kind) for group in kinds for kind in group if kind not in ("global", "flash")})
+    is_nested_list = isinstance(value, list) and all(isinstance(item, list) and item for item in value)
+    patterns = [item[0] if isinstance(item[0], list) else [item[0]] for item in value] if is_nested_list else [[value]]
+    others = sorted({str(name) for names in patterns for name in names if name not in ("global", "flash")})
     return f"attention {', '.join(others)} is refused: {_SPARSE}" if others else None
 
 
-def check_layer_scaling(value: Any, methods: Methods) -> str | None:
+def check_layer_scaling(value: Any, methods: ChosenMethods) -> str | None:
     """`apply_query_key_layer_scaling`: what is wrong with it, or None.
 
     GPT-NeoX divides q·k of layer n by n and multiplies by n after everything that is added to the scores (`coeff` in
@@ -565,27 +415,17 @@ def check_layer_scaling(value: Any, methods: Methods) -> str | None:
     )
 
 
-def check_deepspeed_extra_args(value: Any, methods: Methods) -> str | None:
+def check_deepspeed_extra_args(value: Any, methods: ChosenMethods) -> str | None:
     """Sections of DeepSpeed's configuration: what is wrong with the first that would do something, or None."""
     if value is None:
         return None
     if not isinstance(value, dict):
         return f"is {value!r}; it must be a mapping of keys to values"
-    for key, inner in value.items():
+    for key, section in value.items():
         rule = RULES.get(key)
-        if isinstance(rule, Ignored) or (isinstance(rule, Unsupported) and inner in rule.harmless):
-            continue
-        return f"{key} is refused: {rule.instead if isinstance(rule, Unsupported) else _DEEPSPEED}"
+        if rule is None or not rule.has_no_effect(section):
+            return f"{key} is refused: {(rule.advice if rule else '') or _DEEPSPEED}"
     return None
-
-
-@dataclass(frozen=True)
-class ValidatedNoop:
-    """Accepted without effect if `problem(value, methods)` finds nothing wrong, refused otherwise."""
-
-    key: str
-    problem: Callable[[Any, Methods], str | None]
-    reason: str
 
 
 VALIDATED_NOOPS = (
@@ -594,14 +434,27 @@ VALIDATED_NOOPS = (
     ValidatedNoop("deepspeed_extra_args", check_deepspeed_extra_args, "what it holds has none here"),
 )
 
-Rule = Alias | MethodOptionAlias | FractionOf | ValueSwitch | Ignored | Unsupported | ValidatedNoop
+UNDERSTOOD: tuple[NeoxRule, ...] = (*ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES)
 
-RULES: dict[str, Rule] = {
-    **{
-        rule.key: rule
-        for rules in (ALIASES, METHOD_OPTION_ALIASES, FRACTIONS, VALUE_SWITCHES, VALIDATED_NOOPS)
-        for rule in rules
-    },
-    **{key: rule for rules in (IGNORED, UNSUPPORTED) for rule in rules for key in rule.keys},
+RULES: dict[str, NeoxRule] = {
+    key: rule for rules in (UNDERSTOOD, VALIDATED_NOOPS, IGNORED, UNSUPPORTED) for rule in rules for key in rule.keys
 }
 """The rule for each of their keys, nested keys dotted."""
+
+_VALUE_RULE_TABLES: tuple[dict[str, dict[Any, ValueRule]], ...] = (
+    {
+        key: {value: ValueAlias(own_value) for value, own_value in values.items()}
+        for key, values in VALUE_ALIASES.items()
+    },
+    {
+        key: {value: UnsupportedValue(text) for value, text in values.items()}
+        for key, values in UNSUPPORTED_VALUES.items()
+    },
+    {"pos_emb": dict(POSITION_ALIASES)},
+)
+VALUE_RULES: dict[str, dict[Any, ValueRule]] = {
+    key: {value: rule for table in _VALUE_RULE_TABLES for value, rule in table.get(key, {}).items()}
+    for table in _VALUE_RULE_TABLES
+    for key in table
+}
+"""The rule for each of their values of our keys."""

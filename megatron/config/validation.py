@@ -1,17 +1,16 @@
-"""Checks that look at more than one key. Each yields the key to blame and one sentence with the values."""
+"""Validators that look at more than one key. Each yields the key to blame and one sentence with the values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from megatron.config import method_names
-from megatron.config.ranks import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
+from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.options.data import find_data_conflicts as data_conflicts
-from megatron.options.data import parse_split_fractions
-from megatron.options.launch import find_launch_conflicts as launch_conflicts
-from megatron.options.model import find_model_conflicts as model_conflicts
-from megatron.options.training import find_training_conflicts as training_conflicts
+from megatron.options.data import find_data_conflicts, parse_split_fractions
+from megatron.options.launch import find_launch_conflicts
+from megatron.options.model import find_model_conflicts
+from megatron.options.training import find_training_conflicts
 from megatron.position.catalog import MethodFileError, list_encodings
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
@@ -21,44 +20,44 @@ ConfigProblem = tuple[str, str]
 
 def validate_config(config: Config) -> Iterator[ConfigProblem]:
     """Everything that can be known to be wrong before torch is imported."""
-    for rule in VALIDATORS:
-        yield from rule(config)
+    for validator in VALIDATORS:
+        yield from validator(config)
 
 
 def _validate_model(config: Config) -> Iterator[ConfigProblem]:
-    yield from model_conflicts(config.model, config.position)
+    yield from find_model_conflicts(config.model, config.position)
     yield from check_divisible(config)
 
 
-def describe_unknown_method(kind: str, name: str, valid: list[str]) -> Iterator[ConfigProblem]:
-    """What is wrong with the name of a method, `kind` being `pos_emb` or `score_processor`."""
-    if name not in valid:
-        if (found := method_names.find_method(name)) is not None:
-            key, ours = found
-            if key == kind:
-                yield kind, f"{kind}: no method is called {name!r}; it is {ours!r} here"
-            else:
-                yield kind, f"{kind}: {name!r} is no choice of it but of {key}: {key}={ours}"
-            return
-        yield kind, f"{kind} {name} is not available; {format_choices(name, valid)}"
+def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator[ConfigProblem]:
+    """What is wrong with the name of a method, `key` being `pos_emb` or `score_processor`."""
+    if name in methods:
+        return
+    match method_names.find_method(name):
+        case (other_key, own_name) if other_key == key:
+            yield key, f"{key}: no method is called {name!r}; it is {own_name!r} here"
+        case (other_key, own_name):
+            yield key, f"{key}: {name!r} is no choice of it but of {other_key}: {other_key}={own_name}"
+        case None:
+            yield key, f"{key} {name} is not available; {format_choices(name, methods)}"
 
 
 def _validate_method(
-    kind: str, name: str, valid: list[str], options: dict[str, object], known: tuple[str, ...] | None
+    key: str, name: str, methods: list[str], options: dict[str, object], valid_options: tuple[str, ...] | None
 ) -> Iterator[ConfigProblem]:
-    yield from describe_unknown_method(kind, name, valid)
-    if name not in valid:
+    yield from describe_unknown_method(key, name, methods)
+    if name not in methods or valid_options is None:
         return
     for option in options:
-        if known is not None and option not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            said = [f"{kind} {name} has no option {option!r}", takes, suggest_names(option, known)]
-            yield f"{kind}_options.{option}", "; ".join(filter(None, said))
+        if option not in valid_options:
+            takes = f"it takes {', '.join(valid_options)}" if valid_options else "it takes no options"
+            parts = [f"{key} {name} has no option {option!r}", takes, suggest_names(option, valid_options)]
+            yield f"{key}_options.{option}", "; ".join(filter(None, parts))
 
 
 def _validate_position(config: Config) -> Iterator[ConfigProblem]:
     position, model = config.position, config.model
-    kinds = (
+    method_keys = (
         ("pos_emb", position.pos_emb_options, list_encodings(), method_names.list_encoding_options),
         (
             "score_processor",
@@ -67,19 +66,19 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
             method_names.list_processor_options,
         ),
     )
-    for key, options, methods, list_options in kinds:
+    for key, options, methods, list_options in method_keys:
         name = getattr(position, key)
         try:
-            known = list_options(name) if name in methods else None
+            valid_options = list_options(name) if name in methods else None
         except MethodFileError as error:
             yield key, f"{key}: {error}"
         else:
-            yield from _validate_method(key, name, methods, options, known)
-    table = model.max_position_embeddings
-    if position.pos_emb == "learned" and table is not None and table < model.seq_length:
+            yield from _validate_method(key, name, methods, options, valid_options)
+    table_size = model.max_position_embeddings
+    if position.pos_emb == "learned" and table_size is not None and table_size < model.seq_length:
         yield (
             "max_position_embeddings",
-            f"seq_length {model.seq_length} is longer than the learned table, max_position_embeddings {table}",
+            f"seq_length {model.seq_length} is longer than the learned table, max_position_embeddings {table_size}",
         )
 
 
@@ -91,9 +90,9 @@ def _validate_batch(config: Config) -> Iterator[ConfigProblem]:
             "train_batch_size",
             f"train_batch_size {batch} is not divisible by train_micro_batch_size_per_gpu {micro}",
         )
-    elif (world := get_known_world_size(config)) is not None:
+    elif (world_size := get_known_world_size(config)) is not None:
         try:
-            sizes = resolve_mesh_shape(config, world)
+            sizes = resolve_mesh_shape(config, world_size)
         except UserError as error:
             yield "num_gpus", str(error)
             return
@@ -113,7 +112,7 @@ def _validate_schedule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_data(config: Config) -> Iterator[ConfigProblem]:
-    problems = list(data_conflicts(config.data))
+    problems = list(find_data_conflicts(config.data))
     yield from problems
     if not any(key == "split" for key, _ in problems) and parse_split_fractions(config.data.split)[0] == 0:
         yield "split", f"split is {config.data.split!r}, which leaves nothing to train on; use one such as 969,30,1"
@@ -126,15 +125,15 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
         return
     from megatron.tasks import task_config as tasks  # needs numpy, and most configurations have none
 
-    wrong = list(tasks.find_task_problems(data))
-    yield from wrong
+    task_problems = list(tasks.find_task_problems(data))
+    yield from task_problems
     for name, size in (
         ("context_parallel_size", launch.context_parallel_size),
         ("pipe_parallel_size", launch.pipe_parallel_size),
     ):
         if size > 1:
             yield name, f"{name} {size}: the sequences of a task differ in length from step to step; set it to 1"
-    if not wrong and not any(key == "task_shortest_length" for key, _ in data_conflicts(data)):
+    if not task_problems and not any(key == "task_shortest_length" for key, _ in find_data_conflicts(data)):
         longest = max(tasks.read_task_config(data).sequence_lengths)
         if config.model.seq_length != longest:
             yield (
@@ -145,11 +144,11 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_training(config: Config) -> Iterator[ConfigProblem]:
-    yield from training_conflicts(config.training)
+    yield from find_training_conflicts(config.training)
 
 
 def _validate_launch(config: Config) -> Iterator[ConfigProblem]:
-    yield from launch_conflicts(config.launch)
+    yield from find_launch_conflicts(config.launch)
 
 
 def _validate_run(config: Config) -> Iterator[ConfigProblem]:

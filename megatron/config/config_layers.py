@@ -1,0 +1,288 @@
+"""Merging: layers of keys, each key with the place that set it; later wins and says what it replaced.
+
+A layer is one file or the command line. Within a layer every key has one value, whatever names it is written under
+(`lr` and `optimizer.params.lr`): two that differ contradict each other, in either order. Between layers mappings merge
+key by key (`optimizer: {params: {lr: 1e-3}}` leaves the optimizer's other params alone). Choosing another `pos_emb` or
+`score_processor` drops the options that earlier layers set for the one it replaces.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from megatron.config.schema import Path_, get_default_value, list_config_keys
+from megatron.config.yaml_files import YamlDocument, format_value
+from megatron.utils.suggestions import suggest_names
+
+COMMAND_LINE = "command line"
+PRECISION = ("precision",)
+PRECISION_SWITCHES: dict[Path_, str] = {("fp16", "enabled"): "fp16", ("bf16", "enabled"): "bf16"}
+FP16_TYPE = ("fp16", "type")
+PRECISION_BY_FP16_TYPE = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "float16": "fp16"}
+OPTION_KEYS = {
+    ("pos_emb",): "pos_emb_options",
+    ("score_processor",): "score_processor_options",
+    ("task",): "task_options",
+}
+"""The keys that name a method, and those that hold its options."""
+
+
+@dataclass(frozen=True)
+class SourcedValue:
+    """A value and who set it: `file:line` or the command line."""
+
+    value: Any
+    where: str
+    layer: int = 0
+
+
+class KeyRule(ABC):
+    """What becomes of a key that is not ours."""
+
+    is_suggested: ClassVar[bool] = False
+    """Whether somebody who mistypes the key is told of it."""
+    resolve_order: ClassVar[int] = 0
+    """Of rules that are put off, those with lower numbers come first."""
+
+    @abstractmethod
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        """Our paths and values for the key of this name, as its layer is read; problems and notes go to `layers`."""
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        """Change `layers`, all of which are merged, by a key that `translate` has put off."""
+        raise NotImplementedError
+
+
+class ValueRule(ABC):
+    """What becomes of a value of one of our keys that is not a value of ours."""
+
+    @abstractmethod
+    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        """Our paths and values for it; problems and notes go to `layers`."""
+
+
+def _to_underscores(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _flatten(
+    values: dict[str, Any], document: YamlDocument, written_prefix: Path_ = (), prefix: Path_ = ()
+) -> Iterator[tuple[Path_, SourcedValue]]:
+    """Leaves of a mapping as (path, setting); a mapping opens only where the schema has keys inside it.
+
+    written_prefix: the keys around the mapping as they are written; prefix: the same, as paths of the schema.
+    """
+    for name, value in values.items():
+        written_path = (*written_prefix, name)
+        path = (*prefix, *map(_to_underscores, name.split(".")))
+        key = list_config_keys().get(path)
+        if isinstance(value, dict) and key and (key.opens or key.allows_free_values):
+            if key.allows_free_values:  # the names inside are the method's, not ours: no dashes to translate
+                for option, option_value in value.items():
+                    yield (*path, option), SourcedValue(option_value, document.locate((*written_path, option)))
+            else:
+                yield from _flatten(value, document, written_path, path)
+        else:
+            yield path, SourcedValue(value, document.locate(written_path))
+
+
+@dataclass
+class ConfigLayers:
+    """What the layers say together. `problems` are errors, one line each; `notes` are worth a line at the start.
+
+    `key_rules` and `value_rules` (by key and value) say what another project's keys and values are here.
+    """
+
+    key_rules: Mapping[str, KeyRule] = field(default_factory=dict)
+    value_rules: Mapping[str, Mapping[str, ValueRule]] = field(default_factory=dict)
+    values: dict[Path_, SourcedValue] = field(default_factory=dict)
+    deferred: dict[str, SourcedValue] = field(default_factory=dict)
+    """Keys that mean something only together with another key (`rotary_pct`)."""
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    num_layers: int = 0
+    _ignored: dict[str, list[str]] = field(default_factory=dict)
+    """Of the layer that is being read: keys without effect, by the reason."""
+
+    def add_file(self, document: YamlDocument) -> None:
+        """Put a file on top."""
+        self._add(_flatten(document.values, document), document.source)
+
+    def add_overrides(self, overrides: Iterable[tuple[str, Any]]) -> None:
+        """Put `key=value` pairs on top; of a key given twice the later one counts, with a note."""
+        pairs: dict[str, Any] = {}
+        for name, value in overrides:
+            name = _to_underscores(name)
+            if name in pairs:
+                self.notes.append(
+                    f"{name} {format_value(pairs[name])} replaced by {format_value(value)} ({COMMAND_LINE}, given "
+                    f"twice)"
+                )
+            pairs[name] = value
+        self._add(_flatten(pairs, YamlDocument(COMMAND_LINE, pairs, {})), COMMAND_LINE)
+
+    def locate(self, path: Path_) -> str | None:
+        """Who set a key, or the nearest thing to it."""
+        if path in self.values:
+            return self.values[path].where
+        inside = [setting.where for known, setting in self.values.items() if known[: len(path)] == path]
+        return inside[0] if inside else None
+
+    def get_value(self, key: str) -> Any:
+        """The value of a flat key; its default where no layer has it."""
+        setting = self.values.get((key,))
+        return setting.value if setting else get_default_value(key)
+
+    def defer(self, name: str, setting: SourcedValue) -> None:
+        """Put a key off until `resolve_deferred`."""
+        old = self.deferred.get(name)
+        if old is not None:
+            self.note_replaced((name,), old, setting)
+        self.deferred[name] = SourcedValue(setting.value, setting.where, self.num_layers)
+
+    def resolve_deferred(self) -> None:
+        """Let the rules of all keys that were put off look at the layers as they are merged."""
+        for name in sorted(self.deferred, key=lambda name: self.key_rules[name].resolve_order):
+            self.key_rules[name].resolve(name, self.deferred[name], self)
+
+    def note_ignored(self, name: str, reason: str) -> None:
+        """Say of a key, together with others of its layer, that it has no effect."""
+        self._ignored.setdefault(reason, []).append(name)
+
+    def note_replaced(self, path: Path_, old: SourcedValue, new: SourcedValue) -> None:
+        """Say that one value replaces another, if they differ."""
+        if old.value != new.value:
+            self.notes.append(
+                f"{'.'.join(path)} {format_value(old.value)} ({old.where}) replaced by {format_value(new.value)} "
+                f"({new.where})"
+            )
+
+    def _add(self, items: Iterable[tuple[Path_, SourcedValue]], source: str) -> None:
+        self.num_layers += 1
+        self._ignored = {}
+        layer: dict[Path_, SourcedValue] = {}
+        written: dict[Path_, str] = {}
+        for path, setting in items:
+            is_repeated = path in written
+            if is_repeated:  # num-layers and num_layers, or optimizer.params.lr and optimizer: {params: {lr: …}}
+                self.problems.append(f"{setting.where}: {'.'.join(path)} is given twice, see {written[path]}")
+            written[path] = setting.where
+            for own_path, value in self._translate(path, setting):
+                old = layer.get(own_path)
+                if old is not None and old.value != value and not is_repeated:
+                    self.problems.append(
+                        f"{setting.where}: {'.'.join(own_path)} {format_value(value)} contradicts "
+                        f"{format_value(old.value)} ({old.where})"
+                    )
+                layer[own_path] = SourcedValue(value, setting.where, self.num_layers)
+        for reason, names in self._ignored.items():
+            have = "has" if len(names) == 1 else "have"
+            self.notes.append(f"{source}: {', '.join(names)} {have} no effect: {reason}")
+        self._resolve_precision(layer)
+        for method_path, options_key in OPTION_KEYS.items():
+            self._drop_options(method_path, options_key, layer)
+        for path, setting in layer.items():
+            if (old := self.values.get(path)) is not None:
+                self.note_replaced(path, old, setting)
+            self.values[path] = setting
+
+    def _translate(self, path: Path_, setting: SourcedValue) -> Iterator[tuple[Path_, Any]]:
+        """Our paths and values for one written key; problems and notes are recorded."""
+        name = ".".join(path)
+        if (rule := self.key_rules.get(name)) is not None:
+            return rule.translate(name, setting, self)
+        return self.translate_own_key(path, setting)
+
+    def translate_own_key(self, path: Path_, setting: SourcedValue) -> Iterator[tuple[Path_, Any]]:
+        """A key of ours (or an unknown one), with other projects' names of its values."""
+        name, value, where = ".".join(path), setting.value, setting.where
+        key = list_config_keys().get(path)
+        parent = list_config_keys().get(path[:-1])
+        if path == FP16_TYPE:
+            if isinstance(value, str) and value in PRECISION_BY_FP16_TYPE:
+                yield path, value
+            else:
+                choices = ", ".join(PRECISION_BY_FP16_TYPE)
+                self.problems.append(f"{where}: {name} is {format_value(value)}; choose from {choices}")
+            return
+        if key is None and not (parent and parent.allows_free_values):
+            self.problems.append(f"{where}: {self._describe_unknown_key(path)}")
+            return
+        if key is not None and (key.opens or key.allows_free_values):
+            if not isinstance(value, dict):
+                self.problems.append(
+                    f"{where}: {name} is {format_value(value)}; it must be a mapping of keys to values"
+                )
+            return  # an empty mapping says nothing
+        rule = self.value_rules.get(name, {}).get(value) if isinstance(value, str) else None
+        if rule is None:
+            yield path, value
+        else:
+            yield from rule.translate(path, setting, self)
+
+    def _resolve_precision(self, layer: dict[Path_, SourcedValue]) -> None:
+        """Make one `precision` of what a layer says in `precision`, `fp16` and `bf16`.
+
+        A layer that switches one format on switches the other off, so that an overlay can change the precision of a
+        model file; both in one layer contradict each other. KERPLE writes bfloat16 as `fp16: {type: bfloat16}`.
+        """
+        fp16_type = layer.pop(FP16_TYPE, None)
+        settings = {path: layer[path] for path in layer if path == PRECISION or path in PRECISION_SWITCHES}
+        for path in settings:
+            if path in PRECISION_SWITCHES:
+                layer.pop(path)
+        choices: dict[str, tuple[str, SourcedValue]] = {}
+        for path, setting in settings.items():
+            if path == PRECISION and isinstance(setting.value, str):
+                choices.setdefault(setting.value, (f"precision {setting.value}", setting))
+            elif path in PRECISION_SWITCHES and setting.value is True:
+                name = PRECISION_SWITCHES[path]
+                if name == "fp16" and fp16_type is not None:
+                    name = PRECISION_BY_FP16_TYPE[fp16_type.value]
+                choices.setdefault(name, (f"{'.'.join(path)} true", setting))
+            elif path in PRECISION_SWITCHES and not isinstance(setting.value, bool):
+                self.problems.append(
+                    f"{setting.where}: {'.'.join(path)} is {format_value(setting.value)}; it must be true or false"
+                )
+        if len(choices) > 1:
+            (first_text, first), (second_text, second), *_ = choices.values()
+            self.problems.append(
+                f"{second.where}: {second_text} contradicts {first_text} ({first.where}); choose one precision"
+            )
+        elif choices:
+            ((value, (_, setting)),) = choices.items()
+            layer[PRECISION] = SourcedValue(value, setting.where, setting.layer)
+        else:
+            current = self.values.get(PRECISION)
+            for path, setting in settings.items():
+                precision = PRECISION_SWITCHES.get(path)
+                if precision and setting.value is False and current and current.value == precision:
+                    layer[PRECISION] = SourcedValue("fp32", setting.where, setting.layer)
+
+    def _drop_options(self, method_path: Path_, options_key: str, layer: dict[Path_, SourcedValue]) -> None:
+        new, old = layer.get(method_path), self.values.get(method_path)
+        if new is None or old is None or new.value == old.value:
+            return
+        for path in [path for path in self.values if path[0] == options_key]:
+            dropped = self.values.pop(path)
+            self.notes.append(
+                f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {old.value}"
+            )
+
+    def _describe_unknown_key(self, path: Path_) -> str:
+        """`unknown key 'num_layrs'; did you mean num_layers?`"""
+        name = ".".join(path)
+        if path == ("sweep",):
+            return "sweep: files that hold one are for `./deepy.py sweep`"
+        siblings = {key[-1]: ".".join(key) for key in list_config_keys() if key[:-1] == path[:-1]}
+        if len(path) == 1:
+            siblings |= {key: key for key, rule in self.key_rules.items() if rule.is_suggested}
+        all_names = [".".join(key) for key in list_config_keys()]
+        matches = [other for other in all_names if other.split(".")[-1] == path[-1]]  # a bare `stage`, or `params.lr`
+        hint = f"did you mean {' or '.join(matches)}?" if matches else ""
+        hint = hint or suggest_names(path[-1], siblings, max_suggestions=2, cutoff=0.63, shown=siblings)
+        hint = hint or suggest_names(name, all_names, cutoff=0.8) or "`./deepy.py keys` lists all keys"
+        return f"unknown key {name!r}; {hint}"

@@ -1,0 +1,389 @@
+"""The kinds of rules that GPT-NeoX's keys follow, and what each kind does.
+
+Some rules give our key as soon as theirs is read (`translate`). Others look at keys that a later file may still change;
+they are put off (`ConfigLayers.defer`) until all layers are merged (`resolve`). A new kind is a class here, and a table
+of its keys in `neox_keys.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+from megatron.config.config_layers import ConfigLayers, KeyRule, SourcedValue, ValueRule
+from megatron.config.schema import Path_, map_key_owners
+from megatron.config.yaml_files import format_value
+
+MODEL_SECTIONS = ("model", "position")
+"""The sections whose keys say what a model computes."""
+
+
+def format_code(names: Iterable[str]) -> str:
+    """Names as Markdown shows code."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _is_model_key(own_key: str) -> bool:
+    return map_key_owners().get(own_key.split(".")[0]) in MODEL_SECTIONS
+
+
+class NeoxRule(KeyRule):
+    """A rule for some of their keys, and how the documentation tells it."""
+
+    keys: tuple[str, ...]
+    advice: str = ""
+    """What to do instead, if the rule refuses its keys whatever their value means elsewhere."""
+
+    def has_no_effect(self, value: Any) -> bool:
+        """Would a value do nothing here, whatever the other keys are?"""
+        return False
+
+    def describes_model(self) -> bool:
+        """Do the keys say what a model computes, rather than how it is trained?"""
+        return False
+
+    def describe(self, name: str) -> str:
+        """What becomes of the key of this name, in one line."""
+        raise NotImplementedError
+
+    def reference_rows(self) -> list[list[str]]:
+        """The rows of the rule in the tables of `docs/configuration.md`."""
+        raise NotImplementedError
+
+
+class OneKeyRule(NeoxRule):
+    """A rule for one key."""
+
+    key: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.key,)
+
+
+class DeferredRule(OneKeyRule):
+    """A rule that needs the other keys as they are in the end."""
+
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        layers.defer(name, setting)
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Alias(OneKeyRule):
+    """The same meaning under another name."""
+
+    key: str
+    own_key: str
+    switch_values: tuple[Any, Any] | None = None
+    """What on and off are here, for a key that is a switch there."""
+    offset: int = 0
+    """Added to a number."""
+    is_suggested: ClassVar[bool] = True
+
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        value, where = setting.value, setting.where
+        if self.switch_values is not None:
+            if value is not None and not isinstance(value, bool):
+                layers.problems.append(f"{where}: {name} is {format_value(value)}; it must be true or false")
+                return
+            on_value, off_value = self.switch_values
+            setting = replace(setting, value=on_value if value else off_value)
+        if self.offset and type(value) is int:
+            setting = replace(setting, value=value + self.offset)
+        layers.notes.append(f"{where}: {name} is {self.own_key}{self._describe_offset()} here")
+        yield from layers.translate_own_key(tuple(self.own_key.split(".")), setting)
+
+    def describes_model(self) -> bool:
+        return _is_model_key(self.own_key)
+
+    def describe(self, name: str) -> str:
+        return f"is {self.own_key}{self._describe_values()} here"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [[f"`{self.key}`", f"`{self.own_key}`{self._describe_values()}"]]
+
+    def _describe_offset(self) -> str:
+        return f" - {self.offset}" if self.offset else ""
+
+    def _describe_values(self) -> str:
+        return (", {} or {}".format(*self.switch_values) if self.switch_values else "") + self._describe_offset()
+
+
+class MethodOption(NamedTuple):
+    """An option of some methods: `method_key` is the key that names the method (`pos_emb` or `score_processor`),
+    `option` the name in its options."""
+
+    method_key: str
+    methods: tuple[str, ...]
+    option: str
+    divisor_key: str | None = None
+    """A key that the value is divided by."""
+
+    def describe(self, code: str = "") -> str:
+        """The option and its methods. code: what stands around a key's name."""
+        scale = f" × {code}{self.divisor_key}{code}" if self.divisor_key else ""
+        return f"{code}{self.method_key}_options.{self.option}{code}{scale} of {' and '.join(self.methods)}"
+
+
+@dataclass(frozen=True)
+class MethodOptionAlias(DeferredRule):
+    """A key that means options of some methods: without effect when others are chosen."""
+
+    key: str
+    options: tuple[MethodOption, ...]
+    is_suggested: ClassVar[bool] = True
+    resolve_order: ClassVar[int] = 1
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        """Hand the value to the methods that were chosen in the end, if they take it."""
+        if setting.value is None:
+            return
+        chosen_methods = [layers.get_value(option.method_key) for option in self.options]
+        pairs = list(zip(self.options, chosen_methods, strict=True))
+        taken = [option for option, method in pairs if method in option.methods]
+        for option in taken:
+            self._resolve_option(name, setting, layers, option)
+        if not taken:
+            reasons = [
+                f"{option.method_key} is {method}, not {' or '.join(option.methods)}" for option, method in pairs
+            ]
+            layers.notes.append(f"{setting.where}: {name} has no effect: {'; '.join(reasons)}")
+
+    def _resolve_option(self, name: str, setting: SourcedValue, layers: ConfigLayers, option: MethodOption) -> None:
+        path: Path_ = (f"{option.method_key}_options", option.option)
+        meaning = ".".join(path)
+        if option.divisor_key is not None:
+            divisor = layers.values.get((option.divisor_key,))
+            operands = (setting.value, divisor.value if divisor else None)
+            numbers = [operand for operand in operands if type(operand) in (int, float)]
+            if len(numbers) < 2 or not numbers[1]:
+                layers.problems.append(
+                    f"{setting.where}: {name} is {format_value(setting.value)}; it needs a number, and "
+                    f"{option.divisor_key}"
+                )
+                return
+            setting = replace(setting, value=numbers[0] / numbers[1])
+            meaning = f"{meaning} × {option.divisor_key}"
+        old = layers.values.get(path)
+        is_newer = old is None or setting.layer >= old.layer
+        if old is not None:
+            layers.note_replaced(path, *((old, setting) if is_newer else (setting, old)))
+        if is_newer:
+            layers.values[path] = setting
+            layers.notes.append(f"{setting.where}: {name} is {meaning} here")
+
+    def describes_model(self) -> bool:
+        return True
+
+    def describe(self, name: str) -> str:
+        return f"is {', and '.join(option.describe() for option in self.options)} here"
+
+    def reference_rows(self) -> list[list[str]]:
+        options = ", and ".join(option.describe(code="`") for option in self.options)
+        return [[f"`{self.key}`", f"{options}; no effect on others"]]
+
+
+@dataclass(frozen=True)
+class FractionOf(DeferredRule):
+    """A share of another key, which another file may hold: `own_key` becomes `key × base_key`, rounded down."""
+
+    key: str
+    base_key: str
+    own_key: str
+    resolve_order: ClassVar[int] = 2
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        fraction, where = setting.value, setting.where
+        if fraction is None:
+            return
+        base = layers.values.get((self.base_key,))
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < float("inf"):
+            layers.problems.append(f"{where}: {name} is {format_value(fraction)}; it must be a finite positive number")
+        elif (other := layers.values.get((self.own_key,))) is not None:
+            layers.problems.append(f"{where}: {name} contradicts {self.own_key} ({other.where}); give one of them")
+        elif base is not None and isinstance(base.value, int):
+            try:
+                value = int(float(fraction) * base.value)  # as GPT-NeoX has it
+            except OverflowError:
+                layers.problems.append(f"{where}: {name} × {self.base_key} is too large for {self.own_key}")
+                return
+            layers.values[(self.own_key,)] = replace(setting, value=value)
+            layers.notes.append(f"{where}: {name} {format_value(fraction)} makes {self.own_key} {value}")
+
+    def describes_model(self) -> bool:
+        return _is_model_key(self.own_key)
+
+    def describe(self, name: str) -> str:
+        return f"makes {self.own_key} = {name} × {self.base_key}"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [[f"`{self.key}`", f"`{self.own_key}` = {self.key} × `{self.base_key}`"]]
+
+
+@dataclass(frozen=True)
+class ValueSwitch(DeferredRule):
+    """A switch that, where it is on, makes some values of one of our keys mean others."""
+
+    key: str
+    own_key: str
+    values: dict[Any, Any]
+    resolve_order: ClassVar[int] = 3
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        is_on, where = setting.value, setting.where
+        value = layers.get_value(self.own_key)
+        if is_on not in (None, True, False):
+            layers.problems.append(f"{where}: {name} is {format_value(is_on)}; it must be true or false")
+        elif is_on and value in self.values:
+            layers.values[(self.own_key,)] = replace(setting, value=self.values[value])
+            layers.notes.append(f"{where}: {name} makes {self.own_key} {value} {self.values[value]}")
+        else:
+            layers.notes.append(f"{where}: {name} {format_value(is_on)} leaves {self.own_key} {value}")
+
+    def describes_model(self) -> bool:
+        return True
+
+    def describe(self, name: str) -> str:
+        meanings = " and ".join(f"{old} into {new}" for old, new in self.values.items())
+        return f"true turns {self.own_key} {meanings} here"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [
+            [f"`{self.key}`", f"true: `{self.own_key}: {new}` instead of `{self.own_key}: {old}`"]
+            for old, new in self.values.items()
+        ]
+
+
+@dataclass(frozen=True)
+class Ignored(NeoxRule):
+    """Accepted, and said to do nothing."""
+
+    keys: tuple[str, ...]
+    reason: str
+
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        layers.note_ignored(name, self.reason)
+        return iter(())
+
+    def has_no_effect(self, value: Any) -> bool:
+        return True
+
+    def describe(self, name: str) -> str:
+        return f"no effect: {self.reason}"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [[format_code(self.keys), self.reason]]
+
+
+@dataclass(frozen=True)
+class Unsupported(NeoxRule):
+    """An error, unless the value asks for nothing (`cpu_offload: false`)."""
+
+    keys: tuple[str, ...]
+    advice: str
+    accepted_values: tuple[Any, ...] = (None, False)
+
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        if not self.has_no_effect(setting.value):
+            layers.problems.append(f"{setting.where}: {name}: {format_value(setting.value)} is refused: {self.advice}")
+        return iter(())
+
+    def has_no_effect(self, value: Any) -> bool:
+        return value in self.accepted_values
+
+    def describe(self, name: str) -> str:
+        return f"refused: {self.advice}"
+
+    def reference_rows(self) -> list[list[str]]:
+        accepted = [format_value(value) for value in self.accepted_values if value is not None]
+        return [[format_code(self.keys), self.advice, " · ".join(accepted)]]
+
+
+class ChosenMethods(NamedTuple):
+    """The position encoding and the score processor that are chosen in the end."""
+
+    encoding: str
+    processor: str
+
+
+@dataclass(frozen=True)
+class ValidatedNoop(DeferredRule):
+    """Accepted without effect if `find_problem(value, methods)` finds nothing wrong, refused otherwise."""
+
+    key: str
+    find_problem: Callable[[Any, ChosenMethods], str | None]
+    reason: str
+    resolve_order: ClassVar[int] = 4
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        methods = ChosenMethods(str(layers.get_value("pos_emb")), str(layers.get_value("score_processor")))
+        if problem := self.find_problem(setting.value, methods):
+            layers.problems.append(f"{setting.where}: {name}: {problem}")
+        else:
+            layers.notes.append(f"{setting.where}: {name} has no effect: {self.reason}")
+
+    def describes_model(self) -> bool:
+        return True
+
+    def describe(self, name: str) -> str:
+        return f"no effect: {self.reason}"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [[f"`{self.key}`", f"{self.reason}; checked, and refused where it asks for more"]]
+
+
+# Values
+
+
+@dataclass(frozen=True)
+class ValueAlias(ValueRule):
+    """Another name of one of our values."""
+
+    own_value: Any
+
+    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        yield path, self.own_value
+
+
+@dataclass(frozen=True)
+class UnsupportedValue(ValueRule):
+    """A value that is refused, with advice that the list of valid values does not give."""
+
+    advice: str
+
+    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        layers.problems.append(f"{setting.where}: {'.'.join(path)}: {setting.value} is not offered; {self.advice}")
+        return iter(())
+
+
+@dataclass(frozen=True)
+class PositionAlias(ValueRule):
+    """What a name of theirs for a position encoding means in our keys; None: it says nothing."""
+
+    encoding: str
+    processor: str | None = None
+    per_layer: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """`pos_emb_options`."""
+
+    def own_keys(self) -> dict[Path_, Any]:
+        """Our keys, as paths, with their values."""
+        values = {"pos_emb": self.encoding, "score_processor": self.processor, "pos_emb_per_layer": self.per_layer}
+        keys: dict[Path_, Any] = {(name,): value for name, value in values.items() if value is not None}
+        return keys | {("pos_emb_options", option): value for option, value in self.options.items()}
+
+    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+        meaning = self.encoding + (f" with score_processor {self.processor}" if self.processor else "")
+        meaning += ", pos_emb_per_layer: true" if self.per_layer else ""
+        meaning += "".join(
+            f", pos_emb_options.{option}: {format_value(value)}" for option, value in self.options.items()
+        )
+        layers.notes.append(f"{setting.where}: pos_emb {setting.value} is {meaning} here")
+        yield from self.own_keys().items()
+
+    def describe(self, code: str = "") -> str:
+        """Our keys and values in one line. code: what stands around each."""
+        values = {".".join(path): value for path, value in self.own_keys().items() if value is not False}
+        return ", ".join(f"{code}{key}: {format_value(value)}{code}" for key, value in values.items())

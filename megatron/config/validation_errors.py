@@ -1,0 +1,94 @@
+"""pydantic's validation errors as one line each: where the key was set, its name, its value, and what is valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError, create_model
+
+from megatron.config.schema import ConfigKey, Path_, list_config_keys
+from megatron.config.yaml_files import format_value
+from megatron.options.section import ConfigSection
+from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
+
+SectionT = TypeVar("SectionT", bound=ConfigSection)
+
+EXPECTED_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+}
+BOUND_MESSAGES = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+    "too_short": ("a list of at least", "min_length"),
+    "too_long": ("a list of at most", "max_length"),
+}
+
+
+def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
+    error_type, context = error["type"], error.get("ctx", {})
+    if error_type in EXPECTED_TYPES:
+        text = f"it must be {EXPECTED_TYPES[error_type]}"
+        value = error["input"]
+        if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "a whole number":
+            text += f", written {int(value)}"
+        return text
+    if error_type in BOUND_MESSAGES:
+        words, bound_name = BOUND_MESSAGES[error_type]
+        return f"it must be {words} {context[bound_name]:.15g}"  # whole: 4294967295, not 4.29497e+09
+    if error_type == "literal_error":
+        # pydantic's words are 'a', 'b' or 'c'.
+        expected = str(context.get("expected")).replace(" or ", ", ").replace("'", "")
+        choices = [format_value(choice) for choice in key.choices] if key else expected.split(", ")
+        text = format_choices(format_value(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
+        return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
+    return error["msg"][0].lower() + error["msg"][1:]
+
+
+def describe_validation_error(
+    error: ValidationError, locate: Callable[[Path_], str | None], keys: Mapping[Path_, ConfigKey] | None = None
+) -> Iterator[str]:
+    """One line for each problem that pydantic found.
+
+    Args:
+        error: what was found.
+        locate: tells who set a key, or, of one that is missing, where it was looked for.
+        keys: the keys, for their choices and meanings; those of a configuration if None.
+    """
+    keys = list_config_keys() if keys is None else keys
+    for item in error.errors(include_url=False):
+        location = [str(part) for part in item["loc"][1:]]  # without the section, which users never write
+        path = tuple(part for part in location if not part.isdigit())
+        index = next((int(part) for part in location if part.isdigit()), None)
+        name = ".".join(path)
+        source = locate(path)
+        prefix = f"{source}: " if source else ""
+        if item["type"] == "missing":
+            key = keys.get(path)
+            yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
+            continue
+        item_of = f"item {index + 1} of " if index is not None else ""
+        yield (
+            f"{prefix}{item_of}{name} is {format_value(item['input'])}; "
+            f"{_list_valid_values(dict(item), keys.get(path))}"
+        )
+
+
+def section_from_cli(section: type[SectionT], values: Mapping[str, Any]) -> SectionT:
+    """A section by the names and values of its keys. Raises UserError, one line per problem, if it is none."""
+    wrapper = create_model("CommandLine", __base__=ConfigSection, options=(section, ...))
+    try:
+        return wrapper.model_validate({"options": dict(values)}).options  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise UserError("\n".join(describe_validation_error(error, lambda _: "command line", keys={}))) from error
