@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
     from megatron.config.schema import Config
     from megatron.model.gpt import GPT
@@ -32,7 +34,7 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class LayerEncoding:
-    """An encoding and whose it is."""
+    """An encoding, and the layer that it belongs to."""
 
     encoding: Encoding
     layer: int | None
@@ -45,7 +47,7 @@ class LayerEncoding:
 
 @dataclass(frozen=True)
 class AnalysisContext:
-    """A model that is looked at, and what it is given to read."""
+    """A model that is looked at, and the windows that it reads."""
 
     name: str
     """Of its row, curve or picture."""
@@ -60,28 +62,30 @@ class AnalysisContext:
     model: GPT | None = None
     """In evaluation mode; None for a configuration that was not trained."""
     windows: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
-    """Length in tokens → what it reads; the windows of a text end at the same places at all lengths."""
-    progress: Callable[[float], None] = lambda share: None
-    """To be told which share of a long analysis is done."""
+    """Length in tokens → the windows; those of a text end at the same positions at all lengths."""
+    progress: Callable[[float], None] = lambda fraction: None
+    """Called with the fraction of a long analysis that is done."""
 
     @property
-    def train_length(self) -> GPT:
+    def trained_model(self) -> GPT:
         """The model. Raises NotApplicable if there is none."""
         if self.model is None:
             raise NotApplicable("It is a configuration that was not trained.")
         return self.model
 
     @property
-    def select_readable_windows(self) -> Mapping[int, Sequence[np.ndarray]]:
+    def readable_windows(self) -> Mapping[int, Sequence[np.ndarray]]:
         """The windows that it has positions for. Raises NotApplicable if there are none."""
-        most = self.train_length.max_length
-        found = {length: windows for length, windows in self.windows.items() if most is None or length <= most}
-        if not found:
-            raise NotApplicable(f"Its positions end at {most:,}, before the shortest length.")
-        return found
+        max_length = self.trained_model.max_length
+        if max_length is None:
+            return self.windows
+        readable = {length: windows for length, windows in self.windows.items() if length <= max_length}
+        if not readable:
+            raise NotApplicable(f"Its positions end at {max_length:,}, before the shortest length.")
+        return readable
 
     @property
-    def select_layers(self) -> list[int]:
+    def drawn_layers(self) -> list[int]:
         """Layers whose maps are drawn."""
         count = self.config.model.num_layers
         if self.options.layers is not None:
@@ -89,7 +93,7 @@ class AnalysisContext:
         return sorted({0, count // 2, count - 1})
 
     @property
-    def select_heads(self) -> list[int]:
+    def drawn_heads(self) -> list[int]:
         """Heads whose maps are drawn."""
         count = self.config.model.num_attention_heads
         if self.options.heads is not None:
@@ -117,7 +121,36 @@ class Table:
 
 
 Block = str | Figure | Table
-"""What stands on the page; a string is a paragraph."""
+"""A part of the page; a string is a paragraph."""
+
+MAX_UNFOLDED_ROWS = 12
+"""Tables of heads with more rows are folded."""
+
+HeadRow = tuple[str, str, int, Sequence[str]]
+"""A model, a layer, a head, and the cells of its row."""
+
+
+def build_head_table(columns: Sequence[str], heads: Iterable[HeadRow], caption: str) -> Table:
+    """A table in which neighbouring heads of a model's layer share a row if they have the same cells.
+
+    Args:
+        columns: names of the cells.
+        heads: in the order of the table.
+        caption: under it.
+    """
+    rows = []
+    for (model, layer, cells), group in groupby(heads, key=lambda head: (head[0], head[1], tuple(head[3]))):
+        indices = [head for _, _, head, _ in group]
+        label = str(indices[0]) if len(indices) == 1 else f"{indices[0]} to {indices[-1]}"
+        rows.append([model, layer, label, *cells])
+    return Table(["method", "layer", "heads", *columns], rows, caption, folded=len(rows) > MAX_UNFOLDED_ROWS)
+
+
+def format_triangle(values: Tensor, digits: int) -> list[list[float | None]]:
+    """A map [queries, keys] up to its diagonal, so many digits of each number; None where no key is seen."""
+    return [
+        [float(f"{x:.{digits}g}") if x == x else None for x in row[: i + 1]] for i, row in enumerate(values.tolist())
+    ]
 
 
 class Analysis:
@@ -132,30 +165,30 @@ class Analysis:
     """How its data are written; JSON where a row has lists."""
 
     def measure(self, context: AnalysisContext) -> Any:
-        """What is found of one model. Raises NotApplicable."""
+        """The result of one model. Raises NotApplicable."""
         raise NotImplementedError
 
     def render_blocks(self, results: Mapping[str, Any], names: Sequence[str]) -> list[Block]:
         """The page's part.
 
         Args:
-            results: what was found of each model by name; there is at least one.
+            results: of each model by name; there is at least one.
             names: of all models on the page, so that each has one colour in all pictures.
         """
         raise NotImplementedError
 
     def list_rows(self, result: Any) -> Iterable[Mapping[str, object]]:
-        """What was found of one model, as rows of the analysis' file."""
+        """The result of one model as rows of the analysis' file."""
         raise NotImplementedError
 
 
-FOLDERS = ("from_bias", "from_text")
+ANALYSIS_FOLDERS = ("from_bias", "from_text")
 
 
 def list_analysis_names(*folders: str) -> list[str]:
     """Names of the analyses in some of the folders, or all, without importing any."""
-    here = Path(__file__).parent
-    paths = [path for folder in folders or FOLDERS for path in (here / folder).glob("*.py")]
+    root = Path(__file__).parent
+    paths = [path for folder in folders or ANALYSIS_FOLDERS for path in (root / folder).glob("*.py")]
     return sorted(path.stem for path in paths if path.stem != "__init__")
 
 
@@ -172,18 +205,18 @@ def needs_text(name: str) -> bool:
 @cache
 def load_analyses() -> dict[str, Analysis]:
     """All analyses by name, in the order of the page."""
-    found: dict[str, Analysis] = {}
-    for folder in FOLDERS:
+    analyses: dict[str, Analysis] = {}
+    for folder in ANALYSIS_FOLDERS:
         for name in list_analysis_names(folder):
             module = importlib.import_module(f"megatron.analysis.{folder}.{name}")
             classes = [
-                each
-                for each in vars(module).values()
-                if isinstance(each, type) and issubclass(each, Analysis) and each.__module__ == module.__name__
+                value
+                for value in vars(module).values()
+                if isinstance(value, type) and issubclass(value, Analysis) and value.__module__ == module.__name__
             ]
             assert len(classes) == 1, f"{module.__name__} must define one Analysis, it defines {len(classes)}"
-            found[name] = classes[0]()
-    return dict(sorted(found.items(), key=lambda entry: entry[1].order))
+            analyses[name] = classes[0]()
+    return dict(sorted(analyses.items(), key=lambda item: item[1].order))
 
 
 def check_names(only: Sequence[str] | None) -> None:

@@ -14,8 +14,8 @@ from matplotlib.image import AxesImage
 
 from megatron.reports.plots import COLORS
 
-GREY = "0.45"
-EMPTY = "0.93"
+REFERENCE_COLOR = "0.45"
+EMPTY_COLOR = "0.93"
 """The colour of cells in which there is nothing to show."""
 
 
@@ -38,10 +38,10 @@ def create_panels(
     size = (width * columns, height * rows + below)
     figure = Figure(figsize=size, dpi=200 if narrow else 140, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-        each.tick_params(labelsize=7.5)
+    axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=7.5)
     return figure, axes
 
 
@@ -51,13 +51,13 @@ def save_png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def add_titles(axes: Axes, title: str, across: str = "", down: str = "", wrap: int | None = None) -> None:
+def add_titles(axes: Axes, title: str, x_label: str = "", y_label: str = "", wrap: int | None = None) -> None:
     """A panel's title, in lines of at most `wrap` characters, and the names of its axes."""
     if wrap is not None:
         title = "\n".join(line for part in title.split("\n") for line in textwrap.wrap(part, wrap))
     axes.set_title(title, loc="left", fontsize=8.5)
-    axes.set_xlabel(across, fontsize=8)
-    axes.set_ylabel(down, fontsize=8)
+    axes.set_xlabel(x_label, fontsize=8)
+    axes.set_ylabel(y_label, fontsize=8)
 
 
 def add_legend(figure: Figure, axes: Axes, narrow: bool, columns: int | None = None) -> None:
@@ -81,14 +81,14 @@ def list_colors(count: int, distinct: bool) -> list[Any]:
 
 def choose_norm(values: Sequence[np.ndarray], *, signed: bool = False, logarithmic: bool = False) -> Normalize:
     """The scale of colours of some maps: with zero in the middle, by the logarithm down to a millionth, or linear."""
-    known = np.concatenate([each[np.isfinite(each)] for each in values])
+    finite = np.concatenate([array[np.isfinite(array)] for array in values])
     if logarithmic:
-        known = known[known > 0]
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+        finite = finite[finite > 0]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if logarithmic and high > low:
         return LogNorm(max(low, high * 1e-6), high)
-    most = max(abs(low), abs(high)) or 1.0
-    return Normalize(-most, most) if signed else Normalize(low, high)
+    largest = max(abs(low), abs(high)) or 1.0
+    return Normalize(-largest, largest) if signed else Normalize(low, high)
 
 
 def draw_heatmap(
@@ -97,18 +97,23 @@ def draw_heatmap(
     """A matrix as colours, blue to red where zero is in the middle of the scale; NaN is grey.
 
     Args:
-        extent: what the edges stand for: left, right, bottom, top.
+        extent: of the axes: left, right, bottom, top.
     """
     signed = norm.vmin is not None and norm.vmin == -(norm.vmax or 0)
-    axes.set_facecolor(EMPTY)
-    shown = values if norm.vmin is None else np.where(values < norm.vmin, norm.vmin, values)
+    axes.set_facecolor(EMPTY_COLOR)
+    clipped = values if norm.vmin is None else np.where(values < norm.vmin, norm.vmin, values)
     return axes.imshow(
-        shown, norm=norm, cmap="RdBu_r" if signed else "viridis", aspect="auto", interpolation="nearest", extent=extent
+        clipped,
+        norm=norm,
+        cmap="RdBu_r" if signed else "viridis",
+        aspect="auto",
+        interpolation="nearest",
+        extent=extent,
     )
 
 
 def add_colour_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes]) -> None:
-    """The bar that says what the colours stand for."""
+    """The bar with the scale of the colours."""
     bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.02)
     bar.ax.tick_params(labelsize=6.5)
     bar.outline.set_visible(False)
@@ -149,8 +154,8 @@ def draw_map_grid(
             axes.spines[["top", "right"]].set_visible(False)
             if narrow and column:  # the same numbers as below
                 axes.set_yticklabels([])
-            named = f"{kind}, " if column == 0 else ""
-            axes.set_title(f"{named}{length:,}", loc="left", fontsize=6.6 if narrow else 7.5, pad=2.5)
+            prefix = f"{kind}, " if column == 0 else ""
+            axes.set_title(f"{prefix}{length:,}", loc="left", fontsize=6.6 if narrow else 7.5, pad=2.5)
         bar = figure.colorbar(image, cax=figure.add_subplot(grid[row, -1]))
         bar.ax.tick_params(labelsize=6, length=2)
         bar.outline.set_visible(False)

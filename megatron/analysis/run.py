@@ -6,18 +6,27 @@ analysis are written as soon as a model has been looked at, so what was measured
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron.analysis.analysis import Table, load_analyses
-from megatron.analysis.candidates import AnalysisJob, build_jobs, estimate_relative_cost, load_analysis_context
-from megatron.analysis.findings import AnalysisResults
-from megatron.analysis.request import PAGE, AnalysisRequest, read_analysis_request
+from megatron.analysis.analysis import Analysis, AnalysisContext, NotApplicable, Table, load_analyses
+from megatron.analysis.jobs import (
+    PAGE_FILE,
+    AnalysisJob,
+    AnalysisRequest,
+    build_analysis_jobs,
+    estimate_relative_cost,
+    load_analysis_context,
+    read_analysis_request,
+)
+from megatron.evaluation.jobs import RunJob, make_log_function
 from megatron.evaluation.provenance import describe_machine, list_software_versions
-from megatron.evaluation.run import make_log_function
 from megatron.options.analysis import AnalysisOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.progress import ProgressMeter
@@ -25,7 +34,9 @@ from megatron.utils.progress import ProgressMeter
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What needs torch or matplotlib is imported where it is used: a mistake in what was asked for is told at once.
+    from megatron.analysis.page import PageSection
+
+# What needs torch or matplotlib is imported where it is used: a mistake in the options is reported at once.
 
 
 def analyze(
@@ -52,70 +63,119 @@ def analyze(
         UserError: anything that would keep the models from being looked at, before any work.
         RunError: a checkpoint is damaged, or what fails on the way.
     """
-    asked = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
-    say = make_log_function(console)
-    say(f"the page will be written to {asked.folder / PAGE}")
-    candidates = build_jobs(asked)
-    only = asked.options.only
-    findings = [
-        AnalysisResults(name, each, asked.folder)
-        for name, each in load_analyses().items()
+    request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
+    log = make_log_function(console)
+    log(f"the page will be written to {request.folder / PAGE_FILE}")
+    jobs = build_analysis_jobs(request)
+    only = request.options.only
+    analyses = [
+        AnalysisResults(name, analysis, request.folder)
+        for name, analysis in load_analyses().items()
         if only is None or name in only
     ]
-    with ProgressMeter(console, [candidate.job for candidate in candidates]) as meter:
-        for candidate in candidates:
-            meter.begin(candidate.job, "loading")
-            model = load_analysis_context(candidate, asked)
+    with ProgressMeter(console, [job.work_item for job in jobs]) as meter:
+        for job in jobs:
+            meter.begin(job.work_item, "loading")
+            context = load_analysis_context(job, request)
             done = 0.0
-            for each in findings:
-                title, work = (
-                    each.analysis.title,
-                    estimate_relative_cost(each.name, asked, candidate.checkpoint is not None),
-                )
+            for results in analyses:
+                title = results.analysis.title
+                work = estimate_relative_cost(results.name, request, isinstance(job, RunJob))
                 meter.update(done, title)
 
-                def told(share: float, done: float = done, work: float = work, title: str = title) -> None:
-                    meter.update(done + share * work, title)
+                def report(fraction: float, done: float = done, work: float = work, title: str = title) -> None:
+                    meter.update(done + fraction * work, title)
 
-                each.measure(replace(model, progress=told))
+                results.measure(replace(context, progress=report))
                 done += work
-            del model
+            del context
             meter.finish()
-    page = write_text_atomically(asked.folder / PAGE, _build_page(asked, candidates, findings))
-    say(f"written: {', '.join(map(str, [page, *(each.file for each in findings if each.results)]))}")
+    page = write_text_atomically(request.folder / PAGE_FILE, _build_page(request, jobs, analyses))
+    written = [page, *(results.file for results in analyses if results.results)]
+    log(f"written: {', '.join(map(str, written))}")
     return page
 
 
-def _build_page(asked: AnalysisRequest, candidates: Sequence[AnalysisJob], findings: Sequence[AnalysisResults]) -> str:
+class AnalysisResults:
+    """The results of one analysis of all models: its file, and its part of the page.
+
+    Args:
+        name, analysis: the analysis.
+        folder: where its file is written.
+    """
+
+    def __init__(self, name: str, analysis: Analysis, folder: Path) -> None:
+        self.name, self.analysis = name, analysis
+        self.file = folder / f"{name}.{analysis.data}"
+        self.results: dict[str, Any] = {}
+        """Name of a model → what was measured."""
+        self.missing: dict[str, str] = {}
+        """Name of a model → why there is nothing to measure."""
+
+    def measure(self, context: AnalysisContext) -> None:
+        """Measure a model, and write the data of all until now."""
+        try:
+            self.results[context.name] = self.analysis.measure(context)
+        except NotApplicable as reason:
+            self.missing[context.name] = str(reason)
+        else:
+            write_text_atomically(self.file, self._format_data())
+
+    def _format_data(self) -> str:
+        """The rows as CSV or JSON, `method` first in each."""
+        rows = [
+            {"method": name, **row} for name, result in self.results.items() for row in self.analysis.list_rows(result)
+        ]
+        if self.analysis.data == "json":
+            return "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n"
+        out = io.StringIO()
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue()
+
+    def to_section(self, models: Sequence[str]) -> PageSection:
+        """Its part of the page. `models` are the names of all on it."""
+        from megatron.analysis.page import PageSection
+
+        return PageSection(
+            self.name,
+            self.analysis.title,
+            self.analysis.text,
+            self.analysis.render_blocks(self.results, models) if self.results else [],
+            self.missing,
+            self.file.name if self.results else None,
+        )
+
+
+def _build_page(request: AnalysisRequest, jobs: Sequence[AnalysisJob], analyses: Sequence[AnalysisResults]) -> str:
     from megatron.analysis.page import render_analysis_page
 
-    names = [candidate.name for candidate in candidates]
+    names = [job.name for job in jobs]
     title = f"What {', '.join(names[:4])}{' and others' * (len(names) > 4)} attend to"
     facts = {
         "machine": describe_machine(),
         "software": list_software_versions(),
         "made at (UTC)": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
     }
-    parts = [each.to_section(names) for each in findings]
-    return render_analysis_page(title, _build_summary(asked), parts, _build_model_table(asked, candidates), facts)
+    sections = [results.to_section(names) for results in analyses]
+    return render_analysis_page(title, _build_summary(request), sections, _build_model_table(jobs), facts)
 
 
-def _build_summary(asked: AnalysisRequest) -> list[str]:
-    if asked.inputs is None:
+def _build_summary(request: AnalysisRequest) -> list[str]:
+    if request.inputs is None:
         return ["No text was read: what stands here follows from the biases alone."]
-    return [f"{asked.inputs.description} Layers and heads are counted from 0."]
+    return [f"{request.inputs.description} Layers and heads are counted from 0."]
 
 
-def _build_model_table(asked: AnalysisRequest, candidates: Sequence[AnalysisJob]) -> Table:
+def _build_model_table(jobs: Sequence[AnalysisJob]) -> Table:
     rows = []
-    of_runs = {run.checkpoint: run for run in asked.runs}
-    for candidate in candidates:
-        model = candidate.config.model
+    for job in jobs:
+        model = job.config.model
         shape = f"{model.num_layers} × {model.hidden_size}, {model.num_attention_heads} heads"
-        cells = [candidate.name, shape, f"{model.seq_length:,}"]
-        if candidate.checkpoint is None:
-            rows.append([*cells, "–", "a configuration, not trained"])
+        cells = [job.name, shape, f"{model.seq_length:,}"]
+        if isinstance(job, RunJob):
+            rows.append([*cells, f"{job.run.progress.step:,}", f"run {job.run.name}, {job.run.checkpoint.name}"])
         else:
-            run = of_runs[candidate.checkpoint]
-            rows.append([*cells, f"{run.progress.step:,}", f"run {run.name}, {candidate.checkpoint.name}"])
+            rows.append([*cells, "–", "a configuration, not trained"])
     return Table(["method", "layers × width", "training length", "step", "where it comes from"], rows)

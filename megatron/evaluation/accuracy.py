@@ -1,26 +1,91 @@
-"""Records of what is right: accuracy at each length with its interval, changes, and the mean over lengths.
+"""What a model answers to the sequences of a task, and records of what is right of it.
 
 accuracy        right answers over counted answers, of all sequences of a length together
 exact_match     share of the sequences without a mistake, for tasks whose answer is one whole
 mean_accuracy   mean of the accuracies at the lengths beyond training, each length as much as the other
 intervals       95%, percentile bootstrap over sequences (`megatron.reports.bootstrap`)
 
-Lengths have sequences of their own, so that of a change, or of a mean, is made of draws that are independent.
+The loss is taken over the task's answers alone: what share of the softmax a model leaves to ids that are never right is
+not asked. Lengths have sequences of their own, so that the interval of a change, or of a mean, is made of draws that
+are independent.
+
+B sequences of a batch, T tokens of a sequence, n last positions, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron.evaluation.changes import add_relative_changes
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
 from megatron.tasks.task import TaskBatch
 
+if TYPE_CHECKING:
+    from torch import nn
+
+# torch is imported where it is used: a mistake in the options is reported at once.
+
+
+def score_answers(
+    model: nn.Module,
+    batch: TaskBatch,
+    choices: range,
+    *,
+    batch_tokens: int | None = None,
+    after_batch: Callable[[float], None] = lambda fraction: None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Let a model answer sequences.
+
+    Args:
+        model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V].
+        batch: the sequences.
+        choices: ids that may be answered.
+        batch_tokens: input tokens per forward pass; at least one sequence is always taken.
+        after_batch: called with the fraction of the sequences that is done.
+
+    Returns:
+        Losses at each position in nats, float64 [sequences, T], 0 where there is no loss; and whether the likeliest
+        answer is right, bool [sequences, T], False where nothing counts.
+
+    Raises:
+        RunError: the device's memory is too small for a single sequence.
+    """
+    import torch
+
+    from megatron.evaluation.batching import run_batched
+
+    device = next(model.parameters()).device
+    num_sequences, length = batch.tokens.shape
+    num_logits = length - int(batch.loss_mask.any(axis=0).argmax())  # there is no loss before
+    losses, correct = np.zeros(batch.labels.shape), np.zeros(batch.labels.shape, dtype=bool)
+    num_done = 0
+
+    @torch.inference_mode()
+    def forward(rows: slice) -> None:
+        tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (batch.tokens, batch.labels))
+        logits = model(tokens, num_logits=num_logits)[:, :, choices.start : choices.stop].float()
+        indices = labels[:, -num_logits:] - choices.start
+        log_probs = logits.log_softmax(dim=2).gather(2, indices[:, :, None])[:, :, 0]
+        losses[rows, -num_logits:] = -log_probs.double().cpu().numpy()
+        correct[rows, -num_logits:] = (logits.argmax(dim=2) == indices).cpu().numpy()
+
+    def count_rows(num_rows: int) -> None:
+        nonlocal num_done
+        num_done += num_rows
+        after_batch(num_done / num_sequences)
+
+    too_large = f"one sequence of {length:,} tokens does not fit the memory of {device}; use shorter lengths"
+    run_batched(
+        num_sequences, length, device, forward, too_large=too_large, batch_tokens=batch_tokens, after=count_rows
+    )
+    return np.where(batch.loss_mask, losses, 0.0), correct & batch.accuracy_mask
+
 
 class AccuracySample(NamedTuple):
-    """One length."""
+    """A metric at one length."""
 
     record: Record
     draws: np.ndarray | None = None
@@ -28,76 +93,99 @@ class AccuracySample(NamedTuple):
 
 
 def compute_accuracies(
-    correct: np.ndarray, drawn: TaskBatch, about: Mapping[str, Any], *, whole: bool = False
+    correct: np.ndarray, batch: TaskBatch, record_fields: Mapping[str, Any], *, exact_match: bool = False
 ) -> list[AccuracySample]:
-    """What is right at a length.
+    """The metrics of a length.
 
     Args:
-        correct: which answers are, bool [sequences, T].
-        drawn: the sequences.
-        about: fields of the records.
-        whole: is the share of sequences without a mistake told too?
+        correct: which answers are right, bool [sequences, T].
+        batch: the sequences.
+        record_fields: of the records.
+        exact_match: also the share of sequences without a mistake.
     """
-    counts, rights = drawn.accuracy_mask.sum(axis=1), correct.sum(axis=1)
-    kinds = {"accuracy": (rights, counts)}
-    if whole:
-        kinds["exact_match"] = ((rights == counts).astype(np.int64), np.ones_like(counts))
-    found = []
-    for metric, (sums, of) in kinds.items():
-        means = draw_bootstrap_means(sums[None].astype(np.float64), of)
+    num_counted, num_right = batch.accuracy_mask.sum(axis=1), correct.sum(axis=1)
+    numerators = {"accuracy": (num_right, num_counted)}
+    if exact_match:
+        numerators["exact_match"] = ((num_right == num_counted).astype(np.int64), np.ones_like(num_counted))
+    samples = []
+    for metric, (sums, counts) in numerators.items():
+        means = draw_bootstrap_means(sums[None].astype(np.float64), counts)
         draws = None if means is None else means[0]
-        value, tokens = float(sums.sum() / of.sum()), int(counts.sum())
-        found.append(
-            AccuracySample(Record(metric=metric, value=value, tokens=tokens, **_interval_ends(draws), **about), draws)
-        )
-    return found
+        value, tokens = float(sums.sum() / counts.sum()), int(num_counted.sum())
+        record = Record(metric=metric, value=value, tokens=tokens, **_interval_fields(draws), **record_fields)
+        samples.append(AccuracySample(record, draws))
+    return samples
 
 
-def aggregate_accuracies(counted: Sequence[AccuracySample]) -> list[Record]:
+def aggregate_accuracies(samples: Sequence[AccuracySample]) -> list[Record]:
     """Records of one predictor at all lengths, with their changes, and their mean over lengths."""
-    draws = {(each.record.metric, each.record.length): each.draws for each in counted}
-    changed = add_relative_changes([each.record for each in counted])
-    return [*(_with_interval(record, draws) for record in changed), *_mean_record(counted)]
+    draws = {(sample.record.metric, sample.record.length): sample.draws for sample in samples}
+    records = add_relative_changes([sample.record for sample in samples])
+    return [*(_add_change_interval(record, draws) for record in records), *_build_mean_record(samples)]
 
 
-def _with_interval(record: Record, draws: Mapping[tuple[str, int], np.ndarray | None]) -> Record:
+def _add_change_interval(record: Record, draws: Mapping[tuple[str, int], np.ndarray | None]) -> Record:
     """A record with the interval of its change, where both ends of it have draws (by metric and length)."""
     own = draws[record.metric, record.length]
     base = None if record.change_from is None else draws[record.metric, record.change_from]
     if own is None or base is None:
         return record
-    return record.replace(**_interval_ends(own - _resample_unpaired(base, 1), "change_"))
+    return record.replace(**_interval_fields(own - _unpair_draws(base, 1), "change_"))
 
 
-def _resample_unpaired(draws: np.ndarray, turn: int) -> np.ndarray:
+def _unpair_draws(draws: np.ndarray, shift: int) -> np.ndarray:
     """The same draws in another order. Those of all lengths come from one seed: at equal numbers of sequences the nth
     draw has the same indices everywhere, which has no meaning between sequences that have nothing in common."""
-    return np.roll(draws, turn)
+    return np.roll(draws, shift)
 
 
-def _interval_ends(draws: np.ndarray | None, prefix: str = "") -> dict[str, Any]:
+def _interval_fields(draws: np.ndarray | None, prefix: str = "") -> dict[str, Any]:
     if draws is None:
         return {}
     low, high = compute_percentile_interval(draws)
     return {f"{prefix}low": low, f"{prefix}high": high}
 
 
-def _mean_record(counted: Sequence[AccuracySample]) -> list[Record]:
+def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
     """The mean over lengths beyond training; nothing if there is none."""
-    of_accuracy = [each for each in counted if each.record.metric == "accuracy"]
-    kept = [each for each in of_accuracy if each.record.length > each.record.train_length]
-    if not kept:
+    beyond = [
+        sample
+        for sample in samples
+        if sample.record.metric == "accuracy" and sample.record.length > sample.record.train_length
+    ]
+    if not beyond:
         return []
-    beyond = [each.record for each in kept]
-    draws = [_resample_unpaired(each.draws, turn) for turn, each in enumerate(kept) if each.draws is not None]
-    sure = len(draws) == len(kept)
-    own = {
+    records = [sample.record for sample in beyond]
+    draws = [_unpair_draws(sample.draws, shift) for shift, sample in enumerate(beyond) if sample.draws is not None]
+    all_have_draws = len(draws) == len(beyond)
+    lengths = ", ".join(f"{record.length:,}" for record in records)
+    fields = {
         "metric": "mean_accuracy",
-        "value": sum(each.value for each in beyond) / len(beyond),
-        "tokens": sum(each.tokens for each in beyond),
-        "nll": None if beyond[-1].nll is None else sum(each.nll or 0.0 for each in beyond) / len(beyond),
-        **(_interval_ends(np.mean(draws, axis=0)) if sure else {"low": None, "high": None}),
+        "value": sum(record.value for record in records) / len(records),
+        "tokens": sum(record.tokens for record in records),
+        "nll": None if records[-1].nll is None else sum(record.nll or 0.0 for record in records) / len(records),
+        **(_interval_fields(np.mean(draws, axis=0)) if all_have_draws else {"low": None, "high": None}),
         "seconds": None,
-        "remark": f"The mean over the lengths {', '.join(f'{each.length:,}' for each in beyond)}. {beyond[-1].remark}",
+        "remark": f"The mean over the lengths {lengths}. {records[-1].remark}",
     }
-    return [beyond[-1].replace(**own)]
+    return [records[-1].replace(**fields)]
+
+
+def add_relative_changes(records: Sequence[Record]) -> list[Record]:
+    """Records of one predictor, each with the change from that at the shortest length by its metric and protocol.
+
+    This is for lengths that have sequences of their own: nothing is paired, and no interval is added here. Where all
+    lengths score the same tokens, `loss_records.py` adds both.
+    """
+    shortest: dict[tuple[str, str], Record] = {}
+    for record in records:
+        base = shortest.setdefault((record.metric, record.protocol), record)
+        if record.length < base.length:
+            shortest[record.metric, record.protocol] = record
+    return [_add_change(record, shortest[record.metric, record.protocol]) for record in records]
+
+
+def _add_change(record: Record, base: Record) -> Record:
+    if record is base:
+        return record
+    return record.replace(change=record.metric_info.compute_change(record.value, base.value), change_from=base.length)

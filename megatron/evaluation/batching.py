@@ -10,13 +10,13 @@ BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
 
 
-def choose_batch_tokens(device: torch.device, wanted: int | None) -> int:
-    """Input tokens of a forward pass on a device; what is usual there if nothing is wanted."""
-    return wanted or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])
+def choose_batch_tokens(device: torch.device, batch_tokens: int | None) -> int:
+    """Input tokens of a forward pass on a device; what is usual there if None."""
+    return batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])
 
 
 def run_batched(
-    rows: int,
+    num_rows: int,
     length: int,
     device: torch.device,
     forward: Callable[[slice], None],
@@ -25,35 +25,35 @@ def run_batched(
     batch_tokens: int | None = None,
     after: Callable[[int], None] | None = None,
 ) -> None:
-    """Have all rows taken, consecutive ones together; a batch that the memory refuses is halved, as are those after it.
+    """Compute all rows, consecutive ones together; a batch that the memory refuses is halved, as are those after it.
 
     Args:
-        rows: how many there are.
+        num_rows: how many there are.
         length: tokens of each.
         device: where they are computed.
-        forward: computes some of them, and keeps what it finds.
-        too_large: what is said when a single row does not fit.
+        forward: computes the rows of a slice, and stores their results.
+        too_large: the message where a single row does not fit.
         batch_tokens: of a batch; at least one row is always taken.
         after: called with the number of rows of each finished batch.
 
     Raises:
         RunError: the device's memory is too small for a single row.
     """
-    size = max(1, choose_batch_tokens(device, batch_tokens) // length)
-    done = 0
-    while done < rows:
-        chosen = slice(done, min(done + size, rows))
+    batch_size = max(1, choose_batch_tokens(device, batch_tokens) // length)
+    start = 0
+    while start < num_rows:
+        rows = slice(start, min(start + batch_size, num_rows))
         try:
-            forward(chosen)
+            forward(rows)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            if size == 1:
+            if batch_size == 1:
                 raise RunError(too_large) from None
-            size = (chosen.stop - chosen.start + 1) // 2
+            batch_size = (rows.stop - rows.start + 1) // 2
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
-        done = chosen.stop
+        start = rows.stop
         if after is not None:
-            after(chosen.stop - chosen.start)
+            after(rows.stop - rows.start)

@@ -30,32 +30,31 @@ from megatron.model.gpt import GPT
 from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import RunError, is_out_of_memory
 
-GENERATED = 256
+DEFAULT_MAX_GEN_TOKENS = 256
 """Tokens that a task lets a model write, unless it says how many: the harness's own default."""
 
-_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+_GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 """What tasks may say of how text is written."""
 
-_Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+_TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 """A request's texts, if it has any, and the tokens of its context and of its continuation."""
 
 
-class Answer(NamedTuple):
-    """What a model says of a continuation."""
+class LoglikelihoodAnswer(NamedTuple):
+    """The likelihood of a continuation."""
 
     loglikelihood: float
     greedy: bool
 
 
 @dataclass
-class RequestBatch:
-    """What a task asked of a model."""
+class RequestCounts:
+    """The requests of a task."""
 
-    tokens: int = 0
+    num_tokens: int = 0
     """Scored or written."""
-    requests: int = 0
-    """How many."""
-    cut: int = 0
+    num_requests: int = 0
+    num_truncated: int = 0
     """Requests whose context was too long."""
     digest: Any = field(default_factory=hashlib.sha256)
     """Equal for equal requests, whoever answers them."""
@@ -82,46 +81,46 @@ class HarnessModel(TemplateLM):
         after: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.tokens_of, self.max_length = model, tokenizer, max_length
+        self.model, self._tokenizer, self.max_length = model, tokenizer, max_length
         self._device = next(model.parameters()).device
         self.batch_tokens = choose_batch_tokens(self._device, batch_tokens)
         self._after = after or (lambda done, total: None)
-        self.asked: dict[str, RequestBatch] = {}
+        self.request_counts: dict[str, RequestCounts] = {}
         """By the names of tasks."""
-        self._counts: list[tuple[int, bool]] = []
+        self._token_counts: list[tuple[int, bool]] = []
 
     @property
     def eot_token_id(self) -> int:
-        return self.tokens_of.eod
+        return self._tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text that has no context."""
-        return self.tokens_of.eod if self.tokens_of.bos is None else self.tokens_of.bos
+        return self._tokenizer.eod if self._tokenizer.bos is None else self._tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return list(
-            self.tokens_of.encode(string) if add_special_tokens is False else self.tokens_of.encode_with_bos(string)
+            self._tokenizer.encode(string) if add_special_tokens is False else self._tokenizer.encode_with_bos(string)
         )
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[LoglikelihoodAnswer]:
         empty = next((request for request in requests if not request.args[1]), None)
         if empty is not None:
             raise RunError(f"{empty.task_name}: document {empty.doc_id} has an empty choice, which has no likelihood")
         answers = super().loglikelihood(requests, disable_tqdm=True)
-        self._record_requests(requests, self._counts)
+        self._record_requests(requests, self._token_counts)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        windows: list[_Scored] = []
+        windows: list[_TokenRequest] = []
         owners: list[int] = []
         counts: list[tuple[int, bool]] = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            found: list[_Scored] = [(None, *make_disjoint_window(window)) for window in rolling]
-            windows += found
-            owners += [number] * len(found)
+            disjoint: list[_TokenRequest] = [(None, *make_disjoint_window(window)) for window in rolling]
+            windows += disjoint
+            owners += [number] * len(disjoint)
             counts.append((len(tokens), False))
         sums = [0.0] * len(requests)
         for number, answer in zip(owners, self._loglikelihood_tokens(windows), strict=True):
@@ -131,20 +130,20 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         texts, counts = [""] * len(requests), [(0, False)] * len(requests)
-        kinds: dict[str, list[int]] = {}
+        by_options: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+            by_options.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         done = 0
-        for numbers in kinds.values():
+        for numbers in by_options.values():
             options = self._read_generation_options(requests[numbers[0]])
-            room = self.max_length - options.maximum_tokens
+            max_context = self.max_length - options.maximum_tokens
             contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
-            writer = TextGenerator(self.model, self.tokens_of, options)
-            for written, _ in writer.generate([context[-room:] for context in contexts]):
+            writer = TextGenerator(self.model, self._tokenizer, options)
+            for written, _ in writer.generate([context[-max_context:] for context in contexts]):
                 if written.finish_reason is not None:
                     number = numbers[written.prompt_index]
                     texts[number] = written.text
-                    counts[number] = (max(len(written.tokens), 1), len(contexts[written.prompt_index]) > room)
+                    counts[number] = (max(len(written.tokens), 1), len(contexts[written.prompt_index]) > max_context)
                     done += 1
                     self._after(done, len(requests))
         self._record_requests(requests, counts)
@@ -152,39 +151,41 @@ class HarnessModel(TemplateLM):
 
     def _read_generation_options(self, request: Instance) -> GenerationOptions:
         """How a task wants text to be written. Raises RunError where that cannot be done here."""
-        given: Any = normalize_gen_kwargs(dict(request.args[1]), GENERATED)
-        name, foreign = request.task_name, sorted(set(given) - _KNOWN)
-        if foreign:
-            raise RunError(f"{name}: writes with {', '.join(foreign)}; known are {', '.join(sorted(_KNOWN))}")
-        tokens = given["max_gen_toks"]
+        task_options: Any = normalize_gen_kwargs(dict(request.args[1]), DEFAULT_MAX_GEN_TOKENS)
+        name, unsupported = request.task_name, sorted(set(task_options) - _GENERATION_KEYS)
+        if unsupported:
+            raise RunError(
+                f"{name}: writes with {', '.join(unsupported)}; known are {', '.join(sorted(_GENERATION_KEYS))}"
+            )
+        tokens = task_options["max_gen_toks"]
         if tokens >= self.max_length:
             raise RunError(
                 f"{name}: writes up to {tokens:,} tokens, which leaves no room for a context at length "
                 f"{self.max_length:,}; give greater --lengths"
             )
-        temperature = float(given.get("temperature", 1.0)) if given["do_sample"] else 0.0
-        top_p = float(given.get("top_p", 1.0))
+        temperature = float(task_options.get("temperature", 1.0)) if task_options["do_sample"] else 0.0
+        top_p = float(task_options.get("top_p", 1.0))
         return GenerationOptions(
             maximum_tokens=tokens,
             temperature=temperature,
-            top_k=int(given.get("top_k", 0)),
+            top_k=int(task_options.get("top_k", 0)),
             top_p=top_p,
-            stop=[text for text in given["until"] if text],
+            stop=[text for text in task_options["until"] if text],
             batch_size=max(1, self.batch_tokens // self.max_length),
         )
 
     def _record_requests(self, requests: Sequence[Instance], counts: Sequence[tuple[int, bool]]) -> None:
-        """Remember what was asked, by task."""
-        for request, (tokens, cut) in zip(requests, counts, strict=True):
-            asked = self.asked.setdefault(request.task_name, RequestBatch())
-            asked.tokens += tokens
-            asked.requests += 1
-            asked.cut += cut
-            asked.digest.update(json.dumps([request.request_type, *request.args], default=str).encode())
+        """Count requests by task."""
+        for request, (num_tokens, is_truncated) in zip(requests, counts, strict=True):
+            task = self.request_counts.setdefault(request.task_name, RequestCounts())
+            task.num_tokens += num_tokens
+            task.num_requests += 1
+            task.num_truncated += is_truncated
+            task.digest.update(json.dumps([request.request_type, *request.args], default=str).encode())
 
-    def _loglikelihood_tokens(self, requests: Sequence[_Scored], **more: Any) -> list[Answer]:
+    def _loglikelihood_tokens(self, requests: Sequence[_TokenRequest], **kwargs: Any) -> list[LoglikelihoodAnswer]:
         """Requests that read the same tokens are answered by one row, as choices of a single token are."""
-        self._counts = [
+        self._token_counts = [
             (len(continuation), len(context) + len(continuation) > self.max_length + 1)
             for _, context, continuation in requests
         ]
@@ -196,18 +197,18 @@ class HarnessModel(TemplateLM):
                     "give greater --lengths"
                 )
             rows.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
-        answers: list[Answer | None] = [None] * len(requests)
+        answers: list[LoglikelihoodAnswer | None] = [None] * len(requests)
         done = 0
-        for batch in self._batches(sorted(rows, key=len, reverse=True)):
-            wanted = [[requests[number][2] for number in rows[row]] for row in batch]
-            for row, found in zip(batch, self._score_rows(batch, wanted), strict=True):
-                for number, answer in zip(rows[row], found, strict=True):
+        for batch in self._iter_batches(sorted(rows, key=len, reverse=True)):
+            continuations = [[requests[number][2] for number in rows[row]] for row in batch]
+            for row, row_answers in zip(batch, self._score_rows(batch, continuations), strict=True):
+                for number, answer in zip(rows[row], row_answers, strict=True):
                     answers[number] = answer
                 done += len(rows[row])
             self._after(done, len(requests))
         return [answer for answer in answers if answer is not None]
 
-    def _batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    def _iter_batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Consecutive rows, the longest first, that fit a forward pass."""
         start = 0
         while start < len(rows):
@@ -215,31 +216,37 @@ class HarnessModel(TemplateLM):
             yield list(rows[start : start + size])
             start += size
 
-    def _score_rows(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
+    def _score_rows(
+        self, rows: Sequence[tuple[int, ...]], continuations: Sequence[list[list[int]]]
+    ) -> list[list[LoglikelihoodAnswer]]:
         """For each row the answers to the continuations that end it. A batch that is too large is divided."""
         try:
-            return self._forward(rows, wanted)
+            return self._forward(rows, continuations)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             if len(rows) == 1:
                 raise RunError(f"{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None
         half = len(rows) // 2
-        return self._score_rows(rows[:half], wanted[:half]) + self._score_rows(rows[half:], wanted[half:])
+        first = self._score_rows(rows[:half], continuations[:half])
+        return first + self._score_rows(rows[half:], continuations[half:])
 
     @torch.inference_mode()
-    def _forward(self, rows: Sequence[tuple[int, ...]], wanted: Sequence[list[list[int]]]) -> list[list[Answer]]:
-        last = max(len(continuation) for continuations in wanted for continuation in continuations)
+    def _forward(
+        self, rows: Sequence[tuple[int, ...]], continuations: Sequence[list[list[int]]]
+    ) -> list[list[LoglikelihoodAnswer]]:
+        num_logits = max(len(continuation) for of_row in continuations for continuation in of_row)
         tokens, paddings = pad_left(rows, self._device)
         mask = torch.arange(tokens.shape[1], device=self._device) >= paddings if paddings.any() else None
-        logits = self.model(tokens, num_logits=last, attention_mask=mask)
-        found: list[list[Answer]] = []
-        for row, continuations in zip(logits, wanted, strict=True):
-            answers = []
-            for continuation in continuations:
-                own = row[-len(continuation) :].float()
+        logits = self.model(tokens, num_logits=num_logits, attention_mask=mask)
+        answers: list[list[LoglikelihoodAnswer]] = []
+        for row_logits, of_row in zip(logits, continuations, strict=True):
+            row_answers = []
+            for continuation in of_row:
+                scored = row_logits[-len(continuation) :].float()
                 labels = torch.tensor(continuation, device=self._device)
-                logs = own.gather(-1, labels[:, None])[:, 0] - own.logsumexp(-1)
-                answers.append(Answer(float(logs.double().sum()), bool((own.argmax(-1) == labels).all())))
-            found.append(answers)
-        return found
+                log_probs = scored.gather(-1, labels[:, None])[:, 0] - scored.logsumexp(-1)
+                is_greedy = bool((scored.argmax(-1) == labels).all())
+                row_answers.append(LoglikelihoodAnswer(float(log_probs.double().sum()), is_greedy))
+            answers.append(row_answers)
+        return answers

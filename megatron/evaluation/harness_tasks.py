@@ -22,14 +22,20 @@ from rich.console import Console
 
 from megatron.data.run_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.changes import add_relative_changes
-from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.accuracy import add_relative_changes
+from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
+from megatron.evaluation.jobs import (
+    LogFunction,
+    RunJob,
+    build_eval_jobs,
+    describe_run,
+    make_log_function,
+    read_eval_request,
+    run_eval_jobs,
+)
+from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.evaluation.request import read_eval_request
-from megatron.evaluation.run import EvalJob, LogFunction, build_jobs, describe_run, make_log_function, run_jobs
-from megatron.evaluation.sketch import build_meta_model, describe_length_limit
-from megatron.evaluation.subject import Progress, ScoringContext
-from megatron.evaluation.work import limit_lengths
+from megatron.evaluation.targets import build_meta_model, describe_length_limit
 from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_choices_of_text
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
@@ -39,15 +45,15 @@ from megatron.utils.suggestions import suggest_names
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
-    from megatron.evaluation.harness import RequestBatch
+    from megatron.evaluation.harness import RequestCounts
 
-OF_TEXTS = ("data", "protocol", "windows", "targets", "stride", "measures")
+TEXT_OPTIONS = ("data", "protocol", "windows", "targets", "stride", "measures")
 """Options that have no meaning for tasks."""
 
 OWN_METRIC_NAMES = {"perplexity": "target_perplexity"}
 """The harness's names of metrics that mean something else here."""
 
-BOOTSTRAPS = 1000
+NUM_BOOTSTRAP_SAMPLES = 1000
 """Samples for the standard errors of metrics that are no means; the harness's 100,000 take minutes for the same two
 digits."""
 
@@ -76,34 +82,34 @@ def evaluate_tasks(
         RunError: a task's data cannot be had, or it asks for something that cannot be done; finished runs stay.
     """
     options = options or EvaluationOptions()
-    refuse_choices_of_text(options, OF_TEXTS, "tasks bring their own")
+    refuse_choices_of_text(options, TEXT_OPTIONS, "tasks bring their own")
     require_package("lm_eval", "--tasks")
-    asked = read_eval_request(runs, options, output)
+    request = read_eval_request(runs, options, output)
     tokenizers = {
-        run.checkpoint: load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in asked.runs
+        run.checkpoint: load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in request.runs
     }
     if options.lengths is None and options.multiples is None:
         options = options.replace(multiples=[1.0])
-    lengths = choose_lengths(options, [run.config.model.seq_length for run in asked.runs])
-    say = make_log_function(console)
-    say("reading the list of tasks")
-    given = HarnessRequest(load_tasks(tasks, say), tasks.limit, lengths, say)
+    lengths = choose_lengths(options, [run.config.model.seq_length for run in request.runs])
+    log = make_log_function(console)
+    log("reading the list of tasks")
+    harness_eval = HarnessEval(load_tasks(tasks, log), tasks.limit, lengths, log)
     notes = [
         describe_length_limit(run.name, run.config, build_meta_model(run.config, options), lengths)
-        for run in asked.runs
+        for run in request.runs
     ]
-    candidates = build_jobs(asked, [(float(len(lengths)), note) for note in notes])
+    jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])
 
-    def score(candidate: EvalJob, loaded: LoadedModel, report: Progress) -> list[Record]:
-        scoring = ScoringContext(describe_run(candidate, options), options.batch_tokens, report)
-        return given.score(loaded, tokenizers[candidate.run.checkpoint], scoring)
+    def score(job: RunJob, loaded: LoadedModel, report: ProgressCallback) -> list[Record]:
+        scoring = ScoringContext(describe_run(job, options), options.batch_tokens, report)
+        return harness_eval.score(loaded, tokenizers[job.run.checkpoint], scoring)
 
-    return run_jobs(asked, candidates, score, console)
+    return run_eval_jobs(request, jobs, score, console)
 
 
 @dataclass(frozen=True)
-class HarnessRequest:
-    """What every run is given."""
+class HarnessEval:
+    """The tasks that every run is given."""
 
     tasks: Any  # as `load_tasks` returns them
     limit: int | None  # documents of each task
@@ -116,7 +122,7 @@ class HarnessRequest:
         Args:
             loaded: the run's model.
             tokenizer: of its training.
-            scoring: what goes with it.
+            scoring: what goes with every scoring.
 
         Raises:
             UserError: the model has positions for none of the lengths.
@@ -126,29 +132,31 @@ class HarnessRequest:
 
         from megatron.evaluation.harness import HarnessModel
 
-        about = {**describe_model(loaded), **scoring.about, "tokenizer": tokenizer.name}
-        about["software"] = f"{about['software']}, lm_eval {version('lm_eval')}"
-        known = limit_lengths(loaded.model, self.lengths)
-        found: list[Record] = []
-        for number, length in enumerate(known):
+        shared = {**describe_model(loaded), **scoring.record_fields, "tokenizer": tokenizer.name}
+        shared["software"] = f"{shared['software']}, lm_eval {version('lm_eval')}"
+        lengths = limit_lengths(self.lengths, loaded.model.max_length)
+        records: list[Record] = []
+        for index, length in enumerate(lengths):
 
-            def after(done: int, total: int, length: int = length, number: int = number) -> None:
-                scoring.progress(length, number + min(done / max(total, 1), 0.999), float(len(known)))
+            def report_requests(done: int, total: int, length: int = length, index: int = index) -> None:
+                scoring.progress(length, index + min(done / max(total, 1), 0.999), float(len(lengths)))
 
-            model = HarnessModel(loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, after=after)
-            taken = start_stopwatch()
+            model = HarnessModel(
+                loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, after=report_requests
+            )
+            stop_stopwatch = start_stopwatch()
             with _preserve_random_state():
                 results = evaluator.evaluate(
-                    model, self.tasks, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+                    model, self.tasks, limit=self.limit, bootstrap_iters=NUM_BOOTSTRAP_SAMPLES, log_samples=False
                 )
             assert results is not None  # this process is alone
-            here = {**about, "length": length, **taken()}
-            for name, each in model.asked.items():
-                if each.cut:
-                    cut = f"{each.cut:,} of {each.requests:,} requests were cut on the left to {length:,} tokens"
-                    self.log(f"{name}: {cut}")
-            found += build_task_records(results, model.asked, here, self.log)
-        return add_relative_changes(found)
+            fields = {**shared, "length": length, **stop_stopwatch()}
+            for name, counts in model.request_counts.items():
+                if counts.num_truncated:
+                    share = f"{counts.num_truncated:,} of {counts.num_requests:,} requests"
+                    self.log(f"{name}: {share} were cut on the left to {length:,} tokens")
+            records += build_task_records(results, model.request_counts, fields, self.log)
+        return add_relative_changes(records)
 
 
 def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
@@ -168,11 +176,11 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
         manager = TaskManager(include_path=folder)  # thousands of files: only where one of them is asked for
     names: list[str] = []
     for name in options.tasks:
-        found = manager.match_tasks([name])
-        if not found:
-            near = suggest_names(name, manager.all_tasks, max_suggestions=3)
-            raise UserError(f"--tasks: there is no task {name!r}; {near or 'lm_eval ls tasks lists them'}")
-        names += [each for each in found if each not in names]
+        matches = manager.match_tasks([name])
+        if not matches:
+            suggestion = suggest_names(name, manager.all_tasks, max_suggestions=3)
+            raise UserError(f"--tasks: there is no task {name!r}; {suggestion or 'lm_eval ls tasks lists them'}")
+        names += [match for match in matches if match not in names]
     try:
         loaded = manager.load(names)
     except Exception as error:  # whatever a task's code and its data's library raise
@@ -181,80 +189,89 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
         ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            what = "runs code that a model writes" if getattr(task, "UNSAFE_CODE", False) else "shows images"
-            raise UserError(f"--tasks {name}: {what}, which is not done here")
-        own = task.get_config("num_fewshot")
-        if own == 0 and options.num_fewshot:
+            reason = "runs code that a model writes" if getattr(task, "UNSAFE_CODE", False) else "shows images"
+            raise UserError(f"--tasks {name}: {reason}, which is not done here")
+        task_num_fewshot = task.get_config("num_fewshot")
+        if task_num_fewshot == 0 and options.num_fewshot:
             log(f"{name}: always without examples, whatever --num-fewshot says")
-        elif options.num_fewshot is not None or own is None:
+        elif options.num_fewshot is not None or task_num_fewshot is None:
             task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=1234)
     return loaded
 
 
 def build_task_records(
-    results: Mapping[str, Any], asked: Mapping[str, RequestBatch], about: Mapping[str, Any], log: LogFunction
+    results: Mapping[str, Any],
+    request_counts: Mapping[str, RequestCounts],
+    record_fields: Mapping[str, Any],
+    log: LogFunction,
 ) -> list[Record]:
-    """Records of what the harness found.
+    """Records of the harness's results.
 
     Args:
-        results: the harness's.
-        asked: what its tasks asked, by their names.
-        about: fields that are the same for all, the length among them.
-        log: told of values that no record holds.
+        results: as `lm_eval.evaluator.evaluate` returns them.
+        request_counts: of its tasks, by their names.
+        record_fields: those that are the same for all, the length among them.
+        log: gets a line for each value that no record holds.
     """
-    parts = results.get("group_subtasks", {})
-    inside = {part for group in results.get("groups", {}) for part in _list_leaf_tasks(group, parts)}
-    found: list[Record] = []
+    subtasks = results.get("group_subtasks", {})
+    in_groups = {task for group in results.get("groups", {}) for task in _list_leaf_tasks(group, subtasks)}
+    records: list[Record] = []
     for name, values in {**results["results"], **results.get("groups", {})}.items():
-        if name in inside or (name in parts and name not in results.get("groups", {})):
+        if name in in_groups or (name in subtasks and name not in results.get("groups", {})):
             continue
-        leaves = [asked[part] for part in _list_leaf_tasks(name, parts) if part in asked]
-        digest = sha256("".join(each.digest.hexdigest() for each in leaves).encode()).hexdigest()[:16]
+        leaves = [request_counts[task] for task in _list_leaf_tasks(name, subtasks) if task in request_counts]
+        digest = sha256("".join(leaf.digest.hexdigest() for leaf in leaves).encode()).hexdigest()[:16]
         shared = {
-            "tokens": max(sum(each.tokens for each in leaves), 1),
+            "tokens": max(sum(leaf.num_tokens for leaf in leaves), 1),
             "target_digest": digest,
             "text_digest": digest,
-            **about,
+            **record_fields,
         }
-        for metric, value, stderr, filter_ in _list_metric_values(values):
-            ours = OWN_METRIC_NAMES.get(metric, metric)
+        for metric, value, stderr, filter_ in _iter_metric_values(values):
+            own_name = OWN_METRIC_NAMES.get(metric, metric)
             protocol = ", ".join([name, f"{results['n-shot'].get(name, 0)}-shot", *filter_])
             if metric == "bits_per_byte":
                 continue  # said of the perplexity per byte
-            if ours not in METRICS or METRICS[ours].invalid_reason(value) is not None or not math.isfinite(value):
+            if (
+                own_name not in METRICS
+                or METRICS[own_name].invalid_reason(value) is not None
+                or not math.isfinite(value)
+            ):
                 log(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
                 continue
-            if METRICS[ours].comparison == "ratio":
+            if METRICS[own_name].comparison == "ratio":
                 stderr = None  # the harness has that of the value, which says little of its logarithm's
-            bits: dict[str, Any] = {"bits_per_byte": math.log2(value)} if ours == "byte_perplexity" else {}
-            found.append(Record(**shared, **bits, protocol=protocol, metric=ours, value=value, stderr=stderr))
-    return found
+            bits: dict[str, Any] = {"bits_per_byte": math.log2(value)} if own_name == "byte_perplexity" else {}
+            records.append(Record(**shared, **bits, protocol=protocol, metric=own_name, value=value, stderr=stderr))
+    return records
 
 
-def _list_metric_values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None, list[str]]]:
+def _iter_metric_values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None, list[str]]]:
     """What stands under `acc,none` and `acc_stderr,none`: metric, value, standard error, and the filter if any."""
     for key, value in values.items():
         metric, _, filter_ = key.partition(",")
         if not filter_ or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         stderr = values.get(f"{metric}_stderr,{filter_}")
-        known = float(stderr) if isinstance(stderr, int | float) and math.isfinite(stderr) else None
-        yield metric, float(value), known, [] if filter_ == "none" else [filter_]
+        known_stderr = float(stderr) if isinstance(stderr, int | float) and math.isfinite(stderr) else None
+        yield metric, float(value), known_stderr, [] if filter_ == "none" else [filter_]
 
 
-def _list_leaf_tasks(name: str, parts: Mapping[str, Sequence[str]]) -> list[str]:
+def _list_leaf_tasks(name: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
     """The tasks that a group consists of; a task is its own."""
-    return [leaf for part in parts[name] for leaf in _list_leaf_tasks(part, parts)] if parts.get(name) else [name]
+    if not subtasks.get(name):
+        return [name]
+    return [leaf for subtask in subtasks[name] for leaf in _list_leaf_tasks(subtask, subtasks)]
 
 
 @contextmanager
 def _preserve_random_state() -> Iterator[None]:
-    """Its seeds for whatever tasks draw; and standard errors by this process alone, for forks of it hold its GPU."""
+    """Fixed seeds for whatever tasks draw; and standard errors by this process alone, for forks of it hold its GPU."""
     import numpy as np
     import torch
 
-    before = os.environ.get("DISABLE_MULTIPROC")
+    previous = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     states = random.getstate(), np.random.get_state()
     try:
@@ -266,7 +283,7 @@ def _preserve_random_state() -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        if before is None:
+        if previous is None:
             del os.environ["DISABLE_MULTIPROC"]
         else:
-            os.environ["DISABLE_MULTIPROC"] = before
+            os.environ["DISABLE_MULTIPROC"] = previous

@@ -1,10 +1,19 @@
-"""Which lengths are asked for: in tokens, in training lengths, or 1 to 32 training lengths if nothing is said."""
+"""At which lengths models are scored, and what that costs, both known from a model's shape without its weights.
+
+Lengths are given in tokens, in training lengths, or are 1 to 32 training lengths if nothing is said.
+"""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megatron.options.evaluation import MAX_LENGTH, EvaluationOptions, build_length_error
 from megatron.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.model.gpt import GPT
 
 DEFAULT_MULTIPLES = (1, 2, 4, 8, 16, 32)
 
@@ -13,27 +22,69 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
     """Window lengths in tokens, ascending.
 
     Args:
-        options: what was asked for.
+        options: lengths in tokens, in training lengths, or neither.
         train_lengths: of the runs; multiples need them to be equal.
 
     Raises:
         UserError: multiples that are no whole number of tokens, or of runs with different training lengths.
     """
     multiples: Sequence[float] = options.multiples or ()
-    alike = len(set(train_lengths)) == 1
+    same_train_length = len(set(train_lengths)) == 1
     if options.lengths is None and options.multiples is None:
-        if not alike:
+        if not same_train_length:
             trained = ", ".join(f"{length:,}" for length in sorted(set(train_lengths)))
             raise UserError(f"lengths: name them in tokens, as the runs were trained at different ones ({trained})")
         multiples = DEFAULT_MULTIPLES
-    found = set(options.lengths or ())
+    lengths = set(options.lengths or ())
     for multiple in multiples:
-        if not alike:
+        if not same_train_length:
             raise UserError(
                 f"lengths: {multiple:g}x is ambiguous, as the runs were trained at different lengths; name tokens"
             )
         length = multiple * train_lengths[0]
         if not (1 <= length < MAX_LENGTH and math.floor(length) == length):
             raise build_length_error(f"{multiple:g}x")
-        found.add(int(length))
-    return tuple(sorted(found))
+        lengths.add(int(length))
+    return tuple(sorted(lengths))
+
+
+def limit_lengths(lengths: Iterable[int], max_length: int | None, reason: str | None = None) -> list[int]:
+    """The lengths that a model has positions for, ascending.
+
+    Args:
+        lengths: in tokens; at least one.
+        max_length: the model's positions; None if it has no end.
+        reason: what ends the positions, for the message.
+
+    Raises:
+        UserError: all of them are longer.
+    """
+    lengths = sorted(lengths)
+    if max_length is None:
+        return lengths
+    if lengths[0] > max_length:
+        reason = reason or f"its positions end at {max_length:,}"
+        raise UserError(
+            f"{reason}, length {lengths[0]:,} is past them; use lengths up to {max_length:,} or leave it out"
+        )
+    return [length for length in lengths if length <= max_length]
+
+
+def count_forward_flops(model: GPT, length: int, num_sequences: int) -> float:
+    """FLOPs of scoring so many sequences of a length in tokens: a third of those of forward and backward."""
+    return model.flops_per_token(length) / 3 * length * num_sequences
+
+
+def count_flops_by_length(model: GPT, num_sequences: Mapping[int, int]) -> dict[int, float]:
+    """FLOPs of scoring a model at each length that it has positions for.
+
+    Args:
+        num_sequences: length in tokens → how many sequences of it are scored.
+
+    Raises:
+        UserError: there is no such length.
+    """
+    return {
+        length: count_forward_flops(model, length, num_sequences[length])
+        for length in limit_lengths(num_sequences, model.max_length)
+    }

@@ -1,4 +1,4 @@
-"""Scores a model: the negative log-likelihood of every target of a plan, of which `measures` tell what they tell.
+"""Scores a model: the negative log-likelihood of every target of a plan, of which `loss_records` makes records.
 
     nll = −1/N Σ log p(target | context)          perplexity = exp(nll)
 
@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from megatron.evaluation.batching import run_batched
-from megatron.evaluation.measures import RecordBuilder, ScoredLength, TargetCounts
+from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.loss_records import RecordBuilder, ScoredLength, TargetTokens
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.evaluation.subject import ScoringContext
 from megatron.evaluation.texts import EvalText
-from megatron.evaluation.work import count_plan_flops
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError
 
@@ -37,7 +36,7 @@ def compute_window_losses(
     stream: np.ndarray,
     starts: np.ndarray,
     length: int,
-    scored: int,
+    num_scored: int,
     *,
     batch_tokens: int | None = None,
     after_batch: Callable[[int], None] | None = None,
@@ -45,34 +44,35 @@ def compute_window_losses(
     """Negative log-likelihood, in nats, of the last targets of each window.
 
     Args:
-        model: called as `model(tokens [B, T], labels=[B, T], num_logits=scored)`, returns losses [B, scored].
+        model: called as `model(tokens [B, T], labels=[B, T], num_logits=num_scored)`, returns losses
+            [B, num_scored].
         stream: token ids [N], of any integer type; may be memory-mapped.
         starts: first input token of each window, int64 [windows].
         length: T.
-        scored: targets at the end of each window.
+        num_scored: targets at the end of each window.
         batch_tokens: input tokens per forward pass; at least one window is always taken.
         after_batch: called with the number of windows of each finished batch.
 
     Returns:
-        float64 [windows, scored].
+        float64 [windows, num_scored].
 
     Raises:
         RunError: the device's memory is too small for a single window.
     """
     device = next(model.parameters()).device
-    losses = np.empty((len(starts), scored), dtype=np.float64)
+    losses = np.empty((len(starts), num_scored), dtype=np.float64)
 
-    def take(rows: slice) -> None:
+    def forward(rows: slice) -> None:
         # Input and labels are the same T + 1 tokens, shifted by one.
         window = torch.from_numpy(stream[starts[rows, None] + np.arange(length + 1)].astype(np.int64)).to(device)
-        batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), num_logits=scored)
+        batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), num_logits=num_scored)
         losses[rows] = batch.double().cpu().numpy()
 
     run_batched(
         len(starts),
         length,
         device,
-        take,
+        forward,
         too_large=f"length {length:,}: one window does not fit the memory of {device}; use shorter lengths or "
         "attention_backend=chunked with fewer attention_chunk_rows",
         batch_tokens=batch_tokens,
@@ -81,30 +81,30 @@ def compute_window_losses(
     return losses
 
 
-def find_scored_targets(
-    text: EvalText, plan: ScoringPlan, cut: TargetSet, *, eod_mask_loss: bool = False
-) -> TargetCounts:
-    """Look up what a plan scores.
+def find_target_tokens(
+    text: EvalText, plan: ScoringPlan, target_set: TargetSet, *, eod_mask_loss: bool = False
+) -> TargetTokens:
+    """Look up the tokens that a plan scores.
 
     Args:
         text: that is scored.
-        plan, cut: whose targets are meant.
+        plan, target_set: of the plan's target sets, the one that is looked up.
         eod_mask_loss: the model was not trained to predict the token that follows an end of document.
 
     Raises:
         RunError: no token is left to score.
     """
-    positions = plan.target_positions(cut, cut.lengths[0])
+    positions = plan.target_positions(target_set, target_set.lengths[0])
     eod, labels = text.vocabulary.eod, np.asarray(text.tokens[positions])
-    counted = np.ones(labels.shape, dtype=bool)
+    loss_mask = np.ones(labels.shape, dtype=bool)
     if eod_mask_loss:
-        counted = np.asarray(text.tokens[positions - 1]) != eod
-        if not counted.any():
+        loss_mask = np.asarray(text.tokens[positions - 1]) != eod
+        if not loss_mask.any():
             raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
-    digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + counted.tobytes()).hexdigest()
-    return TargetCounts(
-        counted=counted,
-        bytes=int((counted & (labels != eod)).sum()) if text.vocabulary.name == "bytes" else 0,
+    digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + loss_mask.tobytes()).hexdigest()
+    return TargetTokens(
+        loss_mask=loss_mask,
+        num_bytes=int((loss_mask & (labels != eod)).sum()) if text.vocabulary.name == "bytes" else 0,
         digest=digest[:16],
     )
 
@@ -116,17 +116,17 @@ def evaluate_perplexity(
     scoring: ScoringContext,
     measures: Sequence[str] = ("perplexity",),
 ) -> list[Record]:
-    """What is told of a model's losses at each length of a plan, every length scored on the same target tokens.
+    """Score a model at each length of a plan, every length on the same target tokens.
 
     The token that follows an end of document is left out if the run was trained so (eod_mask_loss). If tokens are
     bytes, bits_per_byte is reported, over all targets but ends of documents.
 
     Args:
         loaded: a trained model and its configuration.
-        text: what is held out.
+        text: held out.
         plan: which of its tokens are scored.
-        scoring: what goes with it.
-        measures: what is told of the losses (`megatron.evaluation.measures`).
+        scoring: what goes with every scoring.
+        measures: of which records are built (`megatron.evaluation.loss_records`).
 
     Returns:
         For each measure, records in ascending order of the lengths that the model has positions for. The targets are
@@ -138,35 +138,34 @@ def evaluate_perplexity(
     """
     config, model = loaded.config, loaded.model
     source = {"dataset": text.name, "text_digest": text.digest, "tokenizer": text.vocabulary.name}
-    shared = {**describe_model(loaded), **scoring.about, **source}
-    sheets = []
-    for cut in plan.target_sets:
-        targets = find_scored_targets(text, plan, cut, eod_mask_loss=config.data.eod_mask_loss)
-        sheets.append(RecordBuilder(plan, cut, targets, config.model.seq_length, measures, shared))
-    work = count_plan_flops(model, plan)
-    total, done = sum(work.values()), 0.0
-    for length in work:
-        finished = 0
+    shared = {**describe_model(loaded), **scoring.record_fields, **source}
+    builders = []
+    for target_set in plan.target_sets:
+        tokens = find_target_tokens(text, plan, target_set, eod_mask_loss=config.data.eod_mask_loss)
+        builders.append(RecordBuilder(plan, target_set, tokens, config.model.seq_length, measures, shared))
+    flops = plan.count_flops(model)
+    total, done = sum(flops.values()), 0.0
+    for length in flops:
+        num_finished = 0
 
-        def after_batch(count: int, length: int = length, before: float = done) -> None:
-            nonlocal finished
-            finished += count
-            scoring.progress(length, before + work[length] * finished / plan.select_windows(length), total)
+        def report_windows(count: int, length: int = length, before: float = done) -> None:
+            nonlocal num_finished
+            num_finished += count
+            scoring.progress(length, before + flops[length] * num_finished / plan.num_windows(length), total)
 
-        taken = start_stopwatch()
+        stop_stopwatch = start_stopwatch()
         losses = compute_window_losses(
             model,
             text.tokens,
             plan.starts[length],
             length,
-            plan.scored(length),
+            plan.num_scored(length),
             batch_tokens=scoring.batch_tokens,
-            after_batch=after_batch,
+            after_batch=report_windows,
         )
-        cost = {"flops": work[length], **taken()}
-        done += work[length]
-        for sheet in sheets:
-            if length not in sheet.cut.scored:
-                continue
-            sheet.add(ScoredLength(length, sheet.cut.from_rows(losses, length), cost))
-    return [record for sheet in sheets for record in sheet.build_records()]
+        cost = {"flops": flops[length], **stop_stopwatch()}
+        done += flops[length]
+        for builder in builders:
+            if length in builder.target_set.num_scored:
+                builder.add(ScoredLength(length, builder.target_set.select_values(losses, length), cost))
+    return [record for builder in builders for record in builder.build_records()]

@@ -34,21 +34,26 @@ The stream is a split's documents in order, each with its end-of-document token:
 training sequences do. No protocol depends on chance, so two runs are always scored on the same tokens.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.lengths import choose_lengths, count_flops_by_length
 from megatron.options.evaluation import PROBES, EvaluationOptions, Protocol
 from megatron.utils.errors import UserError
 
-PROTOCOLS: tuple[str, ...] = tuple(each for each in get_args(Protocol) if each not in PROBES)
+if TYPE_CHECKING:
+    from megatron.model.gpt import GPT
+
+PROTOCOLS: tuple[str, ...] = tuple(name for name in get_args(Protocol) if name not in PROBES)
 
 DEFAULT_WINDOWS = 64
-"""Windows of `last` when none are asked for: a standard error of about 2% in perplexity on text of code or prose."""
+"""Windows of `last` unless said otherwise: a standard error of about 2% in perplexity on text of code or prose."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +67,17 @@ class TargetSet:
     lengths: tuple[int, ...]
     blocks: int
     targets: int  # per block
-    scored: dict[int, int]  # length → how many targets at the end of each window are among them
+    num_scored: dict[int, int]  # length → how many targets at the end of each window are among them
 
-    def from_rows(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """What belongs to them, [blocks, targets], of rows [windows, at least so many] that say something of the last
-        targets of each window."""
-        return rows[:, -self.scored[length] :].reshape(self.blocks, self.targets)
+    def select_values(self, values: np.ndarray, length: int) -> np.ndarray:
+        """The values of these targets, [blocks, targets], among those of the last targets of each window,
+        [windows, at least `num_scored[length]`]."""
+        return values[:, -self.num_scored[length] :].reshape(self.blocks, self.targets)
 
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """What to score."""
+    """The windows of each length, and which of their targets are scored."""
 
     protocol: str
     starts: dict[int, np.ndarray]  # length → first input token of each window, int64 [windows]
@@ -83,18 +88,22 @@ class ScoringPlan:
         """Ascending."""
         return tuple(self.starts)
 
-    def select_windows(self, length: int) -> int:
+    def num_windows(self, length: int) -> int:
         """Windows of that length."""
         return len(self.starts[length])
 
-    def scored(self, length: int) -> int:
+    def num_scored(self, length: int) -> int:
         """Targets at the end of each window of that length that are scored."""
-        return max(cut.scored[length] for cut in self.target_sets if length in cut.scored)
+        return max(targets.num_scored[length] for targets in self.target_sets if length in targets.num_scored)
 
-    def target_positions(self, cut: TargetSet, length: int) -> np.ndarray:
-        """Positions in the stream of a cut's targets, int64 [blocks, targets]; the same for every length."""
+    def target_positions(self, target_set: TargetSet, length: int) -> np.ndarray:
+        """Positions in the stream of a set's targets, int64 [blocks, targets]; the same for every length."""
         ends = self.starts[length][:, None] + length
-        return cut.from_rows(ends + np.arange(1 - cut.scored[length], 1), length)
+        return target_set.select_values(ends + np.arange(1 - target_set.num_scored[length], 1), length)
+
+    def count_flops(self, model: GPT) -> dict[int, float]:
+        """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
+        return count_flops_by_length(model, {length: self.num_windows(length) for length in self.lengths})
 
 
 def choose_default_targets(train_length: int, lengths: Sequence[int]) -> int:
@@ -173,70 +182,73 @@ def _plan_last(
 ) -> ScoringPlan:
     if not targets or targets[0] < 1:
         raise UserError(f"targets = {', '.join(map(str, targets)) or 'none'}: at least 1 is needed")
-    for count, length in ((targets[0], lengths[0]), (targets[-1], lengths[-1])):
-        if length < count:
+    for num_targets, length in ((targets[0], lengths[0]), (targets[-1], lengths[-1])):
+        if length < num_targets:
             raise UserError(
-                f"lengths: {length} is shorter than the {count} targets scored at the end of each window; "
-                f"use lengths of at least {count}, or fewer targets"
+                f"lengths: {length} is shorter than the {num_targets} targets scored at the end of each window; "
+                f"use lengths of at least {num_targets}, or fewer targets"
             )
-    first, final, most = _list_target_ends(stream_length, lengths, targets[-1])
-    _check_windows(windows, most, stream_length, lengths, targets[-1])
-    count = windows if windows is not None else min(DEFAULT_WINDOWS, most)
+    first, last, max_windows = _find_window_ends(stream_length, lengths, targets[-1])
+    _check_windows(windows, max_windows, stream_length, lengths, targets[-1])
+    count = windows if windows is not None else min(DEFAULT_WINDOWS, max_windows)
     # Spread over the whole stream; integer arithmetic, so every machine chooses the same tokens.
-    ends = first + np.arange(count, dtype=np.int64) * (final - first) // max(count - 1, 1)
-    cuts = []
-    for each in targets:
-        known = tuple(length for length in lengths if length >= each)
-        cuts.append(TargetSet(known, blocks=count, targets=each, scored=dict.fromkeys(known, each)))
-    return ScoringPlan("last", {length: ends - length for length in lengths}, tuple(cuts))
+    ends = first + np.arange(count, dtype=np.int64) * (last - first) // max(count - 1, 1)
+    target_sets = []
+    for num_targets in targets:
+        fitting = tuple(length for length in lengths if length >= num_targets)
+        num_scored = dict.fromkeys(fitting, num_targets)
+        target_sets.append(TargetSet(fitting, blocks=count, targets=num_targets, num_scored=num_scored))
+    return ScoringPlan("last", {length: ends - length for length in lengths}, tuple(target_sets))
 
 
 def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | None, windows: int | None) -> ScoringPlan:
     if stride is None or stride < 1:
-        given = "" if stride is None else f" {stride}"
-        raise UserError(f"stride{given}: protocol strided needs it, tokens from one window to the next, at least 1")
+        value = "" if stride is None else f" {stride}"
+        raise UserError(f"stride{value}: protocol strided needs it, tokens from one window to the next, at least 1")
     if lengths[0] < stride:
         raise UserError(f"lengths: {lengths[0]} is shorter than the stride of {stride}; tokens would be left out")
-    first, _, most = _list_target_ends(stream_length, lengths, stride)
-    _check_windows(windows, most, stream_length, lengths, stride)
-    count = most if windows is None else windows
+    first, _, max_windows = _find_window_ends(stream_length, lengths, stride)
+    _check_windows(windows, max_windows, stream_length, lengths, stride)
+    count = max_windows if windows is None else windows
     # Targets of neighbouring windows are no independent samples: a block is as long as the largest window.
-    together = min(-(-lengths[-1] // stride), count)
-    if windows is not None and count % together:
-        raise UserError(f"windows = {windows}: with this stride and these lengths they come in groups of {together}")
-    count -= count % together
+    per_block = min(-(-lengths[-1] // stride), count)
+    if windows is not None and count % per_block:
+        raise UserError(f"windows = {windows}: with this stride and these lengths they come in groups of {per_block}")
+    count -= count % per_block
     ends = first + np.arange(count, dtype=np.int64) * stride
-    cut = TargetSet(lengths, count // together, together * stride, dict.fromkeys(lengths, stride))
-    return ScoringPlan("strided", {length: ends - length for length in lengths}, (cut,))
+    targets = TargetSet(lengths, count // per_block, per_block * stride, dict.fromkeys(lengths, stride))
+    return ScoringPlan("strided", {length: ends - length for length in lengths}, (targets,))
 
 
-def _list_target_ends(stream_length: int, lengths: tuple[int, ...], targets: int) -> tuple[int, int, int]:
+def _find_window_ends(stream_length: int, lengths: tuple[int, ...], targets: int) -> tuple[int, int, int]:
     """Of windows whose last targets are scored: the first and the last possible end, and how many windows fit."""
     # Ends e: inputs x[e−L … e−1], targets x[e−n+1 … e].
-    first, final = lengths[-1], stream_length - 1
-    return first, final, (final - first) // targets + 1  # more would score some token twice
+    first, last = lengths[-1], stream_length - 1
+    return first, last, (last - first) // targets + 1  # more would score some token twice
 
 
-def _check_windows(windows: int | None, most: int, stream_length: int, lengths: tuple[int, ...], targets: int) -> None:
-    if windows is not None and windows > most:
+def _check_windows(
+    windows: int | None, max_windows: int, stream_length: int, lengths: tuple[int, ...], targets: int
+) -> None:
+    if windows is not None and windows > max_windows:
         raise UserError(
-            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {most} windows of "
+            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_windows} windows of "
             f"{targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets or shorter lengths"
         )
 
 
 def _plan_nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: int | None) -> ScoringPlan:
     block = math.lcm(*lengths)
-    most = (stream_length - 1) // block
+    max_blocks = (stream_length - 1) // block
     per_block = block // lengths[-1]
-    if most == 0:
+    if max_blocks == 0:
         raise UserError(
             f"the text to score has {stream_length:,} tokens; nonoverlapping windows of {', '.join(map(str, lengths))} "
             f"share the same targets only over multiples of {block:,}; use lengths that divide each other, or more text"
         )
-    if windows is not None and windows > most * per_block:
+    if windows is not None and windows > max_blocks * per_block:
         raise UserError(
-            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {most * per_block} "
+            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_blocks * per_block} "
             f"windows of {lengths[-1]:,}"
         )
     if windows is not None and windows % per_block:
@@ -244,7 +256,7 @@ def _plan_nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: 
             f"windows = {windows}: with these lengths, windows of {lengths[-1]:,} come in groups of {per_block} "
             f"({block:,} tokens, the smallest common multiple)"
         )
-    blocks = most if windows is None else windows // per_block
+    blocks = max_blocks if windows is None else windows // per_block
     starts = {length: np.arange(0, blocks * block, length, dtype=np.int64) for length in lengths}
     return ScoringPlan(
         "nonoverlapping", starts, (TargetSet(lengths, blocks, block, {length: length for length in lengths}),)

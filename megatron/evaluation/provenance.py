@@ -1,29 +1,96 @@
-"""What records say beside their values: of which model, when, where and with what something was measured."""
+"""What records say beside their values: of which model, when, where and with what something was measured.
+
+A method is called by its position encoding, with whatever differs from the defaults:
+
+    rotary                              an encoding, nothing else
+    cdape+kerple_log                    a processor on an encoding
+    cdape(kernel_size=5)+kerple_log     options that are not the default's
+    kerple_log(per_layer)               parameters of its own in every layer
+    rotary(window=64)                   trained and evaluated with attention_window 64
+    rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
+    rotary(randomized=2048)             trained at positions drawn from 2,048
+
+Runs that differ in more than the seed but would share a name get their run folder added, so that no table ever
+averages two different things.
+"""
 
 from __future__ import annotations
 
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.options.model import PositionOptions
 from megatron.utils.atomic_io import get_farfield_version
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
+    from megatron.config.schema import Config
+    from megatron.position.base import PositionModule
 
-# torch is imported where it is used: a mistake in what was asked for is told at once.
+# torch is imported where it is used: a mistake in the options is reported at once.
+
+
+def format_method_name(position: PositionOptions, window: int | None = None) -> str:
+    """The name of a position configuration, as above.
+
+    Args:
+        position: of the training.
+        window: attention window of the evaluation; None is the run's own.
+    """
+    from megatron.position.registry import load_encoding_class, load_processor_class
+
+    options = _list_differing_options(position.pos_emb_options, load_encoding_class(position.pos_emb))
+    if position.pos_emb_per_layer:
+        options.append("per_layer")
+    if position.randomized_positions is not None:
+        options.append(f"randomized={position.randomized_positions}")
+    if window is not None and window != position.attention_window:
+        options.append(f"window={window} at evaluation")
+    elif position.attention_window is not None:
+        options.append(f"window={position.attention_window}")
+    name = _format_name(position.pos_emb, options)
+    if position.score_processor == "none":
+        return name
+    options = _list_differing_options(position.score_processor_options, load_processor_class(position.score_processor))
+    return f"{_format_name(position.score_processor, options)}+{name}"
+
+
+def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int | None = None) -> list[str]:
+    """A method's name per run: equal for runs that differ in their seed alone, different for all others."""
+    names = [format_method_name(config.position, window) for config in configs]
+    fingerprints = [{**config.training_fingerprint(), "seed": None} for config in configs]
+    distinct_names = []
+    for index, name in enumerate(names):
+        namesakes = [other for other in range(len(names)) if names[other] == name]
+        seeds = [configs[other].training.seed for other in namesakes]
+        same_training = all(fingerprints[other] == fingerprints[index] for other in namesakes)
+        differ_in_seed_alone = same_training and len(set(seeds)) == len(seeds)
+        distinct_names.append(name if differ_in_seed_alone else f"{name} [{runs[index]}]")
+    return distinct_names
+
+
+def _list_differing_options(options: Mapping[str, Any], method: type[PositionModule]) -> list[str]:
+    """Options that are not the default's, except those that only say where training starts."""
+    from megatron.model.position_modules import canonical_options
+
+    defaults = canonical_options(method, {})
+    items = sorted(canonical_options(method, options).items())
+    return [f"{key}={value}" for key, value in items if key not in defaults or defaults[key] != value]
+
+
+def _format_name(name: str, options: Sequence[str]) -> str:
+    return f"{name}({', '.join(options)})" if options else name
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
-    """What records say of a model."""
+    """The fields of records on a model."""
     import torch
-
-    from megatron.evaluation.names import format_method_name
 
     config, model = loaded.config, loaded.model
     name = format_method_name(config.position, loaded.position.attention_window)
@@ -42,14 +109,14 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def start_stopwatch() -> Callable[[], dict[str, Any]]:
-    """Begin a measurement. What is returned tells, when it has ended, the fields of records on its time."""
-    begun = time.perf_counter()
+    """Begin a measurement. The function that is returned ends it, and returns the fields of records on its time."""
+    start = time.perf_counter()
 
-    def taken() -> dict[str, Any]:
+    def stop() -> dict[str, Any]:
         now = datetime.now(UTC)
-        return {"seconds": round(time.perf_counter() - begun, 3), "date": now.isoformat(timespec="seconds")}
+        return {"seconds": round(time.perf_counter() - start, 3), "date": now.isoformat(timespec="seconds")}
 
-    return taken
+    return stop
 
 
 def describe_machine() -> str:
@@ -66,7 +133,7 @@ def describe_machine() -> str:
 
 
 def list_software_versions() -> str:
-    """Versions."""
+    """Versions of this project, Python, torch and megatron-core."""
     import torch
 
     python = ".".join(map(str, sys.version_info[:3]))

@@ -26,13 +26,13 @@ from megatron.data.vocabulary import Vocabulary, read_vocabulary, vocabulary_fro
 from megatron.options.data import DataOptions
 from megatron.utils.errors import UserError
 
-DIGEST_BLOCK = 1 << 20
+MAX_DIGEST_TOKENS = 1 << 20
 """Tokens of a text that go into its digest: all of a small one, blocks spread over a large one."""
 
 
 @dataclass(frozen=True)
 class EvalText:
-    """What is scored: tokens, and what they are called."""
+    """The tokens that are scored, and the text's name."""
 
     tokens: np.ndarray
     name: str
@@ -41,19 +41,20 @@ class EvalText:
     @cached_property
     def digest(self) -> str:
         """A hash that tells texts apart wherever they lie: tokenizer, number of tokens, and up to 2^20 of them."""
-        size, blocks = len(self.tokens), 256
-        length = DIGEST_BLOCK // blocks
-        begins = (
-            range(0, size, length) if size <= DIGEST_BLOCK else np.linspace(0, size - length, blocks).astype(np.int64)
-        )
-        found = hashlib.sha256(f"{self.vocabulary.name} {size}".encode())
-        for begin in begins:
-            found.update(np.ascontiguousarray(self.tokens[begin : begin + length], dtype="<i8").tobytes())
-        return found.hexdigest()[:16]
+        size, num_blocks = len(self.tokens), 256
+        block = MAX_DIGEST_TOKENS // num_blocks
+        if size <= MAX_DIGEST_TOKENS:
+            starts = np.arange(0, size, block)
+        else:
+            starts = np.linspace(0, size - block, num_blocks).astype(np.int64)
+        digest = hashlib.sha256(f"{self.vocabulary.name} {size}".encode())
+        for start in starts:
+            digest.update(np.ascontiguousarray(self.tokens[start : start + block], dtype="<i8").tobytes())
+        return digest.hexdigest()[:16]
 
 
 def load_text(
-    name: str, config: Config, data: str | Path | None, trained: str | None = None, run: Path | None = None
+    name: str, config: Config, data: str | Path | None, tokenizer_name: str | None = None, run: Path | None = None
 ) -> EvalText:
     """The text that a run is scored on.
 
@@ -61,7 +62,7 @@ def load_text(
         name: of the run, for messages.
         config: of the run.
         data: what `--data` says; None is the run's own test split, else its valid split.
-        trained: the name of the tokenizer that the run was trained with, if it is known.
+        tokenizer_name: of the tokenizer that the run was trained with, if it is known.
         run: its folder, if there is one.
 
     Raises:
@@ -69,20 +70,20 @@ def load_text(
         RunError: its files are damaged.
     """
     if data is not None and _is_text_file(Path(data)):
-        tokenizer = _choose_tokenizer(name, config, data, trained, run)
-        known = vocabulary_from_tokenizer(tokenizer)
+        tokenizer = _load_own_tokenizer(name, config, data, tokenizer_name, run)
+        vocabulary = vocabulary_from_tokenizer(tokenizer)
         source = str(data)
     else:
-        options, split = _read_split(name, config, data, trained, run)
-        tokenizer, known = None, read_vocabulary(options)
+        options, split = _choose_split(name, config, data, tokenizer_name, run)
+        tokenizer, vocabulary = None, read_vocabulary(options)
         source = str(data) if data is not None else f"the {split} data of {name}"
-    if known.name != (trained or known.name):
-        raise UserError(f"{source}: made by tokenizer {known.name}, but {name} was trained with {trained}")
+    if vocabulary.name != (tokenizer_name or vocabulary.name):
+        raise UserError(f"{source}: made by tokenizer {vocabulary.name}, but {name} was trained with {tokenizer_name}")
     if tokenizer is not None:
-        return EvalText(_encode_file(source, Path(source).stat().st_mtime_ns, tokenizer), source, known)
-    where = ", ".join(str(prefix) for _, prefix in list_split_prefixes(options, split))
-    called = f"{where} ({split} of {options.split})" if options.data_path is not None else where
-    return EvalText(load_token_stream(options, split), called, known)
+        return EvalText(_encode_file(source, Path(source).stat().st_mtime_ns, tokenizer), source, vocabulary)
+    prefixes = ", ".join(str(prefix) for _, prefix in list_split_prefixes(options, split))
+    text_name = f"{prefixes} ({split} of {options.split})" if options.data_path is not None else prefixes
+    return EvalText(load_token_stream(options, split), text_name, vocabulary)
 
 
 def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> EvalText:
@@ -92,16 +93,16 @@ def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> Eva
         UserError: as `load_text`, or the runs do not share their text, or its tokenizer.
     """
 
-    def own(run: TrainedRun) -> EvalText:
+    def load_text_of(run: TrainedRun) -> EvalText:
         return load_text(run.name, run.config, data, run.tokenizer_name, run.folder)
 
     first, *others = runs
-    text = own(first)
+    text = load_text_of(first)
     for run in others:
-        other = own(run)
+        other = load_text_of(run)
         check_tokenizer(run.name, other.vocabulary.name, first.name, text.vocabulary.name)
-        alike = (other.name, other.vocabulary) == (text.name, text.vocabulary)
-        if not alike and not np.array_equal(other.tokens, text.tokens):
+        is_same_file = (other.name, other.vocabulary) == (text.name, text.vocabulary)
+        if not is_same_file and not np.array_equal(other.tokens, text.tokens):
             raise UserError(
                 f"{run.name} would be scored on {other.name}, {first.name} on {text.name}: name one text for all with "
                 "--data"
@@ -109,33 +110,33 @@ def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> Eva
     return text
 
 
-def check_tokenizer(run: str, tokenizer: str, first: str, of_first: str) -> None:
+def check_tokenizer(run: str, tokenizer: str, first_run: str, first_tokenizer: str) -> None:
     """Refuse to put a run beside the first one if their tokens are not the same thing. Raises UserError."""
-    if tokenizer != of_first:
-        trained = f"{run} was trained with tokenizer {tokenizer}, {first} with {of_first}"
-        raise UserError(f"{trained}: losses per token cannot be compared")
+    if tokenizer != first_tokenizer:
+        difference = f"{run} was trained with tokenizer {tokenizer}, {first_run} with {first_tokenizer}"
+        raise UserError(f"{difference}: losses per token cannot be compared")
 
 
-def _read_split(
-    name: str, config: Config, data: str | Path | None, trained: str | None, run: Path | None
+def _choose_split(
+    name: str, config: Config, data: str | Path | None, tokenizer_name: str | None, run: Path | None
 ) -> tuple[DataOptions, Split]:
     """The data options and the split of them that a run is scored on."""
-    own = config.data
+    run_data = config.data
     if data is not None:
         prefix = _find_dataset(Path(data))
         options = DataOptions(test_data_paths=[str(prefix)])
-        (_, named), *_ = list_split_prefixes(options, "test")
-        if find_corpus_metadata(named) is None:
-            tokenizer = _choose_tokenizer(name, config, prefix, trained, run)
+        (_, dataset), *_ = list_split_prefixes(options, "test")
+        if find_corpus_metadata(dataset) is None:
+            tokenizer = _load_own_tokenizer(name, config, prefix, tokenizer_name, run)
             files = dict(zip(("vocab_file", "merge_file"), map(str, tokenizer.files.values()), strict=False))
             special = {"end_token": tokenizer.end_token, "add_bos": False}  # the tokens are there already
             options = options.replace(tokenizer_type=tokenizer.type, **files, **special)
         return options, "test"
     for split in ("test", "valid"):
-        if own.data_path is not None and compute_sequence_range(own.split, split, 1 << 20) is not None:
-            return own, split
-        if own.data_path is None and list_split_prefixes(own, split):
-            return own, split
+        if run_data.data_path is not None and compute_sequence_range(run_data.split, split, 1 << 20) is not None:
+            return run_data, split
+        if run_data.data_path is None and list_split_prefixes(run_data, split):
+            return run_data, split
     raise UserError(f"{name}: its configuration names no test or valid data; name a text with --data")
 
 
@@ -146,26 +147,28 @@ def _find_dataset(path: Path) -> Path:
             raise UserError(f"{path}: no such text; --data names a file ({', '.join(SUFFIXES)}), a corpus or a dataset")
         return path
     splits = read_corpus(path).splits
-    chosen = next((split for split in ("test", "valid", "all") if split in splits), None)
-    if chosen is None:
+    split = next((split for split in ("test", "valid", "all") if split in splits), None)
+    if split is None:
         raise UserError(f"{path}: has only {', '.join(splits)}; name a dataset in it to score that one")
-    return path / split_basename(chosen)
+    return path / split_basename(split)
 
 
 def _is_text_file(path: Path) -> bool:
     return path.is_file() and path.suffix not in (".bin", ".idx") and not Path(f"{path}.idx").exists()
 
 
-def _choose_tokenizer(name: str, config: Config, file: str | Path, trained: str | None, run: Path | None) -> Tokenizer:
+def _load_own_tokenizer(
+    name: str, config: Config, file: str | Path, tokenizer_name: str | None, run: Path | None
+) -> Tokenizer:
     """The run's own tokenizer, for data that do not say which made them."""
     try:
-        return load_run_tokenizer(run, config.data, trained)
+        return load_run_tokenizer(run, config.data, tokenizer_name)
     except UserError as error:
         raise UserError(f"{file}: is to be tokenized as {name} was trained: {error}") from None
 
 
 @lru_cache(maxsize=2)  # a sweep asks for the same text for each of its runs
-def _encode_file(file: str, modified: int, tokenizer: Tokenizer) -> np.ndarray:
+def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.ndarray:
     """All documents of a file of text, each with its end-of-document token, int [N]."""
     if not file.endswith(SUFFIXES):
         raise UserError(f"{file}: its suffix is none of {', '.join(SUFFIXES)}; `./deepy.py prepare` reads others")
@@ -175,11 +178,11 @@ def _encode_file(file: str, modified: int, tokenizer: Tokenizer) -> np.ndarray:
         for document in iter_raw_documents(source)
     )
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
-    parts = [
+    token_arrays = [
         part.tokens
         for chunk in encode_chunks(Encoder(tokenizer, dtype, "text"), iter_chunks(documents), workers=1)
         for part in chunk.by_split.values()
     ]
-    if not parts:
+    if not token_arrays:
         raise UserError(f"{file}: there is no text in it")
-    return np.concatenate(parts)
+    return np.concatenate(token_arrays)

@@ -13,7 +13,7 @@ from megatron.utils.errors import UserError
 from megatron.utils.progress import WorkItem
 
 if TYPE_CHECKING:
-    from megatron.evaluation.sketch import EvalEstimate
+    from megatron.evaluation.targets import EvalEstimate
 
 # What needs torch is imported where it is used: a mistake in the file is told at once.
 
@@ -59,7 +59,7 @@ def estimate_work(
 
 
 def _build_scoring(member: SweepMember) -> EvalEstimate:
-    from megatron.evaluation.sketch import estimate_untrained
+    from megatron.evaluation.targets import estimate_untrained
     from megatron.model.build import check_position_options
 
     config = member.config

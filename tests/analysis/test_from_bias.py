@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.analysis.bias import compute_bias_by_distance, compute_terms, mask_window, to_float64
-from megatron.analysis.convergence import sum_bias_series
-from megatron.analysis.effective_length import FAR, accumulate_by_length, compute_effective_lengths
+from megatron.analysis.bias_series import (
+    compute_bias_by_distance,
+    compute_terms,
+    mask_window,
+    sum_bias_series,
+    to_float64,
+)
+from megatron.analysis.from_bias.effective_length import (
+    MAX_PLOTTED_DISTANCE,
+    accumulate_by_length,
+    compute_effective_lengths,
+)
 from megatron.analysis.receptive_field import (
-    PLOTTED_FRACTIONS,
+    PLOTTED_EPSILONS,
     ReceptiveField,
     compute_finite_field,
     compute_theoretical_field,
@@ -21,7 +30,7 @@ from megatron.position import registry, series_tails
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 
-SHARES = (0.5, 0.1, 0.01, 0.001)
+EPSILONS = (0.5, 0.1, 0.01, 0.001)
 
 
 def encoding_of(name: str, heads: int = 1, options: dict[str, Any] | None = None, **parameters: float) -> Encoding:
@@ -34,7 +43,7 @@ def encoding_of(name: str, heads: int = 1, options: dict[str, Any] | None = None
 
 def fields_of(encoding: Encoding, head: int = 0, **choices: Any) -> list[ReceptiveField]:
     series = sum_bias_series(encoding, **choices)[head]
-    return compute_theoretical_field(series.bias, series.tail, SHARES)
+    return compute_theoretical_field(series.bias, series.tail, EPSILONS)
 
 
 KNOWN = [
@@ -59,7 +68,7 @@ def test_few_terms_and_a_bound_give_what_many_terms_give(name: str) -> None:
     """The tail's bounds carry the result: 64 terms one by one are as good as 65,536."""
     parameters = {"kerple_log": {"r1": 1.7, "r2": 0.4}, "kerple_power": {"r1": 0.2, "r2": 0.6}}.get(name, {})
     encoding = encoding_of(name, **parameters)
-    for few, many in zip(fields_of(encoding, terms=64), fields_of(encoding), strict=True):
+    for few, many in zip(fields_of(encoding, num_terms=64), fields_of(encoding), strict=True):
         assert few.low <= many.low <= many.high <= few.high
         assert few.high - few.low <= 1
 
@@ -93,7 +102,7 @@ def test_both_definitions_against_loops(seed: int) -> None:
         ReceptiveField(j, j) for j in (brute(b, share) for share in shares)
     ]
     assert compute_finite_field(bias.exp()) == brute_finite(b)
-    assert pytest.approx([1 - i / 49 for i in range(50)]) == PLOTTED_FRACTIONS
+    assert pytest.approx([1 - i / 49 for i in range(50)]) == PLOTTED_EPSILONS
 
 
 def test_more_than_is_not_at_least() -> None:
@@ -105,7 +114,7 @@ def test_more_than_is_not_at_least() -> None:
 
 def test_a_series_that_diverges_has_no_end() -> None:
     for name in ("inverse", "none", "inverse_nlogn"):
-        assert {str(field) for field in fields_of(encoding_of(name), terms=64)} == {"∞"}
+        assert {str(field) for field in fields_of(encoding_of(name), num_terms=64)} == {"∞"}
 
 
 def test_a_window_ends_every_series() -> None:
@@ -193,8 +202,8 @@ def test_effective_lengths_that_are_none() -> None:
 
 
 def test_heads_are_counted_up_to_each_distance() -> None:
-    assert accumulate_by_length([3, 3, 700, 30_000, math.inf]) == [(0, 0), (3, 2), (700, 3), (FAR, 3)]
-    assert accumulate_by_length([math.inf]) == [(0, 0), (FAR, 0)]
+    assert accumulate_by_length([3, 3, 700, 30_000, math.inf]) == [(0, 0), (3, 2), (700, 3), (MAX_PLOTTED_DISTANCE, 3)]
+    assert accumulate_by_length([math.inf]) == [(0, 0), (MAX_PLOTTED_DISTANCE, 0)]
 
 
 def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances() -> None:

@@ -9,12 +9,13 @@ import torch
 from models import VOCABULARY, small_gpt
 from torch import Tensor
 
-from megatron.analysis import maps, observe
-from megatron.analysis.attention_mass import AttentionMass, measure_attention_mass
-from megatron.analysis.maps import compute_layer_maps
-from megatron.analysis.observe import capture_attention, list_attention_layers, run_forward
+from megatron.analysis import attention_capture
+from megatron.analysis.attention_capture import capture_attention, list_attention_layers, run_forward
+from megatron.analysis.from_text import score_maps
+from megatron.analysis.from_text.empirical_receptive_field import AttentionMass, measure_attention_mass
+from megatron.analysis.from_text.processor_taps import measure_processor_jacobian
+from megatron.analysis.from_text.score_maps import compute_layer_maps
 from megatron.analysis.receptive_field import compute_finite_field
-from megatron.analysis.taps import measure_processor_jacobian
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
@@ -27,7 +28,7 @@ HEADS = 3
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows."""
-    monkeypatch.setattr(observe, "ELEMENTS", 5 * HEADS * LENGTH)
+    monkeypatch.setattr(attention_capture, "MAX_BLOCK_ELEMENTS", 5 * HEADS * LENGTH)
 
 
 def windows(count: int = 2, length: int = LENGTH) -> list[np.ndarray]:
@@ -130,9 +131,9 @@ def test_mean_attention_by_distance(processor: str, place: dict, window: int | N
                         for t in range(near):
                             expected[layer, h, t] += row["attention"][h][i - t]
     queries = 2 * (LENGTH - near + 1)
-    assert found.queries == queries
+    assert found.num_queries == queries
     # Scores and softmax are float32 there, and of order one.
-    np.testing.assert_allclose(found.shares.numpy(), expected / queries, atol=2e-6)
+    np.testing.assert_allclose(found.by_distance.numpy(), expected / queries, atol=2e-6)
     np.testing.assert_allclose(found.mass_beyond.numpy(), 1 - expected.sum(-1) / queries, atol=2e-6)
 
 
@@ -141,7 +142,7 @@ def test_maps_are_means_over_what_is_seen(
     processor: str, place: dict, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side, heads = 6, [2, 0]
-    monkeypatch.setattr(maps, "SIDE", side)
+    monkeypatch.setattr(score_maps, "MAP_SIZE", side)
     model, tokens = model_of(processor, place, window), windows()[0]
     (found,) = compute_layer_maps(model, tokens, [1], heads)
     q, k = captured(model, tokens)[1]
@@ -186,7 +187,7 @@ def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> Non
     """All attention is somewhere: within m, or beyond; and maps of attention have rows that sum to 1."""
     model = small_gpt(LENGTH, encoding, processor)
     mass = measure_attention_mass(model, windows())
-    assert ((mass.shares.sum(-1) <= 1 + 1e-5) & (mass.shares >= 0).all(-1)).all()
+    assert ((mass.by_distance.sum(-1) <= 1 + 1e-5) & (mass.by_distance >= 0).all(-1)).all()
     (found,) = compute_layer_maps(model, windows()[0], [0], [0])
     side = found.cells["attention"].shape[-1]
     assert side == LENGTH  # no pooling
@@ -198,7 +199,7 @@ def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> Non
 
 
 def test_fields_of_a_known_distribution() -> None:
-    mass = AttentionMass(torch.tensor([[[0.5, 0.25, 0.125, 0.0625]]], dtype=torch.float64), queries=1)
+    mass = AttentionMass(torch.tensor([[[0.5, 0.25, 0.125, 0.0625]]], dtype=torch.float64), num_queries=1)
     assert mass.mass_beyond.item() == 0.0625
     assert [mass.receptive_field(0, 0, share) for share in (0.6, 0.5, 0.2, 0.07, 0.0625, 0.01)] == [
         1,
@@ -209,7 +210,7 @@ def test_fields_of_a_known_distribution() -> None:
         None,
     ]
     # Within the four keys: 8, 12, 14, 15 fifteenths.
-    assert compute_finite_field(mass.shares[0, 0], [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
+    assert compute_finite_field(mass.by_distance[0, 0], [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
 
 
 class Mixing(Processor):
@@ -229,9 +230,9 @@ def test_taps_of_a_linear_processor_are_its_weights() -> None:
         shape = attention.processor.dims
         attention.processor, attention.backend = Mixing(shape, has_bias=True), EagerBackend()
     found = measure_processor_jacobian(model, windows(2, 80))
-    assert [(each.layer, each.reads) for each in found] == [(0, "score"), (0, "bias"), (1, "score"), (1, "bias")]
+    assert [(each.layer, each.source) for each in found] == [(0, "score"), (0, "bias"), (1, "score"), (1, "bias")]
     of_score, of_bias = found[:2]
-    assert (of_score.reach, of_bias.reach) == (1, 0)
+    assert (of_score.max_offset, of_bias.max_offset) == (1, 0)
     expected = torch.zeros(HEADS, HEADS, 3, dtype=torch.float64)
     for h in range(HEADS):
         expected[h, h, 1] = 2 - 1
@@ -239,7 +240,7 @@ def test_taps_of_a_linear_processor_are_its_weights() -> None:
     torch.testing.assert_close(of_score.mean, expected)
     torch.testing.assert_close(of_score.rms, expected.abs())
     torch.testing.assert_close(of_bias.mean[..., 0], 2 * torch.eye(HEADS, dtype=torch.float64))
-    assert of_score.elsewhere == of_bias.elsewhere == 0
+    assert of_score.far_share == of_bias.far_share == 0
 
 
 def test_taps_of_cdape_where_it_is_linear() -> None:

@@ -20,9 +20,9 @@ from tiny_runs import VOCABULARY, tiny_config, write_corpora
 
 from megatron.analysis import page
 from megatron.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
-from megatron.analysis.attention_mass import measure_attention_mass
-from megatron.analysis.request import read_analysis_request
-from megatron.analysis.run import PAGE, analyze
+from megatron.analysis.from_text.empirical_receptive_field import measure_attention_mass
+from megatron.analysis.jobs import PAGE_FILE, read_analysis_request
+from megatron.analysis.run import analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.checkpoint.trainer_state import TrainerState
@@ -88,7 +88,7 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
     configs = ["162M alibi num_attention_heads=2"]
     found = analyze(runs, options, configs=configs, output="out", console=Console(file=out, width=150))
     text = found.read_text(encoding="utf-8")
-    assert found == Path("out") / PAGE
+    assert found == Path("out") / PAGE_FILE
     assert re.findall('<h2 id="(.*?)">', text) == list(load_analyses())
     methods = ["rotary", "cdape(width=4)+kerple_log(per_layer)", "alibi (untrained)"]
     for method in methods:
@@ -129,7 +129,7 @@ def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Fi
     for length in LENGTHS:
         mass = measure_attention_mass(loaded.model, [tokens[end - length : end] for end in ends])
         rows = [row for row in rows_of("empirical_receptive_field", folder) if row["length"] == str(length)]
-        sums = mass.shares.cumsum(-1)
+        sums = mass.by_distance.cumsum(-1)
         for row in rows:
             if row["quantity"] == "held by the last":
                 expected = sums[int(row["layer"]), int(row["head"]), int(row["at"]) - 1].item()
@@ -236,7 +236,7 @@ def test_mistakes_are_told_before_any_work(given: dict, message: str, place: Pat
 
 
 def test_torch_waits_until_all_was_read() -> None:
-    code = "import sys, megatron.analysis.run, megatron.analysis.request; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron.analysis.run, megatron.analysis.jobs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -10,9 +10,9 @@ from models import build_model
 from torch import Tensor, nn
 
 from megatron.data.vocabulary import Vocabulary
+from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.perplexity import evaluate_perplexity
 from megatron.evaluation.protocols import plan_from_options
-from megatron.evaluation.subject import ScoringContext
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.model import ModelOptions, PositionOptions

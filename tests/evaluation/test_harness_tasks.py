@@ -307,7 +307,7 @@ def test_an_empty_choice(run: Path) -> None:
 
 
 def test_values_that_no_record_holds_are_told() -> None:
-    from megatron.evaluation.harness import RequestBatch
+    from megatron.evaluation.harness import RequestCounts
 
     about = {"method": "a", "train_length": 8, "length": 8, "seed": 1}
     values = {
@@ -320,7 +320,7 @@ def test_values_that_no_record_holds_are_told() -> None:
     }
     said: list[str] = []
     results = {"results": {"told": values}, "n-shot": {"told": 3}}
-    (record,) = build_task_records(results, {"told": RequestBatch(tokens=7)}, about, said.append)
+    (record,) = build_task_records(results, {"told": RequestCounts(num_tokens=7)}, about, said.append)
     assert (record.protocol, record.value, record.stderr, record.tokens) == ("told, 3-shot, strict-match", 0.5, None, 7)
     assert said == [
         "told, 3-shot: mcc is 0.25, which records have no place for",

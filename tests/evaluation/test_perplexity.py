@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.data.vocabulary import Vocabulary
-from megatron.evaluation.measures import summarize_losses
+from megatron.evaluation.loss_records import summarize_losses
 from megatron.evaluation.perplexity import compute_window_losses
 from megatron.evaluation.protocols import choose_default_targets
 from megatron.options.evaluation import EvaluationOptions as Options

@@ -12,11 +12,11 @@ from torch import nn
 
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.data.vocabulary import Vocabulary
-from megatron.evaluation.probes.chosen import PROBES, build_probe
+from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
 from megatron.evaluation.probes.probe import Probe
 from megatron.evaluation.probes.repeated import RepeatedTokens
-from megatron.evaluation.subject import ScoringContext
+from megatron.evaluation.targets import PROBES, build_probe
 from megatron.options import evaluation
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.comparison_table import build_comparison_tables
@@ -158,7 +158,7 @@ def test_options_of_probes() -> None:
         16,
         8,
     )
-    assert probe(protocol="repeated", windows=7).count == 7
+    assert probe(protocol="repeated", windows=7).num_sequences == 7
     for choices, message in (
         ({"protocol": "passkey"}, "windows of 64 tokens are too short for it"),
         ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short for it"),

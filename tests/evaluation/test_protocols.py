@@ -51,7 +51,7 @@ def test_strided(lengths: list[int], more: int, stride: int) -> None:
     for length in plan.lengths:
         assert plan.target_positions(cut, length).ravel().tolist() == list(range(first, first + scored))
         assert (plan.starts[length] >= 0).all()
-        assert plan.select_windows(length) * stride == scored
+        assert plan.num_windows(length) * stride == scored
     assert stream - 1 - (first + scored - 1) < max(cut.targets, stride)  # what is left out fills no block
 
 
@@ -59,12 +59,12 @@ def test_several_targets_share_their_windows() -> None:
     plan = build_scoring_plan(1001, [10, 40, 100], "last", targets=[40, 10], windows=4)
     small, large = plan.target_sets
     assert (small.lengths, large.lengths) == ((10, 40, 100), (40, 100))
-    assert [plan.scored(length) for length in plan.lengths] == [10, 40, 40]
+    assert [plan.num_scored(length) for length in plan.lengths] == [10, 40, 40]
     for length in large.lengths:
         assert np.array_equal(plan.target_positions(large, length)[:, -10:], plan.target_positions(small, length))
     rows = np.arange(4 * 40).reshape(4, 40)
-    assert small.from_rows(rows, 100).tolist() == rows[:, 30:].tolist()
-    assert large.from_rows(rows, 100).tolist() == rows.tolist()
+    assert small.select_values(rows, 100).tolist() == rows[:, 30:].tolist()
+    assert large.select_values(rows, 100).tolist() == rows.tolist()
 
 
 @given(lengths=lengths, stream=st.integers(2, 2000))
@@ -78,8 +78,8 @@ def test_nonoverlapping(lengths: list[int], stream: int) -> None:
     plan = build_scoring_plan(stream, lengths, "nonoverlapping")
     scored = (stream - 1) // span * span
     for length in plan.lengths:
-        assert plan.select_windows(length) == scored // length
-        assert plan.scored(length) == length
+        assert plan.num_windows(length) == scored // length
+        assert plan.num_scored(length) == length
         # The targets are positions 1, 2, 3, … of the stream, each once and in order, whatever the length.
         assert plan.target_positions(plan.target_sets[0], length).ravel().tolist() == list(range(1, scored + 1))
 
@@ -92,7 +92,7 @@ def test_windows_spread_over_the_whole_stream() -> None:
 
 def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
     plan = build_scoring_plan(1000, [8, 32], "nonoverlapping", windows=3)
-    assert (plan.select_windows(32), plan.select_windows(8), plan.target_sets[0].blocks) == (3, 12, 3)
+    assert (plan.num_windows(32), plan.num_windows(8), plan.target_sets[0].blocks) == (3, 12, 3)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
 
 def test_all_variants_are_scored_on_the_same_targets_up_to_where_their_positions_end(initialiser: Initialiser) -> None:
     write(BASE.replace("rotary: {pos_emb: rotary}", "learned: {pos_emb: learned}"))
-    with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned ends at 16 .*, length 32 is past it"):
+    with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned ends at 16 .*, length 32 is past them"):
         run("sweep.evaluate.multiples=[2, 4]", "sweep.seeds=[3, 4]")
     found, said = run("sweep.seeds=[3, 4]")
     assert [(r.method, r.seed, r.length, r.max_length) for r in found] == [

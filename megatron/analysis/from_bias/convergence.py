@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block
-from megatron.analysis.convergence import TERMS, BiasSeries, sum_bias_series
-from megatron.analysis.heads import HeadCells, build_head_table
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, HeadRow, build_head_table
+from megatron.analysis.bias_series import NUM_TERMS, BiasSeries, sum_bias_series
 
-SUMS = (1_000, TERMS)
+REPORTED_TERMS = (1_000, NUM_TERMS)
+"""Numbers of terms whose sums are reported."""
 
 ConvergenceResult = list[tuple[str, list[BiasSeries], str]]
-"""Whose encoding it is, its heads' series, and what else must be known of the model."""
+"""A layer, its heads' series, and what else must be known of the model."""
 
 
 class Convergence(Analysis):
@@ -25,16 +25,16 @@ class Convergence(Analysis):
 
     def measure(self, context: AnalysisContext) -> ConvergenceResult:
         return [
-            (each.name, sum_bias_series(each.encoding, context.window), _describe_layers(context))
-            for each in context.encodings
+            (layer.name, sum_bias_series(layer.encoding, context.window), _describe_limits(context))
+            for layer in context.encodings
         ]
 
     def render_blocks(self, results: Mapping[str, ConvergenceResult], names: Sequence[str]) -> list[Block]:
-        columns = ["verdict", *(f"sum of {count:,} terms" for count in SUMS), "whole sum", "why"]
+        columns = ["verdict", *(f"sum of {count:,} terms" for count in REPORTED_TERMS), "whole sum", "why"]
         caption = "Each head's series, heads counted from 0; neighbours with the same series share a row."
-        heads = [head for name, each in results.items() for head in _format_cells(name, each)]
+        heads = [head for name, result in results.items() for head in _iter_head_rows(name, result)]
         return [
-            *(_format_sentence(name, each) for name, each in results.items()),
+            *(_format_sentence(name, result) for name, result in results.items()),
             build_head_table(columns, heads, caption),
         ]
 
@@ -44,41 +44,43 @@ class Convergence(Analysis):
                 low, high = series.total
                 yield {
                     "layer": layer, "head": series.head, "verdict": series.verdict, "reason": series.tail.reason,
-                    **{f"sum_{count}": series.sum_to(count) for count in SUMS}, "sum_low": low, "sum_high": high,
+                    **{f"sum_{count}": series.sum_to(count) for count in REPORTED_TERMS},
+                    "sum_low": low, "sum_high": high,
                 }  # fmt: skip
 
 
-def _describe_layers(looked: AnalysisContext) -> str:
-    position = looked.config.position
+def _describe_limits(context: AnalysisContext) -> str:
+    """What the theorem leaves out of this model."""
+    position = context.config.position
     if position.score_processor != "none":
         return f"The theorem speaks of the bias alone, not of what {position.score_processor} makes of it."
-    if any(type(each.encoding).overrides_hook("contextual") for each in looked.encodings):
+    if any(type(layer.encoding).overrides_hook("contextual") for layer in context.encodings):
         return "The theorem speaks of the bias alone, not of terms that depend on queries and keys."
     if position.randomized_positions is not None:
         return f"Distances are those of positions, drawn from {position.randomized_positions:,}."
     return ""
 
 
-def _format_sentence(name: str, found: ConvergenceResult) -> str:
-    series = [each for _, heads, _ in found for each in heads]
-    counts = {verdict: sum(each.verdict == verdict for each in series) for verdict in ("converges", "diverges")}
-    remark = found[0][2]
-    if len(set(counts.values()) - {0}) == 1 and sum(counts.values()) == len(series) and 0 in counts.values():
+def _format_sentence(name: str, result: ConvergenceResult) -> str:
+    verdicts = [series.verdict for _, heads, _ in result for series in heads]
+    counts = {verdict: verdicts.count(verdict) for verdict in ("converges", "diverges")}
+    remark = result[0][2]
+    if len(set(counts.values()) - {0}) == 1 and sum(counts.values()) == len(verdicts) and 0 in counts.values():
         verdict = next(verdict for verdict, count in counts.items() if count)
         text = f"{name}: every head's series {verdict}."
     else:
-        text = f"{name}: the series of {counts['converges']} of {len(series)} heads converges."
+        text = f"{name}: the series of {counts['converges']} of {len(verdicts)} heads converges."
     return f"{text} {remark}".strip()
 
 
-def _format_cells(name: str, found: ConvergenceResult) -> Iterator[HeadCells]:
-    for layer, heads, _ in found:
+def _iter_head_rows(name: str, result: ConvergenceResult) -> Iterator[HeadRow]:
+    for layer, heads, _ in result:
         for series in heads:
             low, high = series.total
-            unknown = high == float("inf") > low
-            whole = "∞" if series.tail.converges is False else "not known" if unknown else _format_number(low)
-            sums = [_format_number(series.sum_to(count)) for count in SUMS]
-            yield name, layer, series.head, [series.verdict, *sums, whole, series.tail.reason]
+            is_unknown = high == float("inf") > low
+            total = "∞" if series.tail.converges is False else "not known" if is_unknown else _format_number(low)
+            sums = [_format_number(series.sum_to(count)) for count in REPORTED_TERMS]
+            yield name, layer, series.head, [series.verdict, *sums, total, series.tail.reason]
 
 
 def _format_number(value: float) -> str:

@@ -1,12 +1,71 @@
-"""KERPLE's effective length, and how many heads reach how far."""
+"""KERPLE's effective length of a head: the least distance at which its bias is below −2 (Chi et al. 2022, A.5).
+
+e^−2 = 0.135, so that a key there counts for about a seventh of one at hand with the same score. It is defined for
+biases that never rise with the distance; others have none.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
-from megatron.analysis.effective_length import FAR, accumulate_by_length, compute_effective_lengths
+from megatron.analysis.bias_series import compute_terms, to_float64
+from megatron.position.encoding import Encoding
+
+THRESHOLD = -2.0
+MAX_PLOTTED_DISTANCE = 20_480
+"""Where KERPLE's figure ends."""
+MAX_DISTANCE = 2**53
 
 EffectiveLengthResult = list[tuple[str, list[float | None]]]
+"""A layer and the effective length of each of its heads."""
+
+
+@torch.no_grad()
+def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> list[float | None]:
+    """Of each head: a whole number, infinite if the bias stays above −2 at every distance up to 2^53, or None if it
+    rises somewhere up to 20,480, or is no function of the distance.
+
+    Args:
+        encoding: as the model has it.
+        window: every token sees the last `window` keys only, as if the bias were −∞ from that distance on.
+    """
+    max_length = math.inf if window is None else window
+    if not encoding.adds_bias:
+        return [max_length] * encoding.dims.num_heads
+    if not type(encoding).overrides_hook("table"):
+        return [None] * encoding.dims.num_heads
+    double = to_float64(encoding)
+
+    def compute_bias(distances: Tensor) -> Tensor:
+        bias = compute_terms(double, distances).bias
+        assert bias is not None
+        return bias
+
+    near_bias = compute_bias(torch.arange(MAX_PLOTTED_DISTANCE + 1, dtype=torch.float64))
+    never_rises = (near_bias.diff(dim=-1) <= 0).all(-1).tolist()
+    num_heads = len(never_rises)
+    low = torch.full((num_heads,), -1.0, dtype=torch.float64)  # the bias is not below −2 here, nor before
+    high = torch.full((num_heads,), float(MAX_DISTANCE), dtype=torch.float64)
+    heads = torch.arange(num_heads)
+    has_end = compute_bias(high)[heads, heads] < THRESHOLD
+    while bool((high - low > 1).any()):
+        middle = ((low + high) / 2).floor()
+        is_below = compute_bias(middle)[heads, heads] < THRESHOLD
+        low, high = torch.where(is_below, low, middle), torch.where(is_below, middle, high)
+    return [
+        None if not is_monotone else min(length, max_length) if ends else max_length
+        for is_monotone, ends, length in zip(never_rises, has_end.tolist(), high.tolist(), strict=True)
+    ]
+
+
+def accumulate_by_length(lengths: Sequence[float], end: int = MAX_PLOTTED_DISTANCE) -> list[tuple[int, int]]:
+    """KERPLE's curve, #{heads : effective length ≤ x}, as (x, heads) at 0, wherever it rises, and at the end."""
+    within = sorted(length for length in lengths if length <= end)
+    rises = [(int(length), sum(other <= length for other in within)) for length in dict.fromkeys(within)]
+    return [*([] if rises and rises[0][0] == 0 else [(0, 0)]), *rises, (end, len(within))]
 
 
 class EffectiveLength(Analysis):
@@ -14,9 +73,9 @@ class EffectiveLength(Analysis):
     title = "Effective length"
     text = (
         "The least distance at which a head's bias is below −2, so that a key counts for less than e^−2 = 0.135 of one "
-        f"at hand (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to {FAR:,}. "
-        "Heads of all layers are counted where each layer has parameters of its own. It is defined for a bias that "
-        "never rises with the distance; a window is a bias of −∞ outside it."
+        f"at hand (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to "
+        f"{MAX_PLOTTED_DISTANCE:,}. Heads of all layers are counted where each layer has parameters of its own. It is "
+        "defined for a bias that never rises with the distance; a window is a bias of −∞ outside it."
     )
 
     def measure(self, context: AnalysisContext) -> EffectiveLengthResult:
@@ -25,22 +84,32 @@ class EffectiveLength(Analysis):
             raise NotApplicable("It adds no bias.")
         if type(encoding).overrides_hook("dense"):
             raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
-        found = [(each.name, compute_effective_lengths(each.encoding, context.window)) for each in context.encodings]
-        if all(length is None for _, heads in found for length in heads):
+        result = [
+            (layer.name, compute_effective_lengths(layer.encoding, context.window)) for layer in context.encodings
+        ]
+        if all(length is None for _, heads in result for length in heads):
             raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")
-        return found
+        return result
 
     def render_blocks(self, results: Mapping[str, EffectiveLengthResult], names: Sequence[str]) -> list[Block]:
         rows = []
-        for name, each in results.items():
-            lengths = [length for _, heads in each for length in heads]
+        for name, result in results.items():
+            lengths = [length for _, heads in result for length in heads]
             known = sorted(length for length in lengths if length is not None)
-            within = sum(length <= FAR for length in known)
+            within = sum(length <= MAX_PLOTTED_DISTANCE for length in known)
             cells = [_format_length(known[0]), _format_length(known[(len(known) - 1) // 2]), _format_length(known[-1])]
             rows.append([name, f"{len(lengths):,}", *cells, f"{within:,}", f"{len(lengths) - len(known):,}"])
-        columns = ["method", "heads", "least", "median", "largest", f"heads within {FAR:,}", "heads whose bias rises"]
+        columns = [
+            "method",
+            "heads",
+            "least",
+            "median",
+            "largest",
+            f"heads within {MAX_PLOTTED_DISTANCE:,}",
+            "heads whose bias rises",
+        ]
         curves = "; ".join(f"{row[0]} {row[-2]} of {row[1]}, the first at {row[2]}" for row in rows)
-        alt = f"Share of heads with an effective length up to each distance, to {FAR:,}: {curves}."
+        alt = f"Share of heads with an effective length up to each distance, to {MAX_PLOTTED_DISTANCE:,}: {curves}."
         return [
             Figure(alt, lambda narrow: _draw(results, names, narrow)),
             Table(columns, rows, "∞ stands for a bias above −2 at every distance up to 2^53."),
@@ -56,22 +125,22 @@ def _format_length(length: float) -> str:
     return "∞" if math.isinf(length) else f"{int(length):,}"
 
 
-def _draw(found: Mapping[str, EffectiveLengthResult], names: Sequence[str], narrow: bool) -> bytes:
+def _draw(results: Mapping[str, EffectiveLengthResult], names: Sequence[str], narrow: bool) -> bytes:
     from megatron.analysis.drawing import add_legend, add_titles, create_panels, save_png
     from megatron.reports.plots import get_curve_style
 
-    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.2, below=0.18 * len(found))
-    for name, each in found.items():
-        lengths = [length for _, heads in each for length in heads]
+    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.2, below=0.18 * len(results))
+    for name, result in results.items():
+        lengths = [length for _, heads in result for length in heads]
         curve = accumulate_by_length([length for length in lengths if length is not None])
-        look = get_curve_style(names.index(name))
-        across, up = zip(*curve, strict=True)
+        style = get_curve_style(names.index(name))
+        distances, counts = zip(*curve, strict=True)
         axes.step(
-            across, [100 * heads / len(lengths) for heads in up], where="post", color=look["color"],
-            linestyle=look["linestyle"], label=name, linewidth=1.6,
+            distances, [100 * count / len(lengths) for count in counts], where="post", color=style["color"],
+            linestyle=style["linestyle"], label=name, linewidth=1.6,
         )  # fmt: skip
     axes.set_xscale("symlog", base=10, linthresh=1)
-    axes.set_xlim(0, FAR)
+    axes.set_xlim(0, MAX_PLOTTED_DISTANCE)
     axes.set_ylim(0, 103)
     add_titles(axes, "heads whose bias is below −2 at that distance", "distance", "% of heads")
     add_legend(figure, axes, narrow, 1)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, LayerEncoding, NotApplicable, Table
-from megatron.analysis.bias import compute_terms, to_float64
+from megatron.analysis.bias_series import compute_terms, to_float64
 from megatron.reports.metrics import format_number
 
-LOWEST = -12.0
+MIN_BIAS = -12.0
 """Biases below are cut off in pictures: e^−12 = 6e-6."""
-POINTS = 160
+NUM_DISTANCES = 160
 """Distances of the data, evenly spaced on a logarithmic scale."""
-FEW_HEADS = 8
+MAX_NAMED_HEADS = 8
 """Up to so many have a colour and a name each in pictures; more go from dark, head 0, to light."""
 MAX_PARAMETERS = 8
 """Parameters per head and layer that a table shows."""
@@ -37,73 +37,77 @@ class Kernels(Analysis):
     text = (
         "Each head's bias over the distance, as the model adds it after the scaling by 1/√d, and the weight that "
         "scores are multiplied by where there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line is the "
-        f"training length. Biases below {LOWEST:g}, a factor of 6e-6, are cut off in the picture. Where the bias "
+        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are cut off in the picture. Where the bias "
         "depends on the query's position, it is that of the last query of the longest length. With more than eight "
         "heads, colours go from dark, head 0, to light."
     )
 
     def measure(self, context: AnalysisContext) -> list[Kernel]:
         longest = context.lengths[-1]
-        found = [_measure_kernel(each, longest, context.config.model.seq_length) for each in context.encodings]
-        if not found[0].terms:
+        kernels = [_measure_kernel(layer, longest, context.config.model.seq_length) for layer in context.encodings]
+        if not kernels[0].terms:
             raise NotApplicable("It has neither a bias nor a weight over distances.")
-        return found
+        return kernels
 
     def render_blocks(self, results: Mapping[str, list[Kernel]], names: Sequence[str]) -> list[Block]:
         drawn = {name: _select_kernels(kernels) for name, kernels in results.items()}
         panels = [
-            (name, kernel, which) for name, kernels in drawn.items() for kernel in kernels for which in kernel.terms
+            (name, kernel, term) for name, kernels in drawn.items() for kernel in kernels for term in kernel.terms
         ]
-        curves = "; ".join(_describe_course(*panel) for panel in panels)
+        curves = "; ".join(_describe_panel(*panel) for panel in panels)
         blocks: list[Block] = [
             Figure(
                 f"Bias or weight over the distance, one curve per head: {curves}.", lambda narrow: _draw(panels, narrow)
             )
         ]
         for name, kernels in results.items():
-            if table := _format_parameters(name, kernels):
+            if table := _build_parameter_table(name, kernels):
                 blocks.append(table)
         return blocks
 
     def list_rows(self, result: list[Kernel]) -> Iterator[Mapping[str, object]]:
         for kernel in result:
-            for which, values in kernel.terms.items():
-                for head, line in enumerate(values.tolist()):
-                    for distance, value in zip(kernel.distances.tolist(), line, strict=True):
+            for term, values in kernel.terms.items():
+                for head, curve in enumerate(values.tolist()):
+                    for distance, value in zip(kernel.distances.tolist(), curve, strict=True):
                         yield {
-                            "layer": kernel.layer, "head": head, "term": which, "distance": int(distance),
+                            "layer": kernel.layer, "head": head, "term": term, "distance": int(distance),
                             "value": value,
                         }  # fmt: skip
 
 
-def _describe_course(name: str, kernel: Kernel, which: str) -> str:
+def _describe_panel(name: str, kernel: Kernel, term: str) -> str:
     """Where the curves of a panel begin and end, in words: of all heads the least and the largest."""
-    values, far = kernel.terms[which], int(kernel.distances[-1])
+    values, last_distance = kernel.terms[term], int(kernel.distances[-1])
 
-    def among_heads(column: int) -> str:
+    def format_range(column: int) -> str:
         ends = values[:, column].min().item(), values[:, column].max().item()
         return " to ".join(dict.fromkeys(format_number(end) for end in ends))
 
-    where = "" if kernel.layer in ("", "all layers") else f", {kernel.layer}"
-    return f"{which} of {name}{where}, from {among_heads(0)} at hand to {among_heads(-1)} at distance {far:,}"
+    layer = "" if kernel.layer in ("", "all layers") else f", {kernel.layer}"
+    return (
+        f"{term} of {name}{layer}, from {format_range(0)} at hand to {format_range(-1)} at distance {last_distance:,}"
+    )
 
 
 @torch.no_grad()
-def _measure_kernel(each: LayerEncoding, longest: int, train_length: int) -> Kernel:
-    encoding = to_float64(each.encoding)
-    distances = torch.logspace(0, torch.tensor(float(longest)).log10().item(), POINTS, dtype=torch.float64).round() - 1
+def _measure_kernel(layer: LayerEncoding, longest: int, train_length: int) -> Kernel:
+    encoding = to_float64(layer.encoding)
+    distances = (
+        torch.logspace(0, torch.tensor(float(longest)).log10().item(), NUM_DISTANCES, dtype=torch.float64).round() - 1
+    )
     distances = distances.clamp(max=longest - 1).unique()
-    terms = compute_terms(encoding, distances, row=longest - 1)
-    found = {which: values for which, values in terms._asdict().items() if values is not None}
+    score_terms = compute_terms(encoding, distances, row=longest - 1)
+    terms = {term: values for term, values in score_terms._asdict().items() if values is not None}
     if type(encoding).overrides_hook("dense"):
-        found = {which: values[:, distances.long()] for which, values in found.items()}
+        terms = {term: values[:, distances.long()] for term, values in terms.items()}
     heads = encoding.dims.num_heads
     parameters = {
         name.removesuffix(".value"): value.double().tolist()
         for name, value in encoding.named_parameters()
         if value.shape == (heads,) and type(encoding).overrides_hook("table")
     }
-    return Kernel(each.name, distances, found, parameters, train_length)
+    return Kernel(layer.name, distances, terms, parameters, train_length)
 
 
 def _select_kernels(kernels: list[Kernel]) -> list[Kernel]:
@@ -113,36 +117,36 @@ def _select_kernels(kernels: list[Kernel]) -> list[Kernel]:
     return [kernels[0], kernels[len(kernels) // 2], kernels[-1]]
 
 
-def _format_parameters(name: str, kernels: list[Kernel]) -> Table | None:
+def _build_parameter_table(name: str, kernels: list[Kernel]) -> Table | None:
     names = list(kernels[0].parameters)
     if not names or len(names) > MAX_PARAMETERS:
         return None
     rows = [
-        [f"{kernel.layer}, head {head}", *(f"{kernel.parameters[each][head]:.4g}" for each in names)]
+        [f"{kernel.layer}, head {head}", *(f"{kernel.parameters[parameter][head]:.4g}" for parameter in names)]
         for kernel in kernels
         for head in range(len(kernel.parameters[names[0]]))
     ]
     return Table(["layer and head", *names], rows, f"Parameters of {name}", folded=True)
 
 
-def _draw(drawn: list[tuple[str, Kernel, str]], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import GREY, add_legend, add_titles, create_panels, list_colors, save_png
+def _draw(panels: list[tuple[str, Kernel, str]], narrow: bool) -> bytes:
+    from megatron.analysis.drawing import REFERENCE_COLOR, add_legend, add_titles, create_panels, list_colors, save_png
 
-    most = max(len(next(iter(kernel.terms.values()))) for _, kernel, _ in drawn)
-    few = most <= FEW_HEADS
+    max_heads = max(len(next(iter(kernel.terms.values()))) for _, kernel, _ in panels)
+    are_named = max_heads <= MAX_NAMED_HEADS
     figure, axes = create_panels(
-        len(drawn), narrow, height=2.6, below=0.2 * (-(-most // (3 if narrow else 6))) if few else 0
+        len(panels), narrow, height=2.6, below=0.2 * (-(-max_heads // (3 if narrow else 6))) if are_named else 0
     )
-    for each, (name, kernel, which) in zip(axes, drawn, strict=True):
-        values = kernel.terms[which]
-        for head, (line, colour) in enumerate(zip(values.tolist(), list_colors(len(values), few), strict=True)):
-            shown = [value if which != "bias" or value >= LOWEST else float("nan") for value in line]
-            each.plot((kernel.distances + 1).tolist(), shown, color=colour, linewidth=1.3, label=f"head {head}")
-        each.axvline(kernel.train_length, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-        each.set_xscale("log", base=10)
+    for panel, (name, kernel, term) in zip(axes, panels, strict=True):
+        values = kernel.terms[term]
+        for head, (curve, color) in enumerate(zip(values.tolist(), list_colors(len(values), are_named), strict=True)):
+            shown = [value if term != "bias" or value >= MIN_BIAS else float("nan") for value in curve]
+            panel.plot((kernel.distances + 1).tolist(), shown, color=color, linewidth=1.3, label=f"head {head}")
+        panel.axvline(kernel.train_length, color=REFERENCE_COLOR, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+        panel.set_xscale("log", base=10)
         layer = "" if kernel.layer == "all layers" else f", {kernel.layer}"
-        add_titles(each, f"{which}{layer}\n{name}", "distance + 1", wrap=44)
-    if few:
-        largest = max(range(len(drawn)), key=lambda place: len(drawn[place][1].terms[drawn[place][2]]))
+        add_titles(panel, f"{term}{layer}\n{name}", "distance + 1", wrap=44)
+    if are_named:
+        largest = max(range(len(panels)), key=lambda index: len(panels[index][1].terms[panels[index][2]]))
         add_legend(figure, axes[largest], narrow, 3 if narrow else 6)
     return save_png(figure)

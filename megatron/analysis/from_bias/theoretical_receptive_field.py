@@ -4,18 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure
-from megatron.analysis.bias import compute_bias_by_distance, mask_window
-from megatron.analysis.convergence import sum_bias_series
-from megatron.analysis.heads import build_head_table
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, build_head_table
+from megatron.analysis.bias_series import compute_bias_by_distance, mask_window, sum_bias_series
 from megatron.analysis.receptive_field import (
-    PLOTTED_FRACTIONS,
+    PLOTTED_EPSILONS,
     ReceptiveField,
     compute_finite_field,
     compute_theoretical_field,
 )
 
-SHARES = (0.5, 0.1, 0.01, 0.001)
+EPSILONS = (0.5, 0.1, 0.01, 0.001)
 
 
 @dataclass(frozen=True)
@@ -23,9 +21,9 @@ class HeadField:
     layer: str
     head: int
     fields: list[ReceptiveField]
-    """By equation 22, at each of SHARES."""
+    """By equation 22, at each of EPSILONS."""
     finite: list[int]
-    """By the algorithm of the plots, at each of PLOTTED."""
+    """By the algorithm of the plots, at each of PLOTTED_EPSILONS."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +47,27 @@ class TheoreticalReceptiveField(Analysis):
     def measure(self, context: AnalysisContext) -> ReceptiveFieldResult:
         length = context.lengths[-1]
         heads = []
-        for each in context.encodings:
-            terms = mask_window(compute_bias_by_distance(each.encoding, length), context.window)
-            for series in sum_bias_series(each.encoding, context.window):
-                within = compute_finite_field((terms[series.head] - terms[series.head].max()).exp())
-                heads.append(
-                    HeadField(
-                        each.name, series.head, compute_theoretical_field(series.bias, series.tail, SHARES), within
-                    )
-                )
+        for layer in context.encodings:
+            bias = mask_window(compute_bias_by_distance(layer.encoding, length), context.window)
+            for series in sum_bias_series(layer.encoding, context.window):
+                finite = compute_finite_field((bias[series.head] - bias[series.head].max()).exp())
+                fields = compute_theoretical_field(series.bias, series.tail, EPSILONS)
+                heads.append(HeadField(layer.name, series.head, fields, finite))
         return ReceptiveFieldResult(heads, length)
 
     def render_blocks(self, results: Mapping[str, ReceptiveFieldResult], names: Sequence[str]) -> list[Block]:
         within = f"within {next(iter(results.values())).length:,} keys"
         heads = [
             (name, head.layer, head.head, list(map(str, head.fields)))
-            for name, each in results.items()
-            for head in each.heads
+            for name, result in results.items()
+            for head in result.heads
         ]
-        columns = [f"ε = {share:g}" for share in SHARES]
-        place = len(PLOTTED_FRACTIONS) // 2
+        columns = [f"ε = {epsilon:g}" for epsilon in EPSILONS]
+        middle = len(PLOTTED_EPSILONS) // 2
         medians = "; ".join(
-            f"{name} {median(head.finite[place] for head in each.heads):,.0f}" for name, each in results.items()
+            f"{name} {median(head.finite[middle] for head in result.heads):,.0f}" for name, result in results.items()
         )
-        alt = f"Receptive field over ε {within}; at ε = {PLOTTED_FRACTIONS[place]:.2g}, medians in keys: {medians}."
+        alt = f"Receptive field over ε {within}; at ε = {PLOTTED_EPSILONS[middle]:.2g}, medians in keys: {medians}."
         return [
             Figure(alt, lambda narrow: _draw(results, names, narrow)),
             f"Lines are medians over heads and layers, bands 10% to 90%; {within}, by the finite algorithm.",
@@ -81,33 +76,33 @@ class TheoreticalReceptiveField(Analysis):
 
     def list_rows(self, result: ReceptiveFieldResult) -> Iterator[Mapping[str, object]]:
         for head in result.heads:
-            for share, field in zip(SHARES, head.fields, strict=True):
+            for epsilon, field in zip(EPSILONS, head.fields, strict=True):
                 yield {
-                    "layer": head.layer, "head": head.head, "definition": "equation 22", "epsilon": share,
+                    "layer": head.layer, "head": head.head, "definition": "equation 22", "epsilon": epsilon,
                     "keys": field.high, "keys_low": field.low, "of": "",
                 }  # fmt: skip
-            for share, keys in zip(PLOTTED_FRACTIONS, head.finite, strict=True):
+            for epsilon, keys in zip(PLOTTED_EPSILONS, head.finite, strict=True):
                 yield {
-                    "layer": head.layer, "head": head.head, "definition": "finite", "epsilon": share, "keys": keys,
+                    "layer": head.layer, "head": head.head, "definition": "finite", "epsilon": epsilon, "keys": keys,
                     "keys_low": keys, "of": result.length,
                 }  # fmt: skip
 
 
-def _draw(found: Mapping[str, ReceptiveFieldResult], names: Sequence[str], narrow: bool) -> bytes:
+def _draw(results: Mapping[str, ReceptiveFieldResult], names: Sequence[str], narrow: bool) -> bytes:
     from megatron.analysis.drawing import add_legend, add_titles, compute_band, create_panels, save_png
     from megatron.reports.plots import get_curve_style
 
-    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.4, below=0.18 * len(found))
-    for name, each in found.items():
-        look = get_curve_style(names.index(name))
-        middle, low, high = compute_band([[keys / each.length for keys in head.finite] for head in each.heads])
+    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.4, below=0.18 * len(results))
+    for name, result in results.items():
+        style = get_curve_style(names.index(name))
+        middle, low, high = compute_band([[keys / result.length for keys in head.finite] for head in result.heads])
         axes.plot(
-            PLOTTED_FRACTIONS, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6
+            PLOTTED_EPSILONS, middle, color=style["color"], linestyle=style["linestyle"], label=name, linewidth=1.6
         )
-        axes.fill_between(PLOTTED_FRACTIONS, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(PLOTTED_EPSILONS, low, high, color=style["color"], alpha=0.15, linewidth=0)
     axes.set_xlim(1, 0)
     axes.set_ylim(0, 1.02)
-    of = f"share of {next(iter(found.values())).length:,} keys"
-    add_titles(axes, "theoretical receptive field", "ε, the share of the sum that is left out", of)
+    y_label = f"share of {next(iter(results.values())).length:,} keys"
+    add_titles(axes, "theoretical receptive field", "ε, the share of the sum that is left out", y_label)
     add_legend(figure, axes, narrow, 1)
     return save_png(figure)

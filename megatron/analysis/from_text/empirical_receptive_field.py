@@ -1,12 +1,98 @@
-"""Empirical receptive fields: where trained models look."""
+"""The empirical receptive field: how many of the last keys hold the attention that a trained model pays.
 
-from collections.abc import Iterator, Mapping, Sequence
+Exploring Transformer Extrapolation (Qin et al. 2023, section 3.3) defines, of a query i, n_emp(ε) = min{j : C_ij >
+(1 − ε)·C_ii}, with C_ij / C_ii the share of the softmax that the last j keys have. How it averages over queries, heads,
+layers and texts is not said. Here: per layer and head, the mean share a_t of the key at distance t, over all queries of
+some windows that have at least m keys before them, their own included; a query with fewer would count its few keys as
+the whole. So half of a window's length is m, and the queries are those of its second half. What these pay to keys at
+distances from m on is the attention beyond m.
+
+It asks the softmax itself, so it is defined for every method, score processors and windows included.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
-from megatron.analysis.attention_mass import AttentionMass, measure_attention_mass
-from megatron.analysis.receptive_field import PLOTTED_FRACTIONS, compute_finite_field
+from megatron.analysis.attention_capture import choose_block_size, run_forward, slice_from_row
+from megatron.analysis.receptive_field import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.reference import compute_logits, precompute_terms
+from megatron.model.gpt import GPT
 
-SHARES = (0.5, 0.1, 0.01)
+EPSILONS = (0.5, 0.1, 0.01)
+
+
+@dataclass(frozen=True)
+class AttentionMass:
+    """Mean attention by distance."""
+
+    by_distance: Tensor
+    """float64 [layers, H, m]: the share of the key at each distance t."""
+    num_queries: int
+    """So many were averaged."""
+
+    @property
+    def mass_beyond(self) -> Tensor:
+        """float64 [layers, H]: the mean share of all keys further away."""
+        return (1 - self.by_distance.sum(-1)).clamp(min=0)
+
+    def receptive_field(self, layer: int, head: int, epsilon: float) -> int | None:
+        """n_emp(ε) of the mean shares; None if the last m keys do not hold as much."""
+        sums = self.by_distance[layer, head].cumsum(0)
+        is_enough = sums > (1 - epsilon) * (1 + TIE_TOLERANCE)
+        return int(is_enough.int().argmax()) + 1 if bool(is_enough.any()) else None
+
+
+@torch.no_grad()
+def measure_attention_mass(
+    model: GPT, windows: Sequence[np.ndarray], progress: Callable[[float], None] = lambda fraction: None
+) -> AttentionMass:
+    """Mean attention by distance while a model reads windows of one length.
+
+    Args:
+        model: in evaluation mode.
+        windows: tokens [L] of each.
+        progress: called with the fraction that is done, after each block of rows of each layer of each window.
+    """
+    length = len(windows[0])
+    num_distances = max(length // 2, 1)
+    heads = model.config.num_attention_heads
+    sums = torch.zeros(model.config.num_layers, heads, num_distances, dtype=torch.float64)
+    num_queries = length - num_distances + 1
+    num_done, num_passes = 0, len(windows) * len(sums)
+
+    def add_layer(layer: int, inputs: AttentionInputs) -> None:
+        nonlocal num_done
+        late = slice_from_row(inputs, num_distances - 1)
+        num_rows = 0
+        # The largest block first: see `compute_attention_in_blocks`.
+        for block in reversed(list(iter_row_blocks(precompute_terms(late), choose_block_size(late)))):
+            attention = torch.softmax(compute_logits(block), dim=-1)
+            by_distance = group_by_distance(attention, block, num_distances)
+            sums[layer] += by_distance.sum(dim=(0, 2), dtype=torch.float64).cpu()
+            num_rows += block.query.length
+            progress((num_done + num_rows / late.query.length) / num_passes)
+        num_done += 1
+
+    for window in windows:
+        run_forward(model, window, add_layer)
+    return AttentionMass(sums / (num_queries * len(windows)), num_queries * len(windows))
+
+
+def group_by_distance(values: Tensor, block: AttentionInputs, count: int) -> Tensor:
+    """Values [B, H, R, C] over keys as values [B, H, R, count] over the distances 0 … count − 1 in tokens, zero where
+    the block does not hold the key."""
+    columns = block.query.indices(values.device)[:, None] - torch.arange(count, device=values.device)
+    columns = columns - block.key.start
+    is_in_block = columns >= 0
+    index = columns.clamp(min=0).expand(*values.shape[:3], -1)
+    return values.gather(-1, index).masked_fill(~is_in_block, 0)
+
 
 EmpiricalFieldResult = dict[int, AttentionMass]
 """By length."""
@@ -25,36 +111,35 @@ class EmpiricalReceptiveField(Analysis):
     )
 
     def measure(self, context: AnalysisContext) -> EmpiricalFieldResult:
-        model = context.train_length
-        read = {length: windows for length, windows in context.select_readable_windows.items() if length > 1}
-        works = {length: len(windows) * length**2 for length, windows in read.items()}
-        found: EmpiricalFieldResult = {}
-        for length, windows in read.items():
-            before = sum(works[each] for each in found)
+        model = context.trained_model
+        windows_by_length = {length: windows for length, windows in context.readable_windows.items() if length > 1}
+        costs = {length: len(windows) * length**2 for length, windows in windows_by_length.items()}
+        result: EmpiricalFieldResult = {}
+        for length, windows in windows_by_length.items():
+            before = sum(costs[measured] for measured in result)
 
-            def told(share: float, before: int = before, work: int = works[length]) -> None:
-                context.progress((before + share * work) / sum(works.values()))
+            def report(fraction: float, before: int = before, cost: int = costs[length]) -> None:
+                context.progress((before + fraction * cost) / sum(costs.values()))
 
-            found[length] = measure_attention_mass(model, windows, told)
-        return found
+            result[length] = measure_attention_mass(model, windows, report)
+        return result
 
     def render_blocks(self, results: Mapping[str, EmpiricalFieldResult], names: Sequence[str]) -> list[Block]:
         rows = []
-        for name, each in results.items():
-            for length, mass in each.items():
+        for name, result in results.items():
+            for length, mass in result.items():
                 beyond = mass.mass_beyond.mean().item()
-                near = mass.shares.shape[-1]
-                cells = [_format_spread(mass, share) for share in SHARES]
-                rows.append([name, f"{length:,}", f"{near:,}", *cells, f"{100 * beyond:.1f}%"])
-        columns = ["method", "length", "m", *(f"ε = {share:g}" for share in SHARES), "attention beyond m"]
+                num_distances = mass.by_distance.shape[-1]
+                cells = [_format_spread(mass, epsilon) for epsilon in EPSILONS]
+                rows.append([name, f"{length:,}", f"{num_distances:,}", *cells, f"{100 * beyond:.1f}%"])
+        columns = ["method", "length", "m", *(f"ε = {epsilon:g}" for epsilon in EPSILONS), "attention beyond m"]
         caption = (
             "Median over layers and heads, in keys, and in brackets the 10% and 90% quantile; > m where the last m "
             "keys hold less than that share."
         )
         medians = "; ".join(f"{row[0]} at length {row[1]}: {row[3]}" for row in rows)
-        alt = (
-            f"Empirical receptive field over ε, one panel per length; at ε = {SHARES[0]:g}, medians in keys: {medians}."
-        )
+        at = f"at ε = {EPSILONS[0]:g}, medians in keys: {medians}"
+        alt = f"Empirical receptive field over ε, one panel per length; {at}."
         return [
             Figure(alt, lambda narrow: _draw(results, names, narrow)),
             "Lines are medians over layers and heads, bands 10% to 90%.",
@@ -63,60 +148,62 @@ class EmpiricalReceptiveField(Analysis):
 
     def list_rows(self, result: EmpiricalFieldResult) -> Iterator[Mapping[str, object]]:
         for length, mass in result.items():
-            layers, heads, near = mass.shares.shape
+            layers, heads, num_distances = mass.by_distance.shape
             for layer in range(layers):
                 for head in range(heads):
-                    about = {"length": length, "m": near, "queries": mass.queries, "layer": layer, "head": head}
-                    for share in SHARES:
-                        keys = mass.receptive_field(layer, head, share)
-                        yield {
-                            **about, "quantity": "keys", "at": share, "value": f"> {near}" if keys is None else keys
-                        }  # fmt: skip
-                    yield {**about, "quantity": "beyond", "at": "", "value": mass.mass_beyond[layer, head].item()}
-                    sums = mass.shares[layer, head].cumsum(0)
-                    for keys in _space_points(near):
-                        yield {**about, "quantity": "held by the last", "at": keys, "value": f"{sums[keys - 1]:.6g}"}
+                    shared = {
+                        "length": length, "m": num_distances, "queries": mass.num_queries, "layer": layer, "head": head
+                    }  # fmt: skip
+                    for epsilon in EPSILONS:
+                        keys = mass.receptive_field(layer, head, epsilon)
+                        value = f"> {num_distances}" if keys is None else keys
+                        yield {**shared, "quantity": "keys", "at": epsilon, "value": value}
+                    yield {**shared, "quantity": "beyond", "at": "", "value": mass.mass_beyond[layer, head].item()}
+                    sums = mass.by_distance[layer, head].cumsum(0)
+                    for keys in _choose_key_counts(num_distances):
+                        yield {**shared, "quantity": "held by the last", "at": keys, "value": f"{sums[keys - 1]:.6g}"}
 
 
-def _space_points(near: int) -> list[int]:
+def _choose_key_counts(max_keys: int) -> list[int]:
     """Numbers of keys up to m: all up to 32, then on a logarithmic scale."""
-    return sorted(
-        {*range(1, min(near, 32) + 1), *(round(32 * (near / 32) ** (k / 64)) for k in range(65) if near > 32)}
-    )
+    counts = set(range(1, min(max_keys, 32) + 1))
+    if max_keys > 32:
+        counts |= {round(32 * (max_keys / 32) ** (k / 64)) for k in range(65)}
+    return sorted(counts)
 
 
-def _format_spread(mass: AttentionMass, share: float) -> str:
-    layers, heads, near = mass.shares.shape
-    keys = sorted(
-        near + 1 if found is None else found
-        for found in (mass.receptive_field(layer, head, share) for layer in range(layers) for head in range(heads))
-    )
-    low, middle, high = (keys[round(place * (len(keys) - 1))] for place in (0.1, 0.5, 0.9))
-    shown = [f"> {near:,}" if value > near else f"{value:,}" for value in (low, middle, high)]
-    return shown[1] if len(set(shown)) == 1 else f"{shown[1]} [{shown[0]}, {shown[2]}]"
+def _format_spread(mass: AttentionMass, epsilon: float) -> str:
+    layers, heads, num_distances = mass.by_distance.shape
+    fields = (mass.receptive_field(layer, head, epsilon) for layer in range(layers) for head in range(heads))
+    keys = sorted(num_distances + 1 if field is None else field for field in fields)
+    quantiles = (keys[round(fraction * (len(keys) - 1))] for fraction in (0.1, 0.5, 0.9))
+    low, middle, high = (f"> {num_distances:,}" if value > num_distances else f"{value:,}" for value in quantiles)
+    return middle if low == middle == high else f"{middle} [{low}, {high}]"
 
 
-def _draw(found: Mapping[str, EmpiricalFieldResult], names: Sequence[str], narrow: bool) -> bytes:
+def _draw(results: Mapping[str, EmpiricalFieldResult], names: Sequence[str], narrow: bool) -> bytes:
     from megatron.analysis.drawing import add_legend, add_titles, compute_band, create_panels, save_png
     from megatron.reports.plots import get_curve_style
 
-    lengths = sorted({length for each in found.values() for length in each})
-    figure, axes = create_panels(len(lengths), narrow, width=4.0, height=3.2, below=0.18 * len(found))
+    lengths = sorted({length for result in results.values() for length in result})
+    figure, axes = create_panels(len(lengths), narrow, width=4.0, height=3.2, below=0.18 * len(results))
     for panel, length in zip(axes, lengths, strict=True):
-        near = 0
-        for name, each in found.items():
-            if length not in each:
+        num_distances = 0
+        for name, result in results.items():
+            if length not in result:
                 continue
-            shares, look = each[length].shares, get_curve_style(names.index(name))
-            near = shares.shape[-1]
-            curves = [compute_finite_field(terms) for terms in shares.flatten(0, 1)]
-            middle, low, high = compute_band([[keys / near for keys in curve] for curve in curves])
+            by_distance, style = result[length].by_distance, get_curve_style(names.index(name))
+            num_distances = by_distance.shape[-1]
+            curves = [compute_finite_field(terms) for terms in by_distance.flatten(0, 1)]
+            middle, low, high = compute_band([[keys / num_distances for keys in curve] for curve in curves])
             panel.plot(
-                PLOTTED_FRACTIONS, middle, color=look["color"], linestyle=look["linestyle"], label=name, linewidth=1.6
+                PLOTTED_EPSILONS, middle, color=style["color"], linestyle=style["linestyle"], label=name, linewidth=1.6
             )
-            panel.fill_between(PLOTTED_FRACTIONS, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            panel.fill_between(PLOTTED_EPSILONS, low, high, color=style["color"], alpha=0.15, linewidth=0)
         panel.set_xlim(1, 0)
         panel.set_ylim(0, 1.02)
-        add_titles(panel, f"windows of {length:,} tokens", "ε, the share that is left out", f"share of {near:,} keys")
+        add_titles(
+            panel, f"windows of {length:,} tokens", "ε, the share that is left out", f"share of {num_distances:,} keys"
+        )
     add_legend(figure, axes[0], narrow, 1)
     return save_png(figure)

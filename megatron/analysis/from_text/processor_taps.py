@@ -1,14 +1,164 @@
-"""What each head of a score processor reads of all heads' scores and biases."""
+"""What each head of a score processor reads of all heads' scores and biases: its Jacobian while a model reads.
+
+A processor maps the scores S and biases B of all heads, one query row at a time, to logits. Of query i, key j and
+output head h,
+
+    tap(h, g, δ) = ∂ logit_h(i, j) / ∂ S_g(i, j + δ)
+
+says how much of head g's score, δ keys to the right, goes into head h's logit; the same for B. Without a processor the
+logit is S + B, and the tap is 1 for g = h and δ = 0 and 0 for all others: what is shown is the difference from that. A
+processor is not linear, so the taps belong to an operating point: they are means over pairs (i, j) of a text, and the
+root mean square beside them says how much they differ between pairs.
+
+Rows are independent of each other in every processor, so the gradients of many logits of many rows come from one
+backward pass over copies of these rows.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
-from megatron.analysis.taps import REACH, ProcessorJacobian, measure_processor_jacobian
+from megatron.analysis.attention_capture import list_attention_layers, run_forward
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_scores_and_bias, compute_table, compute_visibility
+from megatron.model.gpt import GPT
+
+MAX_OFFSET = 16
+"""Largest δ that is measured, to either side."""
+NUM_ROWS = 16
+"""Query rows of each window, one key in each."""
+MIN_LENGTH = 4 * MAX_OFFSET
+"""Tokens of the shortest windows that are read."""
+
+
+@dataclass(frozen=True)
+class ProcessorJacobian:
+    """Of one layer's processor, over the sampled pairs of query and key; the identity of S + B is subtracted."""
+
+    layer: int
+    source: str
+    """`score` or `bias`: by which of them logits are differentiated."""
+    mean: Tensor
+    """float64 [H out, H in, 2·max_offset + 1], from δ = −max_offset on."""
+    rms: Tensor
+    """The same of squares: sqrt(mean(tap²))."""
+    far_share: float
+    """Share of all squared derivatives that lies further than MAX_OFFSET away."""
+
+    @property
+    def max_offset(self) -> int:
+        """The largest δ with a derivative that is not 0."""
+        return self.mean.shape[-1] // 2
+
+
+def measure_processor_jacobian(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> list[ProcessorJacobian]:
+    """The Jacobian of every layer that has a processor, over windows of tokens [L] with L > 2·MAX_OFFSET + 1.
+
+    Args:
+        model: in evaluation mode.
+        seed: of the keys, which are random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples: dict[tuple[int, str], list[tuple[Tensor, float]]] = {}
+
+    def differentiate_layer(layer: int, inputs: AttentionInputs) -> None:
+        if inputs.processor is None:
+            return
+        for source, sample in _differentiate_rows(inputs, generator).items():
+            samples.setdefault((layer, source), []).append(sample)
+
+    if any(attention.processor is not None for attention in list_attention_layers(model)):
+        for window in windows:
+            run_forward(model, window, differentiate_layer)
+    return [_average_samples(layer, source, of_source) for (layer, source), of_source in samples.items()]
+
+
+def _average_samples(layer: int, source: str, samples: list[tuple[Tensor, float]]) -> ProcessorJacobian:
+    taps = torch.cat([near for near, _ in samples])  # [samples, H out, H in, 2·MAX_OFFSET + 1]
+    near_squares = taps.square().sum().item()
+    far_squares = sum(far for _, far in samples)
+    is_used = taps.abs().amax(dim=(0, 1, 2)) > 0
+    max_offset = max((abs(int(index) - MAX_OFFSET) for index in is_used.nonzero()), default=0)
+    heads = torch.arange(taps.shape[1])
+    identity = torch.zeros_like(taps[0])
+    identity[heads, heads, MAX_OFFSET] = 1
+    taps = (taps - identity)[..., MAX_OFFSET - max_offset : MAX_OFFSET + max_offset + 1]
+    rms = taps.square().mean(0).sqrt()
+    far_share = far_squares / (near_squares + far_squares) if far_squares else 0.0
+    return ProcessorJacobian(layer, source, taps.mean(0), rms, far_share)
+
+
+def _differentiate_rows(inputs: AttentionInputs, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
+    """Of some rows and one key of each: derivatives near the key [rows, H, H, 2·MAX_OFFSET + 1], and the squares of all
+    others; by source."""
+    first, last = 2 * MAX_OFFSET, inputs.query.stop - 1
+    if inputs.window is not None and inputs.window <= 2 * MAX_OFFSET:
+        raise ValueError(f"a window of {inputs.window} keys hides what lies {MAX_OFFSET} keys to either side")
+    rows = torch.linspace((first + last) // 2, last, NUM_ROWS).long().unique().tolist()
+    keys = []
+    for row in rows:
+        first_key = 0 if inputs.window is None else max(row - inputs.window + 1, 0)
+        keys.append(int(torch.randint(first_key + MAX_OFFSET, row - MAX_OFFSET + 1, (1,), generator=generator)))
+    gradients = _compute_derivatives(inputs, rows, keys)
+    return {source: _gather_near(gradient, keys) for source, gradient in gradients.items()}
+
+
+@torch.enable_grad()
+def _compute_derivatives(inputs: AttentionInputs, rows: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
+    """Of each head's logit at a row's key by all scores and biases of the row, [H in, rows, H out, C]."""
+    assert inputs.processor is not None
+    num_heads = inputs.q.shape[1]
+    # A copy of each row for each head whose logit is differentiated.
+    scores, bias, visible = (
+        None if x is None else x.repeat_interleave(num_heads, 1) for x in _compute_processor_inputs(inputs, rows)
+    )
+    assert scores is not None
+    assert visible is not None
+    sources = {"score": scores[None].requires_grad_()}
+    if bias is not None:
+        sources["bias"] = bias.requires_grad_()
+    logits = inputs.processor(sources["score"], bias, visible[None])
+    copies = torch.arange(len(rows) * num_heads, device=scores.device)
+    key_of_copy = torch.tensor(keys, device=scores.device).repeat_interleave(num_heads)
+    total = logits[0, copies % num_heads, copies, key_of_copy].sum()
+    gradients = torch.autograd.grad(total, list(sources.values()))
+    return {
+        source: gradient.reshape(num_heads, len(rows), num_heads, -1).double().cpu()
+        for source, gradient in zip(sources, gradients, strict=True)
+    }
+
+
+@torch.no_grad()
+def _compute_processor_inputs(inputs: AttentionInputs, rows: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What a processor reads of some rows: scores [H, rows, C], biases like them, and visibility [1, rows, C]."""
+    inputs = replace(inputs, table=compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device))
+    scores, biases, visible = [], [], []
+    for row in rows:
+        index = row - inputs.query.start
+        one_row = replace(inputs, q=inputs.q[:, :, index : index + 1], query=replace(inputs.query, start=row, length=1))
+        score, bias = compute_scores_and_bias(one_row)
+        scores.append(score[0])
+        if bias is not None:
+            biases.append(bias)
+        visible.append(compute_visibility(one_row)[0])
+    return torch.cat(scores, 1), torch.cat(biases, 1) if biases else None, torch.cat(visible, 1)
+
+
+def _gather_near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
+    """Of gradients [H in, rows, H out, C] those around each row's key, [rows, H out, H in, 2·MAX_OFFSET + 1]; and the
+    sum of the squares of all others."""
+    near = torch.stack(
+        [gradient[:, row, :, key - MAX_OFFSET : key + MAX_OFFSET + 1].transpose(0, 1) for row, key in enumerate(keys)]
+    )
+    return near, max(0.0, (gradient.square().sum() - near.square().sum()).item())
+
 
 ProcessorJacobianResult = Mapping[int, list[ProcessorJacobian]]
-"""Length of the windows, ascending → the taps of each layer."""
+"""Length of the windows, ascending → the Jacobians of each layer, by scores and by biases."""
 
 
 class ProcessorJacobians(Analysis):
@@ -20,37 +170,38 @@ class ProcessorJacobians(Analysis):
         "heads and neighbouring keys. A processor is not linear, so this is a mean over places of what is read; the "
         "root mean square beside it in the data says how much the derivatives differ from place to place. Each length "
         "is looked at by itself: beyond the training length a processor meets distances that it was not trained on; "
-        f"windows of fewer than {4 * REACH} tokens are left out. In the pictures, of the shortest and the longest of "
+        f"windows of fewer than {MIN_LENGTH} tokens are left out. In the pictures, of the shortest and the longest of "
         "these windows, rows are output heads h, and columns are input heads g with their keys from left to right."
     )
 
     def measure(self, context: AnalysisContext) -> ProcessorJacobianResult:
         if context.config.position.score_processor == "none":
             raise NotApplicable("It has no score processor: every head's logit is its own score and bias.")
-        windows = context.select_readable_windows
-        long_enough = [length for length in windows if length >= 4 * REACH]
-        if not long_enough:
-            raise NotApplicable(f"The windows are too short: taps are looked at up to {REACH} keys to either side.")
-        if context.window is not None and context.window <= 2 * REACH:
-            raise NotApplicable(f"A window of {context.window} keys hides what lies {REACH} keys to either side.")
-        return {
-            length: measure_processor_jacobian(context.train_length, windows[length]) for length in sorted(long_enough)
-        }
+        windows = context.readable_windows
+        lengths = sorted(length for length in windows if length >= MIN_LENGTH)
+        if not lengths:
+            raise NotApplicable(
+                f"The windows are too short: taps are looked at up to {MAX_OFFSET} keys to either side."
+            )
+        if context.window is not None and context.window <= 2 * MAX_OFFSET:
+            raise NotApplicable(f"A window of {context.window} keys hides what lies {MAX_OFFSET} keys to either side.")
+        model = context.trained_model
+        return {length: measure_processor_jacobian(model, windows[length]) for length in lengths}
 
     def render_blocks(self, results: Mapping[str, ProcessorJacobianResult], names: Sequence[str]) -> list[Block]:
         blocks: list[Block] = []
         rows = []
-        for name, of_lengths in results.items():
-            for length in sorted({min(of_lengths), max(of_lengths)}):
-                taps = of_lengths[length]
-                layers = sorted({each.layer for each in taps})
-                shown = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
-                blocks.append(_build_figure(name, length, [each for each in taps if each.layer in shown]))
-            found_at = [(each.layer, each.reads, length, each) for length, taps in of_lengths.items() for each in taps]
-            found_at.sort(key=lambda entry: (entry[0], entry[1] != "score", entry[2]))
+        for name, result in results.items():
+            for length in sorted({min(result), max(result)}):
+                layers = sorted({jacobian.layer for jacobian in result[length]})
+                drawn_layers = {layers[0], layers[len(layers) // 2], layers[-1]}
+                drawn = [jacobian for jacobian in result[length] if jacobian.layer in drawn_layers]
+                blocks.append(_build_figure(name, length, drawn))
+            entries = [(length, jacobian) for length, jacobians in result.items() for jacobian in jacobians]
+            entries.sort(key=lambda entry: (entry[1].layer, entry[1].source != "score", entry[0]))
             rows += [
-                [name, f"layer {layer}", reads, f"{length:,}", *_summarize(each)]
-                for layer, reads, length, each in found_at
+                [name, f"layer {jacobian.layer}", jacobian.source, f"{length:,}", *_format_shares(jacobian)]
+                for length, jacobian in entries
             ]
         columns = ["method", "layer", "of the", "length", "own head", "other heads", "neighbouring keys", "varies by"]
         caption = (
@@ -60,28 +211,29 @@ class ProcessorJacobians(Analysis):
         return [*blocks, Table(columns, rows, caption)]
 
     def list_rows(self, result: ProcessorJacobianResult) -> Iterator[Mapping[str, object]]:
-        for length, each in ((length, each) for length, taps in result.items() for each in taps):
-            outputs, inputs, width = each.mean.shape
-            for h in range(outputs):
-                for g in range(inputs):
-                    for place in range(width):
-                        yield {
-                            "length": length, "layer": each.layer, "reads": each.reads, "head": h, "from_head": g,
-                            "delta": place - each.reach, "mean": each.mean[h, g, place].item(),
-                            "rms": each.rms[h, g, place].item(), "elsewhere": each.elsewhere,
-                        }  # fmt: skip
+        for length, jacobians in result.items():
+            for jacobian in jacobians:
+                shared = {"length": length, "layer": jacobian.layer, "reads": jacobian.source}
+                for h, g, index in np.ndindex(*jacobian.mean.shape):
+                    yield {
+                        **shared, "head": h, "from_head": g, "delta": index - jacobian.max_offset,
+                        "mean": jacobian.mean[h, g, index].item(), "rms": jacobian.rms[h, g, index].item(),
+                        "elsewhere": jacobian.far_share,
+                    }  # fmt: skip
 
 
-def _summarize(taps: ProcessorJacobian) -> list[str]:
-    squares = taps.rms.square()
+def _format_shares(jacobian: ProcessorJacobian) -> list[str]:
+    """The last four cells of a row of the table."""
+    squares = jacobian.rms.square()
     total = squares.sum().item()
     if total == 0:
         return ["–"] * 4
-    here = squares[..., taps.reach]
-    own = here.diagonal().sum().item()
-    mean = taps.mean.square().sum().item()
-    shares = [own, here.sum().item() - own, total - here.sum().item()]
-    return [*(f"{100 * share / total:.0f}%" for share in shares), f"{100 * max(0.0, 1 - mean / total) ** 0.5:.0f}%"]
+    same_key = squares[..., jacobian.max_offset]
+    own_head = same_key.diagonal().sum().item()
+    mean_squares = jacobian.mean.square().sum().item()
+    sums = [own_head, same_key.sum().item() - own_head, total - same_key.sum().item()]
+    variation = max(0.0, 1 - mean_squares / total) ** 0.5
+    return [*(f"{100 * part / total:.0f}%" for part in sums), f"{100 * variation:.0f}%"]
 
 
 def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Figure:
@@ -98,23 +250,29 @@ def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Fig
         figure, axes = create_panels(len(drawn), narrow, columns=2, width=5.0, height=1.9)
         title = f"{name}\nwhat the processor adds to S + B in windows of {length:,} tokens"
         figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-        for panel, taps in zip(axes, drawn, strict=True):
-            outputs, inputs, width = taps.mean.shape
-            values = taps.mean.reshape(outputs, inputs * width).numpy()
+        for panel, jacobian in zip(axes, drawn, strict=True):
+            num_outputs, num_inputs, width = jacobian.mean.shape
+            values = jacobian.mean.reshape(num_outputs, num_inputs * width).numpy()
             add_colour_bar(figure, draw_heatmap(panel, values, choose_norm([values], signed=True)), panel)
-            for edge in range(1, inputs):
+            for edge in range(1, num_inputs):
                 panel.axvline(edge * width - 0.5, color="0.75", linewidth=0.8)
-            panel.set_xticks(np.arange(inputs) * width + taps.reach, [str(g) for g in range(inputs)])
-            panel.set_yticks(range(outputs), [str(h) for h in range(outputs)])
-            span = f"δ from −{taps.reach} to {taps.reach}" if taps.reach else "δ = 0"
-            add_titles(panel, f"layer {taps.layer}, of the {taps.reads}", f"input head g, {span} within each", "head h")
+            offset = jacobian.max_offset
+            panel.set_xticks(np.arange(num_inputs) * width + offset, [str(g) for g in range(num_inputs)])
+            panel.set_yticks(range(num_outputs), [str(h) for h in range(num_outputs)])
+            span = f"δ from −{offset} to {offset}" if offset else "δ = 0"
+            add_titles(
+                panel,
+                f"layer {jacobian.layer}, of the {jacobian.source}",
+                f"input head g, {span} within each",
+                "head h",
+            )
         return save_png(figure)
 
-    largest = max(drawn, key=lambda taps: taps.mean.abs().max().item())
-    head, other, place = np.unravel_index(int(largest.mean.abs().argmax()), largest.mean.shape)
-    told = (
+    largest = max(drawn, key=lambda jacobian: jacobian.mean.abs().max().item())
+    head, other, index = np.unravel_index(int(largest.mean.abs().argmax()), largest.mean.shape)
+    alt = (
         f"Mean derivatives of the processor of {name} in windows of {length:,} tokens. The largest is "
-        f"{largest.mean[head, other, place].item():.2g}: head {head}'s logit by head {other}'s {largest.reads} at "
-        f"δ = {int(place) - largest.reach} in layer {largest.layer}."
+        f"{largest.mean[head, other, index].item():.2g}: head {head}'s logit by head {other}'s {largest.source} at "
+        f"δ = {int(index) - largest.max_offset} in layer {largest.layer}."
     )
-    return Figure(told, draw)
+    return Figure(alt, draw)

@@ -1,15 +1,95 @@
-"""Maps of scores, bias, processor and attention while a model reads."""
+"""Maps of one layer while a model reads: scores, bias, what the processor adds, and attention.
 
-from collections.abc import Iterator, Mapping, Sequence
+    score       weighted and contextual scores q·k/√d of query i and key j, as a processor reads them
+    bias        what the encoding adds
+    processor   logits − score − bias: what the score processor adds to both
+    attention   the softmax
+
+A map of L × L entries per head is pooled to at most MAP_SIZE × MAP_SIZE cells, each the mean over the entries that the
+query may see, block of rows by block of rows.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable
-from megatron.analysis.heads import format_triangle
-from megatron.analysis.maps import KINDS, SIDE, LayerMaps, compute_layer_maps
+import numpy as np
+import torch
+from torch import Tensor
 
-NAMED = {"score": "score", "bias": "bias", "processor": "processor adds", "attention": "attention"}
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, format_triangle
+from megatron.analysis.attention_capture import choose_block_size, run_forward
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.reference import compute_logits, compute_scores_and_bias, compute_visibility, precompute_terms
+from megatron.model.gpt import GPT
+
+MAP_SIZE = 64
+KIND_TITLES = {"score": "score", "bias": "bias", "processor": "processor adds", "attention": "attention"}
+"""The kinds of maps in their order, and what they are called in pictures."""
 MAX_PANELS = 5
 """Lengths that a picture puts side by side."""
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """Pooled maps of one layer."""
+
+    layer: int
+    cells: dict[str, Tensor]
+    """Kind → float64 [heads, side, side], rows are queries; NaN where no query of the cell sees a key of it."""
+
+
+@torch.no_grad()
+def compute_layer_maps(
+    model: GPT, window: np.ndarray, layers: Collection[int], heads: Sequence[int]
+) -> list[LayerMaps]:
+    """The maps of some layers while the model reads one window of tokens [L].
+
+    Args:
+        model: in evaluation mode.
+        layers, heads: whose maps are computed, counted from 0.
+    """
+    length = len(window)
+    side = min(MAP_SIZE, length)
+    sums: dict[tuple[int, str], Tensor] = {}
+    counts: dict[int, Tensor] = {}
+
+    def pool_layer(layer: int, inputs: AttentionInputs) -> None:
+        if layer not in layers:
+            return
+        counts[layer] = torch.zeros(side, side, dtype=torch.float64)
+        # The largest block first: see `compute_attention_in_blocks`.
+        for block in reversed(list(iter_row_blocks(precompute_terms(inputs), choose_block_size(inputs)))):
+            visible = compute_visibility(block)
+            query_pooling = _build_pooling(block.query.indices(inputs.q.device), length, side)
+            key_pooling = _build_pooling(block.key.indices(inputs.q.device), length, side)
+            counts[layer] += (query_pooling.T @ visible[0, 0].double() @ key_pooling).cpu()
+            for kind, values in _compute_block_maps(block).items():
+                masked = values[:, list(heads)].double().masked_fill(~visible, 0)
+                pooled = (query_pooling.T @ masked[0] @ key_pooling).cpu()
+                sums[layer, kind] = sums.get((layer, kind), torch.zeros_like(pooled)) + pooled
+
+    run_forward(model, window, pool_layer)
+    return [
+        LayerMaps(layer, {kind: sums[layer, kind] / counts[layer] for kind in KIND_TITLES if (layer, kind) in sums})
+        for layer in sorted(layers)
+    ]
+
+
+def _compute_block_maps(block: AttentionInputs) -> dict[str, Tensor]:
+    """Each kind of map of a block of rows, [1, H, R, C]."""
+    scores, bias = compute_scores_and_bias(block)
+    logits = compute_logits(block)
+    maps = {"score": scores, "attention": torch.softmax(logits, dim=-1)}
+    if bias is not None:
+        maps["bias"] = bias[None]
+    if block.processor is not None:
+        maps["processor"] = logits - scores - (0 if bias is None else bias)
+    return maps
+
+
+def _build_pooling(indices: Tensor, length: int, side: int) -> Tensor:
+    """Which cell each token falls into, float64 [tokens, side] of zeros and ones."""
+    return torch.nn.functional.one_hot(indices * side // length, side).double()
 
 
 @dataclass(frozen=True)
@@ -18,7 +98,7 @@ class ScoreMapResult:
     """By length."""
     heads: list[int]
     name: str
-    """Of the method, for what is missing."""
+    """Of the method."""
 
 
 class ScoreMaps(Analysis):
@@ -29,38 +109,38 @@ class ScoreMaps(Analysis):
         "What query i makes of key j in the last of the windows of each length: the score q·k/√d with whatever the "
         "encoding does to it, the bias, what the score processor adds to both, and the attention that comes of them "
         "(Zheng et al. 2024, DAPE V2, figures 8 to 25). Maps are pooled to "
-        f"{SIDE} × {SIDE} cells of means; score, bias and processor have zero in the middle of their colours, and "
-        "attention is logarithmic."
+        f"{MAP_SIZE} × {MAP_SIZE} cells of means; score, bias and processor have zero in the middle of their colours, "
+        "and attention is logarithmic."
     )
 
     def measure(self, context: AnalysisContext) -> ScoreMapResult:
-        model, layers, heads = context.train_length, context.select_layers, context.select_heads
+        model, layers, heads = context.trained_model, context.drawn_layers, context.drawn_heads
         if not layers or not heads:
             raise NotApplicable("It has none of the layers or heads that were asked for.")
-        found = {
+        maps = {
             length: compute_layer_maps(model, windows[-1], layers, heads)
-            for length, windows in context.select_readable_windows.items()
+            for length, windows in context.readable_windows.items()
         }
-        return ScoreMapResult(found, heads, context.name)
+        return ScoreMapResult(maps, heads, context.name)
 
     def render_blocks(self, results: Mapping[str, ScoreMapResult], names: Sequence[str]) -> list[Block]:
         blocks: list[Block] = []
-        for name, each in results.items():
-            first = next(iter(each.maps.values()))
-            kinds = [kind for kind in KINDS if kind in first[0].cells]
-            missing = {"bias": "adds no bias", "processor": "has no score processor"}
-            without = [words for kind, words in missing.items() if kind not in kinds]
-            if without:
-                blocks.append(f"{name} {' and '.join(without)}, so there are no maps of that.")
-            for place, maps in enumerate(first):
-                of_layer = {length: by_layer[place] for length, by_layer in each.maps.items()}
-                for row, head in enumerate(each.heads):
-                    blocks.append(_build_figure(name, maps.layer, head, row, of_layer, kinds))
+        for name, result in results.items():
+            first = next(iter(result.maps.values()))
+            kinds = [kind for kind in KIND_TITLES if kind in first[0].cells]
+            reasons = {"bias": "adds no bias", "processor": "has no score processor"}
+            missing = [reason for kind, reason in reasons.items() if kind not in kinds]
+            if missing:
+                blocks.append(f"{name} {' and '.join(missing)}, so there are no maps of that.")
+            for index in range(len(first)):
+                by_length = {length: layer_maps[index] for length, layer_maps in result.maps.items()}
+                for row, head in enumerate(result.heads):
+                    blocks.append(_build_figure(name, head, row, by_length, kinds))
         return blocks
 
     def list_rows(self, result: ScoreMapResult) -> Iterator[Mapping[str, object]]:
-        for length, by_layer in result.maps.items():
-            for maps in by_layer:
+        for length, layer_maps in result.maps.items():
+            for maps in layer_maps:
                 for kind, cells in maps.cells.items():
                     for row, head in enumerate(result.heads):
                         yield {
@@ -69,22 +149,18 @@ class ScoreMaps(Analysis):
                         }  # fmt: skip
 
 
-def _build_figure(
-    name: str, layer: int, head: int, row: int, of_layer: Mapping[int, LayerMaps], kinds: list[str]
-) -> Figure:
+def _build_figure(name: str, head: int, row: int, by_length: Mapping[int, LayerMaps], kinds: list[str]) -> Figure:
     """Lengths side by side, kinds one under the other, each kind with one scale of colours."""
+    lengths = list(by_length)[:MAX_PANELS]
+    layer = by_length[lengths[0]].layer
 
     def draw(narrow: bool) -> bytes:
         from megatron.analysis.drawing import draw_map_grid
 
-        lengths = list(of_layer)[:MAX_PANELS]
-        grid = {
-            NAMED[kind]: [of_layer[length].cells[kind][row].numpy() for length in lengths] for kind in kinds
-        }  # fmt: skip
+        grid = {KIND_TITLES[kind]: [by_length[length].cells[kind][row].numpy() for length in lengths] for kind in kinds}
         title = f"{name}\nlayer {layer}, head {head}"
-        return draw_map_grid(grid, lengths, title, logarithmic=(NAMED["attention"],), narrow=narrow)
+        return draw_map_grid(grid, lengths, title, logarithmic=(KIND_TITLES["attention"],), narrow=narrow)
 
-    shown = list(of_layer)[:MAX_PANELS]
-    what = ", ".join(NAMED[kind] for kind in kinds)
-    lengths = ", ".join(f"{length:,}" for length in shown)
-    return Figure(f"{what} of query i and key j: layer {layer}, head {head} of {name}, at lengths {lengths}", draw)
+    titles = ", ".join(KIND_TITLES[kind] for kind in kinds)
+    at = ", ".join(f"{length:,}" for length in lengths)
+    return Figure(f"{titles} of query i and key j: layer {layer}, head {head} of {name}, at lengths {at}", draw)

@@ -27,15 +27,15 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is "
 
-DIGITS_SAMPLED = 20
-"""Keys that are drawn for each that is taken: of most tokenizers all can be."""
+KEYS_PER_SEQUENCE = 20
+"""Keys that are drawn for each that is used: with most tokenizers all can be."""
 
 
 class Passkey(Probe):
     """Five digits in filler, asked for at the end.
 
     Args:
-        lengths, count: as of every probe.
+        lengths, num_sequences: as of every probe.
         tokenizer: of the models.
 
     Raises:
@@ -44,36 +44,38 @@ class Passkey(Probe):
 
     name, axis = "passkey", "depth"
 
-    def __init__(self, lengths: Sequence[int], count: int, tokenizer: Tokenizer) -> None:
-        super().__init__(lengths, count, vocabulary_from_tokenizer(tokenizer))
+    def __init__(self, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer) -> None:
+        super().__init__(lengths, num_sequences, vocabulary_from_tokenizer(tokenizer))
         self.tokenizer = tokenizer
         generator = np.random.Generator(np.random.PCG64(PROBE_SEED))
-        keys = [f"{key:05d}" for key in generator.permutation(100_000)[: DIGITS_SAMPLED * count].tolist()]
-        answers = {key: answer for key in keys if (answer := self._answer(key))}
+        keys = [f"{key:05d}" for key in generator.permutation(100_000)[: KEYS_PER_SEQUENCE * num_sequences].tolist()]
+        answers = {key: answer for key in keys if (answer := self._encode_answer(key))}
         if not answers:
             raise UserError(
                 f"protocol passkey: tokenizer {tokenizer.name} reads the end of the question otherwise where a key "
                 "follows it, so that no tokens are the key's alone"
             )
         # Every window has as many targets: of a tokenizer that joins digits, keys with the usual number of tokens.
-        ((usual, _),) = Counter(map(len, answers.values())).most_common(1)
-        alike = ((key, answer) for key, answer in answers.items() if len(answer) == usual)
-        self.answers = dict(islice(alike, count))
-        if len(self.answers) < count:
+        ((usual_length, _),) = Counter(map(len, answers.values())).most_common(1)
+        of_usual_length = ((key, answer) for key, answer in answers.items() if len(answer) == usual_length)
+        self.answers = dict(islice(of_usual_length, num_sequences))
+        if len(self.answers) < num_sequences:
             raise UserError(f"protocol passkey: tokenizer {tokenizer.name} has too few keys of as many tokens")
 
     @classmethod
-    def from_options(cls, options: EvaluationOptions, lengths: Sequence[int], count: int, tokenizer: Tokenizer) -> Self:
+    def from_options(
+        cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
+    ) -> Self:
         if options.targets is not None:
             raise UserError("targets: protocol passkey scores the key's digits; leave it out")
-        return cls(lengths, count, tokenizer)
+        return cls(lengths, num_sequences, tokenizer)
 
-    def _answer(self, key: str) -> list[int]:
+    def _encode_answer(self, key: str) -> list[int]:
         """The tokens that the key adds to the question; none if the question is not read as it is alone."""
-        whole, asked = list(self.tokenizer.encode(QUESTION + key)), self._asked()
-        return whole[len(asked) :] if whole[: len(asked)] == asked else []
+        tokens, question = list(self.tokenizer.encode(QUESTION + key)), self._encode_question()
+        return tokens[len(question) :] if tokens[: len(question)] == question else []
 
-    def _asked(self) -> list[int]:
+    def _encode_question(self) -> list[int]:
         """The question without the space that belongs to the key's first token."""
         return list(self.tokenizer.encode(QUESTION.rstrip()))
 
@@ -82,7 +84,7 @@ class Passkey(Probe):
         return len(next(iter(self.answers.values())))
 
     @property
-    def describe_remark(self) -> str:
+    def remark(self) -> str:
         return (
             "The five digits of a pass key (and the space before them) at the end of the window; the key stands in the "
             "filler at that share of it. Guessed digits have ln 10 = 2.30 for each token of one digit."
@@ -97,13 +99,13 @@ class Passkey(Probe):
         return len(self.tokenizer.encode_with_bos(NEEDLE.format(key=key) + QUESTION)) + 2 * self.num_scored_tokens
 
     def build_sequences(self, length: int, axis_value: float) -> np.ndarray:
-        filler, asked = list(self.tokenizer.encode(FILLER)), self._asked()
-        begin = self.tokenizer.encode_with_bos("")
+        filler, question = list(self.tokenizer.encode(FILLER)), self._encode_question()
+        bos = self.tokenizer.encode_with_bos("")
         rows = []
         for key, answer in self.answers.items():
             needle = list(self.tokenizer.encode(NEEDLE.format(key=key)))
-            room = length + 1 - len(begin) - len(needle) - len(asked) - len(answer)
-            before = round(axis_value * room)
-            padding = (filler * (room // len(filler) + 1))[:room]
-            rows.append([*begin, *padding[:before], *needle, *padding[before:], *asked, *answer])
+            num_filler = length + 1 - len(bos) - len(needle) - len(question) - len(answer)
+            depth = round(axis_value * num_filler)
+            padding = (filler * (num_filler // len(filler) + 1))[:num_filler]
+            rows.append([*bos, *padding[:depth], *needle, *padding[depth:], *question, *answer])
         return np.array(rows, dtype=np.int64)

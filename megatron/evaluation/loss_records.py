@@ -1,4 +1,4 @@
-"""What is told of a model's losses: each measure turns the losses of a plan's targets into records.
+"""Records of a model's losses: each measure turns the losses of a plan's targets into records.
 
     perplexity         exp of the mean loss at each length, and its ratio to that at the shortest
     delta_perplexity   ΔP(L) = P(T) − P(L), the same T targets at the end of each window with and without the context
@@ -36,31 +36,31 @@ class Summary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TargetCounts:
-    """The tokens that a cut of a plan scores: the same at every length."""
+class TargetTokens:
+    """The tokens of a target set: the same at every length."""
 
-    counted: np.ndarray
+    loss_mask: np.ndarray
     """Which of them count, bool [blocks, targets]."""
-    bytes: int
+    num_bytes: int
     """How many of them stand for a byte of text; 0 if tokens are not bytes."""
     digest: str
     """Equal digests, equal targets."""
 
 
 class ScoredLength(NamedTuple):
-    """One length of a cut, scored."""
+    """The losses of one length of a target set."""
 
     length: int
     losses: np.ndarray  # nats, float64 [blocks, targets]
-    about: Mapping[str, Any]  # fields of records: what the scoring took
+    record_fields: Mapping[str, Any]  # what the scoring took
 
 
 class LengthSummary(NamedTuple):
-    """What is kept of one length."""
+    """One length without its losses."""
 
     summary: Summary
     sums: np.ndarray  # of the losses that count, float64 [blocks]
-    about: Mapping[str, Any]  # fields of its records
+    record_fields: Mapping[str, Any]
 
 
 def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> Summary:
@@ -83,145 +83,152 @@ def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> Summary:
 
 def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
     """Refuse measures that a plan has no losses for. Raises UserError."""
-    wanted = options.measures or []
-    if "position" in wanted and plan.protocol != "nonoverlapping":
+    measures = options.measures or []
+    if "position" in measures and plan.protocol != "nonoverlapping":
         raise UserError("measures: position needs every token of a window scored: protocol nonoverlapping")
-    if "delta_perplexity" in wanted:
+    if "delta_perplexity" in measures:
         if plan.protocol != "last":
             raise UserError("measures: delta_perplexity needs protocol last: the same targets, with more before them")
-        for cut in plan.target_sets:
-            if cut.lengths[0] != cut.targets or len(cut.lengths) < 2:
+        for target_set in plan.target_sets:
+            count, lengths = target_set.targets, target_set.lengths
+            if lengths[0] != count or len(lengths) < 2:
                 raise UserError(
-                    f"measures: delta_perplexity of the last {cut.targets} tokens compares longer contexts with those "
-                    f"tokens alone: give length {cut.targets} and a longer one"
+                    f"measures: delta_perplexity of the last {count} tokens compares longer contexts with those "
+                    f"tokens alone: give length {count} and a longer one"
                 )
 
 
 class RecordBuilder:
-    """All that is told of one cut of a plan: it is handed the losses of one length after the other.
+    """Builds the records of one target set of a plan from the losses of one length after the other.
 
     Args:
         plan: what is scored.
-        cut: which targets of it.
-        targets: those tokens.
+        target_set: which targets of it.
+        tokens: of the target set.
         train_length: of the model.
-        measures: what is to be told.
-        about: fields that are the same for all records.
+        measures: of which records are built.
+        record_fields: those that are the same for all records.
     """
 
     def __init__(
         self,
         plan: ScoringPlan,
-        cut: TargetSet,
-        targets: TargetCounts,
+        target_set: TargetSet,
+        tokens: TargetTokens,
         train_length: int,
         measures: Sequence[str],
-        about: Mapping[str, Any],
+        record_fields: Mapping[str, Any],
     ) -> None:
-        self.plan, self.cut, self.targets, self.train_length, self.measures = plan, cut, targets, train_length, measures
-        self.about = {"protocol": plan.protocol, "blocks": cut.blocks, "target_digest": targets.digest, **about}
-        self.counts = targets.counted.sum(axis=1)
-        self.rows: list[LengthSummary] = []
-        self.by_position: list[Record] = []
+        self.plan, self.target_set, self.tokens = plan, target_set, tokens
+        self.train_length, self.measures = train_length, measures
+        self.record_fields = {
+            "protocol": plan.protocol,
+            "blocks": target_set.blocks,
+            "target_digest": tokens.digest,
+            **record_fields,
+        }
+        self.counts = tokens.loss_mask.sum(axis=1)
+        self.summaries: list[LengthSummary] = []
+        self.position_records: list[Record] = []
 
     def add(self, scored: ScoredLength) -> None:
-        """Take the losses of the next length, which are not kept. Raises RunError if they have no perplexity."""
-        sums = np.where(self.targets.counted, scored.losses, 0.0).sum(axis=1)
+        """Take the losses of the next length, which are not stored. Raises RunError if they have no perplexity."""
+        sums = np.where(self.tokens.loss_mask, scored.losses, 0.0).sum(axis=1)
         summary = summarize_losses(sums, self.counts)
         # Such a model predicts nothing, and a table could not hold it.
         if not math.isfinite(summary.nll) or summary.nll > MAX_NLL:
-            where = f"{self.about['method']}: the loss at length {scored.length:,}"
+            where = f"{self.record_fields['method']}: the loss at length {scored.length:,}"
             raise RunError(f"{where} is {summary.nll}, no perplexity to report")
-        about = {
-            **scored.about,
+        fields = {
+            **scored.record_fields,
             "length": scored.length,
-            "targets": self.cut.scored[scored.length],
-            "windows": self.plan.select_windows(scored.length),
+            "targets": self.target_set.num_scored[scored.length],
+            "windows": self.plan.num_windows(scored.length),
         }
-        self.rows.append(LengthSummary(summary, sums, about))
+        self.summaries.append(LengthSummary(summary, sums, fields))
         if "position" in self.measures:
-            self.by_position += self._build_position_records(scored, about)
+            self.position_records += self._build_position_records(scored, fields)
 
     def build_records(self) -> list[Record]:
-        """What is told, in the order of the measures that were asked for; nothing if no length was scored."""
-        if not self.rows:
+        """The records in the order of the measures; none if no length was scored."""
+        if not self.summaries:
             return []
-        draws = draw_bootstrap_means(np.stack([row.sums for row in self.rows]), self.counts)
-        told: dict[str, Callable[[], list[Record]]] = {
+        draws = draw_bootstrap_means(np.stack([length.sums for length in self.summaries]), self.counts)
+        builders: dict[str, Callable[[], list[Record]]] = {
             "perplexity": lambda: list(self._build_perplexity_records(draws)),
             "delta_perplexity": lambda: list(self._build_gain_records(draws)),
-            "position": lambda: self.by_position,
+            "position": lambda: self.position_records,
         }
-        return [record for measure in self.measures for record in told[measure]()]
+        return [record for measure in self.measures for record in builders[measure]()]
 
     def _build_perplexity_records(self, draws: np.ndarray | None) -> Iterator[Record]:
-        first = self.rows[0]
-        for number, (summary, sums, about) in enumerate(self.rows):
-            uncertain = self._list_blocks(sums)
+        first = self.summaries[0]
+        for index, (summary, sums, fields) in enumerate(self.summaries):
+            optional = self._block_fields(sums)
             if draws is not None:
-                uncertain |= _format_interval("", map(clamped_exp, compute_percentile_interval(draws[number])))
-            if number > 0:
+                optional |= _interval_fields("", map(clamped_exp, compute_percentile_interval(draws[index])))
+            if index > 0:
                 change = clamped_exp(summary.nll - first.summary.nll)
-                uncertain |= {"change": change, "change_from": first.about["length"]}
+                optional |= {"change": change, "change_from": first.record_fields["length"]}
                 if draws is not None:
-                    uncertain |= _format_interval(
-                        "change_", map(clamped_exp, compute_percentile_interval(draws[number] - draws[0]))
+                    optional |= _interval_fields(
+                        "change_", map(clamped_exp, compute_percentile_interval(draws[index] - draws[0]))
                     )
             yield Record(
-                **self.about,
-                **about,
+                **self.record_fields,
+                **fields,
                 metric="perplexity",
                 value=math.exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
                 bits_per_byte=self._bits_per_byte(summary),
-                **uncertain,
+                **optional,
             )
 
-    def _list_blocks(self, sums: np.ndarray) -> dict[str, Any]:
-        """What records keep of blocks, to be compared with those of other methods."""
-        if not 2 <= self.cut.blocks <= MAX_BLOCKS:
+    def _block_fields(self, sums: np.ndarray) -> dict[str, Any]:
+        """The fields of records on blocks, which are compared with those of other methods."""
+        if not 2 <= self.target_set.blocks <= MAX_BLOCKS:
             return {}
-        kept: dict[str, Any] = {"block_sums": [round(float(each), 6) for each in sums]}
+        fields: dict[str, Any] = {"block_sums": [round(float(block_sum), 6) for block_sum in sums]}
         if np.ptp(self.counts) > 0:
-            kept["block_tokens"] = self.counts.tolist()
-        return kept
+            fields["block_tokens"] = self.counts.tolist()
+        return fields
 
     def _build_gain_records(self, draws: np.ndarray | None) -> Iterator[Record]:
         """ΔP and the log-ratio, at every length but the first."""
-        first = self.rows[0].summary
-        for number, (summary, _, about) in enumerate(self.rows[1:], start=1):
-            shared = {**self.about, **about, "tokens": summary.tokens}
-            found = {
+        first = self.summaries[0].summary
+        for index, (summary, _, fields) in enumerate(self.summaries[1:], start=1):
+            shared = {**self.record_fields, **fields, "tokens": summary.tokens}
+            values = {
                 "delta_perplexity": math.exp(first.nll) - math.exp(summary.nll),
                 "log_ratio": first.nll - summary.nll,
             }
-            for metric, value in found.items():
-                uncertain: dict[str, Any] = {}
+            for metric, value in values.items():
+                interval: dict[str, Any] = {}
                 if draws is not None:
-                    ours, local = draws[number], draws[0]
-                    gains = local - ours if metric == "log_ratio" else np.exp(local) - np.exp(ours)
-                    uncertain = _format_interval("", compute_percentile_interval(gains))
-                yield Record(**shared, metric=metric, value=value, **uncertain)
+                    full, local = draws[index], draws[0]  # with the whole context, and without
+                    gains = local - full if metric == "log_ratio" else np.exp(local) - np.exp(full)
+                    interval = _interval_fields("", compute_percentile_interval(gains))
+                yield Record(**shared, metric=metric, value=value, **interval)
 
-    def _build_position_records(self, scored: ScoredLength, about: Mapping[str, Any]) -> Iterator[Record]:
-        losses = scored.losses.reshape(self.cut.blocks, -1, scored.length)
-        counted = self.targets.counted.reshape(losses.shape)
+    def _build_position_records(self, scored: ScoredLength, fields: Mapping[str, Any]) -> Iterator[Record]:
+        losses = scored.losses.reshape(self.target_set.blocks, -1, scored.length)
+        loss_mask = self.tokens.loss_mask.reshape(losses.shape)
         ends = list_position_bins(self.train_length, scored.length)
-        parts = [np.s_[:, :, start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        for end, part in zip(ends, parts, strict=True):
-            sums = np.where(counted[part], losses[part], 0.0).sum(axis=(1, 2))
-            counts = counted[part].sum(axis=(1, 2))
+        bins = [np.s_[:, :, start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        for end, bin_slice in zip(ends, bins, strict=True):
+            sums = np.where(loss_mask[bin_slice], losses[bin_slice], 0.0).sum(axis=(1, 2))
+            counts = loss_mask[bin_slice].sum(axis=(1, 2))
             if not counts.any():
                 continue
             summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)
-            uncertain: dict[str, Any] = (
-                {} if draws is None else _format_interval("", map(clamped_exp, compute_percentile_interval(draws[0])))
+            interval: dict[str, Any] = (
+                {} if draws is None else _interval_fields("", map(clamped_exp, compute_percentile_interval(draws[0])))
             )
             yield Record(
-                **self.about,
-                **about,
+                **self.record_fields,
+                **fields,
                 axis="position",
                 place=float(end),
                 metric="perplexity",
@@ -229,11 +236,11 @@ class RecordBuilder:
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
-                **uncertain,
+                **interval,
             )
 
     def _bits_per_byte(self, summary: Summary) -> float | None:
-        return summary.nll * summary.tokens / math.log(2) / self.targets.bytes if self.targets.bytes else None
+        return summary.nll * summary.tokens / math.log(2) / self.tokens.num_bytes if self.tokens.num_bytes else None
 
 
 def list_position_bins(train_length: int, length: int) -> list[int]:
@@ -251,9 +258,9 @@ def list_position_bins(train_length: int, length: int) -> list[int]:
     while end < length:
         ends.add(end)
         end *= 2
-    return sorted(each for each in ends if each <= length)
+    return sorted(end for end in ends if end <= length)
 
 
-def _format_interval(prefix: str, ends: Iterable[float]) -> dict[str, float]:
+def _interval_fields(prefix: str, ends: Iterable[float]) -> dict[str, float]:
     low, high = ends
     return {f"{prefix}low": low, f"{prefix}high": high}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.evaluation.measures import check_measures, list_position_bins
+from megatron.evaluation.loss_records import check_measures, list_position_bins
 from megatron.evaluation.protocols import plan_from_options
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
-from megatron.evaluation.answers import score_answers
-from megatron.evaluation.exercise import NUM_FITTING_SEQUENCES, TaskEval, build_task_eval, is_task_run
-from megatron.evaluation.subject import ScoringContext
+from megatron.evaluation.accuracy import score_answers
+from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.task_eval import NUM_FITTING_SEQUENCES, TaskEval, build_task_eval, is_task_run
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.model import PositionOptions
@@ -96,7 +96,7 @@ def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
 def test_records_of_a_model_that_knows_the_answers() -> None:
     of = config(length=20)  # so many inputs that none is drawn twice
     asked = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
-    found = asked.score(loaded(Oracle(asked, wrong=10), of), ScoringContext(about={"run": "runs/a"}))
+    found = asked.score(loaded(Oracle(asked, wrong=10), of), ScoringContext(record_fields={"run": "runs/a"}))
     accuracy = [record for record in found if record.metric == "accuracy"]
     assert [(r.length, r.train_length, r.protocol, r.windows) for r in accuracy] == [
         (length, 20, "task", 40) for length in (20, 40, 60)
@@ -152,13 +152,13 @@ def test_whole_answers_of_letters() -> None:
 def test_floors_stand_beside_the_models() -> None:
     of = config("bucket_sort", 10)
     asked = build_task_eval(EvaluationOptions(lengths=[10, 40], windows=200), [of])
-    found = asked.baseline_records()
+    found = asked.build_baseline_records()
     values = {(record.method, record.metric, record.length): record.value for record in found}
     assert values[f"floor: {POSITION}", "accuracy", 40] > 0.7
     assert values[f"floor: {CONSTANT}", "accuracy", 40] == pytest.approx(0.2, abs=0.04)  # 5 deviations of 8,000
     assert values[f"floor: {POSITION}", "mean_accuracy", 40] == values[f"floor: {POSITION}", "accuracy", 40]
     recall = build_task_eval(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
-    assert {record.value for record in recall.baseline_records() if "values" in record.method} == {0.25}
+    assert {record.value for record in recall.build_baseline_records() if "values" in record.method} == {0.25}
     model = asked.score(loaded(Oracle(asked, wrong=0), of), ScoringContext())
     (table, _) = build_comparison_tables([*model, *found])
     text = table_formats.render_comparison_markdown(table)
@@ -220,7 +220,7 @@ def test_predictors_are_fitted_to_fewer_sequences_where_these_are_long(monkeypat
     assert [asked.sample_batch(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [
         NUM_FITTING_SEQUENCES
     ] * 2
-    monkeypatch.setattr("megatron.evaluation.exercise.MAX_FITTING_TOKENS", 800)
+    monkeypatch.setattr("megatron.evaluation.task_eval.MAX_FITTING_TOKENS", 800)
     assert [asked.sample_batch(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [100, 10]
 
 

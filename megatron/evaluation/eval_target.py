@@ -1,6 +1,6 @@
 """The interface of what models are asked, and what goes with every scoring.
 
-A text, a task that was learned and a probe are subjects (`subjects.py` chooses). Each is made before torch is imported,
+A text, a task that was learned and a probe are targets (`targets.py` chooses). Each is made before torch is imported,
 and refuses then what cannot be asked.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.model.gpt import GPT
 
-Progress = Callable[[int, float, float], None]
+ProgressCallback = Callable[[int, float, float], None]
 """Called after every batch with the length, the work done and the whole work (both in FLOPs)."""
 
 
@@ -24,30 +24,30 @@ Progress = Callable[[int, float, float], None]
 class ScoringContext:
     """What goes with the scoring of a model, whatever it is asked."""
 
-    about: Mapping[str, Any] = field(default_factory=dict)
+    record_fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the records that say where the model comes from."""
     batch_tokens: int | None = None
     """Input tokens per forward pass; what is usual on the device if None."""
-    progress: Progress = lambda length, done, total: None
+    progress: ProgressCallback = lambda length, done, total: None
 
 
 class EvalTarget(Protocol):
     """What models are asked."""
 
     @property
-    def max_tokens_per_batch(self) -> Sequence[int]:
-        """How many tokens a model is given at once, at each length."""
+    def sequence_lengths(self) -> Sequence[int]:
+        """Tokens of the sequences that a model reads, at each length."""
 
     def count_flops(self, model: GPT) -> dict[int, float]:
         """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
 
     def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        """What a model answers, at each length that it has positions for.
+        """Records of a model's answers, at each length that it has positions for.
 
         Raises:
             UserError: the model has positions for none of the lengths.
             RunError: a loss is not finite, or the memory is too small.
         """
 
-    def baseline_records(self) -> list[Record]:
-        """What stands beside the models' answers, and is none of theirs."""
+    def build_baseline_records(self) -> list[Record]:
+        """Records that stand beside the models' answers, and are of no model."""

@@ -1,0 +1,81 @@
+"""Captures the inputs of every layer's attention while a model reads.
+
+A backend is handed everything that attention is computed from as one value, `AttentionInputs`. So one that hands it on
+to a hook and then computes as before sees each layer of the real forward pass, and nothing of that pass is written a
+second time. Maps are computed from `AttentionInputs` in blocks of rows, so no map is ever whole in memory.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.model.attention import PositionedAttention
+from megatron.model.gpt import GPT
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+
+AttentionHook = Callable[[int, AttentionInputs], None]
+"""Called with a layer's number, from 0, and what its attention is computed from."""
+
+MAX_BLOCK_ELEMENTS = 1 << 20
+"""Numbers of a block's score maps, over all heads."""
+
+
+class CapturingBackend:
+    """A backend that calls a hook with its inputs, and computes as another."""
+
+    def __init__(self, backend: AttentionBackend, layer: int, hook: AttentionHook) -> None:
+        self.backend, self.layer, self.hook = backend, layer, hook
+
+    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+        return self.backend.unsupported_reason(encoding, processor)
+
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        self.hook(self.layer, inputs)
+        return self.backend(inputs)
+
+
+def list_attention_layers(model: GPT) -> list[PositionedAttention]:
+    """The attention of each layer."""
+    return [layer.self_attention.core_attention for layer in model.local_layers]
+
+
+@contextmanager
+def capture_attention(model: GPT, hook: AttentionHook) -> Iterator[None]:
+    """Inside, the hook is called for each layer of every forward pass."""
+    backends = [(attention, attention.backend) for attention in list_attention_layers(model)]
+    for attention, backend in backends:
+        attention.backend = CapturingBackend(backend, attention.layer_index, hook)
+    try:
+        yield
+    finally:
+        for attention, backend in backends:
+            attention.backend = backend
+
+
+@torch.no_grad()
+def run_forward(model: GPT, tokens: np.ndarray, hook: AttentionHook) -> None:
+    """Let the model read one window of tokens [L], and call the hook for each layer."""
+    device = next(model.parameters()).device
+    with capture_attention(model, hook):
+        model.hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
+
+
+def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
+    """The rows from the query at index `first` on."""
+    num_skipped = min(max(first - inputs.query.start, 0), inputs.query.length)
+    query = replace(inputs.query, start=inputs.query.start + num_skipped, length=inputs.query.length - num_skipped)
+    mask = inputs.key_mask
+    if mask is not None and mask.dim() == 3:
+        mask = mask[:, num_skipped:]
+    return replace(inputs, q=inputs.q[:, :, num_skipped:], query=query, key_mask=mask)
+
+
+def choose_block_size(inputs: AttentionInputs) -> int:
+    """Rows of a block whose score maps are bounded."""
+    return max(1, MAX_BLOCK_ELEMENTS // (inputs.q.shape[0] * inputs.q.shape[1] * inputs.key.length))

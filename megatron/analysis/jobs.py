@@ -1,0 +1,275 @@
+"""Models that `analyze` works on: read and checked before torch is imported, then loaded one by one with their inputs.
+
+Trained models read windows of a text, or sequences of the task that they learned; a configuration that was not trained
+has the encodings that its training would begin with.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron.analysis.analysis import (
+    AnalysisContext,
+    LayerEncoding,
+    check_names,
+    is_data_file,
+    list_analysis_names,
+    needs_text,
+)
+from megatron.checkpoint.trained_run import TrainedRun, open_runs
+from megatron.config.load import load_config
+from megatron.evaluation.jobs import RunJob, build_run_jobs, name_runs
+from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.protocols import build_scoring_plan
+from megatron.evaluation.provenance import format_method_name
+from megatron.evaluation.task_eval import TaskEval, build_task_eval, is_task_run
+from megatron.evaluation.texts import EvalText, load_common_text
+from megatron.model.device_dtype import check_precision
+from megatron.options.analysis import AnalysisOptions
+from megatron.options.evaluation import EvaluationOptions
+from megatron.reports.html_page import is_generated_page
+from megatron.utils.atomic_io import check_folder, refuse_foreign_files
+from megatron.utils.errors import UserError
+from megatron.utils.progress import WorkItem
+
+if TYPE_CHECKING:
+    from megatron.config.schema import Config
+
+# torch is imported where it is used: a mistake in the options is reported at once.
+
+DEFAULT_MULTIPLES = [1.0, 4.0]
+"""Window lengths in training lengths, unless said otherwise."""
+PAGE_FILE = "analysis.html"
+RESULTS_FOLDER = "analysis"
+"""In a run's folder, where the results of a single run go."""
+
+
+@dataclass(frozen=True)
+class AnalysisInputs:
+    """Windows of tokens that all models read."""
+
+    description: str
+    """A sentence on them."""
+    windows: Mapping[int, Sequence[np.ndarray]]
+    """Length in tokens, ascending → the windows, each [length]; as many of every length."""
+
+
+@dataclass(frozen=True)
+class AnalysisRequest:
+    """The models that are analyzed, how, and where the results go."""
+
+    runs: tuple[TrainedRun, ...]
+    untrained: tuple[tuple[str, Config], ...]
+    """Configurations as they were written, and what they say."""
+    options: AnalysisOptions
+    folder: Path
+    lengths: tuple[int, ...]
+    """In tokens, ascending."""
+    inputs: AnalysisInputs | None
+    """Of the runs; None if no analysis reads."""
+
+
+def read_analysis_request(
+    runs: Sequence[str | Path],
+    configs: Sequence[str],
+    options: AnalysisOptions,
+    output: str | Path | None,
+) -> AnalysisRequest:
+    """Open the runs and configurations that are named.
+
+    Args:
+        runs: folders of runs, or checkpoints.
+        configs: configurations to look at untrained, each as `train` takes them: `125M kerple_log num_layers=2`.
+        output: the folder for the page and the data; a single run's own if None.
+
+    Raises:
+        UserError: models that cannot be analyzed, or not side by side; RunError: a checkpoint is damaged.
+    """
+    if not runs and not configs:
+        raise UserError("no run given; name a run's folder, or a configuration with --config")
+    check_names(options.only)
+    check_precision(options.precision, options.device)
+    opened = open_runs(runs)
+    if duplicate := next((text for text in configs if configs.count(text) > 1), None):
+        raise UserError(f"--config {duplicate!r} is given twice")
+    untrained = tuple((text, _load_config(text)) for text in configs)
+    all_configs = [run.config for run in opened] + [config for _, config in untrained]
+    _check_indices("--layers", options.layers, [config.model.num_layers for config in all_configs], "layers")
+    _check_indices("--heads", options.heads, [config.model.num_attention_heads for config in all_configs], "heads")
+    folder = _choose_folder(opened, untrained, output)
+    check_folder("--output", folder)
+    _refuse_foreign_results(folder, options)
+    lengths, inputs = _choose_lengths_and_inputs(opened, all_configs, options)
+    return AnalysisRequest(opened, untrained, options, folder, lengths, inputs)
+
+
+def _load_config(text: str) -> Config:
+    """A configuration as `train` takes it."""
+    words = shlex.split(text)
+    pairs = [word for word in words if "=" in word and not os.path.isfile(word)]
+    return load_config([word for word in words if word not in pairs], pairs).config
+
+
+def _check_indices(key: str, indices: Sequence[int] | None, counts: Sequence[int], noun: str) -> None:
+    """Raises UserError for a layer or head that no model has."""
+    for index in indices or ():
+        if not 0 <= index < max(counts):
+            raise UserError(f"{key}: there is no {index}; {noun} are counted from 0 to {max(counts) - 1}")
+
+
+def _choose_folder(
+    runs: Sequence[TrainedRun], untrained: Sequence[tuple[str, Config]], output: str | Path | None
+) -> Path:
+    if output is not None:
+        return Path(output)
+    if len(runs) == 1 and not untrained:
+        return runs[0].folder / RESULTS_FOLDER
+    raise UserError("several models are looked at: name a folder for the page with --output")
+
+
+def _refuse_foreign_results(folder: Path, options: AnalysisOptions) -> None:
+    """Refuse a folder with files by the names of ours that no analysis wrote. Raises UserError."""
+    names = options.only or list_analysis_names()
+    data_files = [folder / f"{name}.{suffix}" for name in names for suffix in ("csv", "json")]
+    refuse_foreign_files("--output", [folder / PAGE_FILE], is_generated_page)
+    refuse_foreign_files("--output", data_files, is_data_file)
+
+
+def _choose_lengths_and_inputs(
+    runs: Sequence[TrainedRun], configs: Sequence[Config], options: AnalysisOptions
+) -> tuple[tuple[int, ...], AnalysisInputs | None]:
+    """The lengths of windows in tokens, and the runs' inputs, if any of the analyses reads."""
+    no_lengths = options.lengths is None and options.multiples is None
+    multiples = DEFAULT_MULTIPLES if no_lengths else options.multiples
+    eval_options = EvaluationOptions(
+        lengths=options.lengths, multiples=multiples, data=options.data, windows=options.windows
+    )
+    needs_inputs = bool(runs) and (options.only is None or any(map(needs_text, options.only)))
+    if needs_inputs and is_task_run(runs):
+        inputs = inputs_from_task(build_task_eval(eval_options, [run.config for run in runs]))
+        return tuple(inputs.windows), inputs
+    lengths = choose_lengths(eval_options, [config.model.seq_length for config in configs])
+    if needs_inputs:
+        return lengths, inputs_from_text(load_common_text(runs, options.data), lengths, options.windows)
+    if options.data is not None:
+        raise UserError("--data names a text, and nothing that was asked for reads one")
+    return lengths, None
+
+
+def inputs_from_text(text: EvalText, lengths: Sequence[int], count: int) -> AnalysisInputs:
+    """Windows of a text, as protocol `last` chooses them. Raises UserError if the text is too short."""
+    plan = build_scoring_plan(len(text.tokens), lengths, "last", targets=[1], windows=count)
+    windows = {
+        length: [np.asarray(text.tokens[start : start + length]) for start in plan.starts[length].tolist()]
+        for length in plan.lengths
+    }
+    description = (
+        f"Windows of {_format_lengths(lengths)} tokens of {text.name} (tokenizer {text.vocabulary.name}), "
+        f"{len(windows[plan.lengths[0]])} of each length; those of all lengths end at the same tokens."
+    )
+    return AnalysisInputs(description, windows)
+
+
+def inputs_from_task(task_eval: TaskEval) -> AnalysisInputs:
+    """Fresh sequences of a task at each length of its input, placeholders and answers included."""
+    batches = {length: task_eval.sample_batch(length).tokens for length in task_eval.lengths}
+    windows = {tokens.shape[1]: list(tokens) for tokens in batches.values()}
+    description = (
+        f"Fresh sequences of the task {task_eval.task_config.label}, {task_eval.num_sequences} at each "
+        f"length of its input ({_format_lengths(task_eval.lengths)}); with the places of the answers they have "
+        f"{_format_lengths(list(windows))} tokens."
+    )
+    return AnalysisInputs(description, windows)
+
+
+def _format_lengths(lengths: Sequence[int]) -> str:
+    return ", ".join(f"{length:,}" for length in lengths)
+
+
+@dataclass(frozen=True)
+class UntrainedJob:
+    """A configuration that was not trained."""
+
+    config: Config
+    name: str
+    work_item: WorkItem
+
+
+AnalysisJob = RunJob | UntrainedJob
+
+
+def build_analysis_jobs(request: AnalysisRequest) -> list[AnalysisJob]:
+    """The runs, then the configurations, with names that tell them apart."""
+    window, options = request.options.window, request.options
+    names = name_runs(request.runs, window)
+    names += [f"{format_method_name(config.position, window)} (untrained)" for _, config in request.untrained]
+    sources = [*(run.name for run in request.runs), *(text for text, _ in request.untrained)]
+    unique_names: list[str] = []
+    for name, source in zip(names, sources, strict=True):  # the seeds of a method share a name in evaluations
+        unique_names.append(f"{name} [{source}]" if name in unique_names else name)
+    num_runs = len(request.runs)
+    run_names, untrained_names = unique_names[:num_runs], unique_names[num_runs:]
+    run_cost, untrained_cost = _sum_costs(request, trained=True), _sum_costs(request, trained=False)
+    run_items = [WorkItem(name, "analyze", run_cost) for name in run_names]
+    return [
+        *build_run_jobs(request.runs, run_names, run_items, device=options.device, precision=options.precision),
+        *(
+            UntrainedJob(config, name, WorkItem(name, "analyze, untrained", untrained_cost))
+            for name, (_, config) in zip(untrained_names, request.untrained, strict=True)
+        ),
+    ]
+
+
+def _sum_costs(request: AnalysisRequest, trained: bool) -> float:
+    names = request.options.only or list_analysis_names()
+    return sum(estimate_relative_cost(name, request, trained) for name in names)
+
+
+def estimate_relative_cost(analysis: str, request: AnalysisRequest, trained: bool) -> float:
+    """Roughly how long an analysis takes, in units of one that reads nothing."""
+    if request.inputs is None or not trained or not needs_text(analysis):
+        return 1.0
+    return 1.0 + sum(len(windows) * (length / 512) ** 2 for length, windows in request.inputs.windows.items())
+
+
+def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> AnalysisContext:
+    """Load a model, or build the encodings of a configuration. Raises RunError if a checkpoint is damaged."""
+    options, config = request.options, job.config
+    window = options.window or config.position.attention_window
+    if isinstance(job, UntrainedJob):
+        return AnalysisContext(job.name, config, window, _build_untrained_encodings(config), options, request.lengths)
+    from megatron.analysis.attention_capture import list_attention_layers
+
+    model = job.load("chunked", options.window).model
+    encodings = (
+        [LayerEncoding(attention.encoding, attention.layer_index) for attention in list_attention_layers(model)]
+        if model.position is None
+        else [LayerEncoding(model.position, None)]
+    )
+    windows = {} if request.inputs is None else request.inputs.windows
+    return AnalysisContext(job.name, config, window, encodings, options, request.lengths, model, windows)
+
+
+def _build_untrained_encodings(config: Config) -> list[LayerEncoding]:
+    """The encodings that training would begin with."""
+    import torch
+
+    from megatron.model.position_modules import build_attention_dims, build_encoding_from_options
+
+    per_layer = config.position.pos_emb_per_layer
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.training.seed)
+        count = config.model.num_layers if per_layer else 1
+        encodings = [
+            build_encoding_from_options(config.position, build_attention_dims(config.model)) for _ in range(count)
+        ]
+    if not per_layer:
+        return [LayerEncoding(encodings[0], None)]
+    return [LayerEncoding(encoding, layer) for layer, encoding in enumerate(encodings)]

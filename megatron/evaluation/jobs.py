@@ -1,0 +1,244 @@
+"""Runs that `evaluate` and `analyze` work on: read and checked before torch is imported, then loaded one by one.
+
+A `RunJob` is a run with the device and type that it will be loaded to. `read_eval_request` and `run_eval_jobs` are the
+part of an evaluation that does not depend on what the models are asked: texts, probes and learned tasks (`run.py`) and
+tasks of lm-evaluation-harness (`harness_tasks.py`) share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from megatron.checkpoint.trained_run import TrainedRun, open_runs
+from megatron.evaluation.eval_target import ProgressCallback
+from megatron.evaluation.provenance import assign_distinct_names, describe_machine, list_software_versions
+from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
+from megatron.options.evaluation import EvaluationOptions
+from megatron.reports import records as record_files
+from megatron.reports import table_formats
+from megatron.reports.records import RESULTS_FILE, Record, merge_records
+from megatron.reports.results_folder import check_no_foreign_results, write_results
+from megatron.utils.atomic_io import check_folder
+from megatron.utils.errors import UserError
+from megatron.utils.progress import ProgressMeter, WorkItem
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.checkpoint.load_model import LoadedModel
+    from megatron.config.schema import Config
+
+# What needs torch or matplotlib is imported where it is used: a mistake in the options is reported at once.
+
+LogFunction = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A run that is about to be loaded."""
+
+    run: TrainedRun
+    name: str  # of its row in tables
+    device: torch.device
+    dtype: torch.dtype
+    work_item: WorkItem
+    note: str | None = None  # a line that is shown before the work begins
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    def load(self, backend: str | None, window: int | None) -> LoadedModel:
+        """The run's model; None is its own backend or window. Raises RunError if the checkpoint is damaged."""
+        from megatron.checkpoint.load_model import load_model
+
+        return load_model(
+            self.run.checkpoint, device=str(self.device), dtype=self.dtype, backend=backend, window=window
+        )
+
+
+def build_run_jobs(
+    runs: Sequence[TrainedRun],
+    names: Sequence[str],
+    work_items: Sequence[WorkItem],
+    *,
+    device: str,
+    precision: str,
+    notes: Sequence[str | None] | None = None,
+) -> list[RunJob]:
+    """Runs with their devices and types.
+
+    Args:
+        names, work_items, notes: of each run.
+        device, precision: of the options.
+
+    Raises:
+        UserError: the device is not there, or cannot compute in that precision.
+    """
+    if not runs:
+        return []
+    resolved = resolve_device(device)
+    return [
+        RunJob(run, name, resolved, resolve_dtype(precision, run.config.training.precision, resolved), item, note)
+        for run, name, item, note in zip(runs, names, work_items, notes or [None] * len(runs), strict=True)
+    ]
+
+
+def name_runs(runs: Sequence[TrainedRun], window: int | None) -> list[str]:
+    """The runs' methods (`provenance.assign_distinct_names`)."""
+    return assign_distinct_names([run.config for run in runs], [run.name for run in runs], window)
+
+
+def make_log_function(console: Console | None) -> LogFunction:
+    """A function that prints a line; without a console it prints nothing."""
+    if console is None:
+        return lambda line: None
+    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """Runs that are to be measured, and where the results go."""
+
+    runs: tuple[TrainedRun, ...]
+    options: EvaluationOptions
+    folder: Path | None  # for the results
+    saved_records: tuple[Record, ...]  # which are there already
+    is_single_run: bool  # the folder is that of the only run
+
+
+def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> EvalRequest:
+    """Open the runs that are named, each once, and read the results that are there.
+
+    Arguments and errors as for `megatron.evaluation.run.evaluate_runs`.
+    """
+    if not runs:
+        raise UserError("no run given")
+    check_precision(options.precision, options.device)
+    check_backend(options.backend)
+    opened = open_runs(runs)
+    run_folder = _find_run_folder(opened)
+    folder = run_folder if output is None else Path(output)
+    is_single_run = run_folder is not None and folder is not None and folder.resolve() == run_folder.resolve()
+    return EvalRequest(opened, options, folder, _read_saved_records(folder), is_single_run)
+
+
+def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
+    """The results that a folder holds. Raises UserError if it cannot take more, or they are not understood."""
+    if folder is None:
+        return ()
+    check_folder("--output", folder)
+    check_no_foreign_results("--output", folder)
+    return tuple(record_files.read_records(folder / RESULTS_FILE)) if (folder / RESULTS_FILE).exists() else ()
+
+
+def _find_run_folder(runs: Sequence[TrainedRun]) -> Path | None:
+    """A single run's folder. A checkpoint named directly keeps the results of its run as they are."""
+    folder = Path(runs[0].name)
+    return folder if len(runs) == 1 and folder.resolve() != runs[0].checkpoint.resolve() else None
+
+
+def build_eval_jobs(
+    request: EvalRequest, costs: Sequence[tuple[float, str | None]], names: Sequence[str] | None = None
+) -> list[RunJob]:
+    """The runs with their names, devices and types, which are refused before any model is loaded.
+
+    Args:
+        request: the runs.
+        costs: the work that each run will be, and a line that is shown before.
+        names: as for `evaluate_runs`.
+    """
+    runs, options = request.runs, request.options
+    if names is None:
+        names = name_runs(runs, options.window)
+    work_items = [
+        WorkItem(f"{name} seed {run.config.training.seed}", "evaluate", work)
+        for run, name, (work, _) in zip(runs, names, costs, strict=True)
+    ]
+    notes = [note for _, note in costs]
+    return build_run_jobs(runs, names, work_items, device=options.device, precision=options.precision, notes=notes)
+
+
+def run_eval_jobs(
+    request: EvalRequest,
+    jobs: Sequence[RunJob],
+    score: Callable[[RunJob, LoadedModel, ProgressCallback], list[Record]],
+    console: Console | None,
+    progress: ProgressCallback | None = None,
+) -> list[Record]:
+    """Load runs one after the other and measure each; show and write their records.
+
+    Args:
+        request: the runs, and where the results go.
+        jobs: of its runs.
+        score: measures a loaded model.
+        console, progress: as for `evaluate_runs`.
+    """
+    log = make_log_function(console)
+    log(_describe_output(request))
+    for job in jobs:
+        if job.note is not None:
+            log(f"{job.run.name}: {job.note}")
+    import torch
+
+    records: list[Record] = []
+    with ProgressMeter(console if progress is None else None, [job.work_item for job in jobs]) as meter:
+        for job in jobs:
+            meter.begin(job.work_item, "loading")
+            report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
+            loaded = job.load(request.options.backend, request.options.window)
+            meter.log(_describe_verification(job, loaded))
+            records += score(job, loaded, report)
+            del loaded
+            if job.device.type == "cuda":
+                torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
+            meter.finish()
+            if request.folder is not None:  # what is measured stays whatever happens to the next run
+                record_files.write_records(request.folder / RESULTS_FILE, _merge_saved_records(request, records))
+    if console is not None:
+        table_formats.print_comparison_tables(console, records)
+    if request.folder is not None:
+        written = write_results(request.folder, _merge_saved_records(request, records))
+        log(f"written: {', '.join(map(str, written))}")
+    return records
+
+
+def _merge_saved_records(request: EvalRequest, records: Sequence[Record]) -> list[Record]:
+    return merge_records(request.saved_records, records, same_run=request.is_single_run)
+
+
+def _describe_verification(job: RunJob, loaded: LoadedModel) -> str:
+    """Whether the model is known to be what training wrote."""
+    checkpoint = f"{job.run.name}: {loaded.checkpoint.name}"
+    if loaded.verified:
+        return f"{checkpoint}, whole by its checksums"
+    return f"{checkpoint}, which has no manifest: whether its files are as they were written is not known"
+
+
+def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
+    """The fields of records on a run, and on where and with what it was measured."""
+    run = job.run
+    return {
+        "method": job.name,
+        "run": run.name,
+        "step": run.progress.step,
+        "train_tokens": run.progress.consumed_tokens,
+        "backend": options.backend or run.config.model.attention_backend,
+        "machine": describe_machine(),
+        "software": list_software_versions(),
+    }
+
+
+def _describe_output(request: EvalRequest) -> str:
+    """Where the results will go, said while they can still be sent elsewhere."""
+    if request.folder is None:
+        return "results will not be written: give --output FOLDER to keep them"
+    line = f"results will be written to {request.folder}"
+    if request.saved_records:
+        line += f"; the {len(request.saved_records)} there stay, unless this measures the same again"
+    return line

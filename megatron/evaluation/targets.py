@@ -1,0 +1,159 @@
+"""Which target models are asked about (a text, the task that they learned, or a probe), and what that will cost.
+
+Everything else of an evaluation is the same for all of them (`run.py`): opening runs, saying what it costs, loading,
+writing results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.checkpoint.trained_run import TrainedRun
+from megatron.config.schema import Config
+from megatron.data.run_tokenizer import load_run_tokenizer
+from megatron.data.tokenizers import Tokenizer, load_tokenizer
+from megatron.evaluation.eval_target import EvalTarget, ScoringContext
+from megatron.evaluation.lengths import choose_lengths, limit_lengths
+from megatron.evaluation.loss_records import check_measures
+from megatron.evaluation.probes.passkey import Passkey
+from megatron.evaluation.probes.probe import Probe
+from megatron.evaluation.probes.repeated import RepeatedTokens
+from megatron.evaluation.protocols import ScoringPlan, plan_from_options
+from megatron.evaluation.task_eval import build_task_eval, is_task_run
+from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
+from megatron.model.device_dtype import check_backend
+from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
+from megatron.reports.records import Record
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
+    from megatron.model.gpt import GPT
+
+PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (RepeatedTokens, Passkey)}
+"""By the names of their protocols, which `megatron.options.evaluation` has for the command line."""
+
+DEFAULT_PROBE_SEQUENCES = 64
+"""For each value on the axis of each length, unless said otherwise."""
+
+
+@dataclass(frozen=True)
+class TextEval:
+    """A text, the plan that says which of its tokens are scored, and the measures that are reported of their losses."""
+
+    text: EvalText
+    plan: ScoringPlan
+    measures: Sequence[str]
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        return self.plan.lengths
+
+    def count_flops(self, model: GPT) -> dict[int, float]:
+        return self.plan.count_flops(model)
+
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        from megatron.evaluation.perplexity import evaluate_perplexity
+
+        return evaluate_perplexity(loaded, self.text, self.plan, scoring, self.measures)
+
+    def build_baseline_records(self) -> list[Record]:
+        return []
+
+
+def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) -> EvalTarget:
+    """The target that runs are asked about.
+
+    Raises:
+        UserError: they cannot be put side by side, or cannot be asked what the options say.
+        RunError: a text's files are damaged.
+    """
+    configs = [run.config for run in runs]
+    if is_task_run(runs):
+        return build_task_eval(options, configs)
+    if options.protocol in PROBES:
+        tokenizers = [load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in runs]
+        for run, tokenizer in zip(runs, tokenizers, strict=True):
+            check_tokenizer(run.name, tokenizer.name, runs[0].name, tokenizers[0].name)
+        return _build_probe_for(configs, options, tokenizers[0])
+    return _build_text_eval(options, configs, load_common_text(runs, options.data))
+
+
+def build_eval_target_of_config(name: str, config: Config, options: EvaluationOptions) -> EvalTarget:
+    """The target of a model that is still to be trained. Raises as `build_eval_target`."""
+    if config.data.task is not None:
+        return build_task_eval(options, [config])
+    if options.protocol in PROBES:
+        return _build_probe_for([config], options, load_tokenizer(config.data))
+    return _build_text_eval(options, [config], load_text(name, config, options.data))
+
+
+def _build_text_eval(options: EvaluationOptions, configs: Sequence[Config], text: EvalText) -> EvalTarget:
+    plan = plan_from_options(options, [config.model.seq_length for config in configs], len(text.tokens))
+    check_measures(options, plan)
+    return TextEval(text, plan, options.measures or ("perplexity",))
+
+
+def _build_probe_for(configs: Sequence[Config], options: EvaluationOptions, tokenizer: Tokenizer) -> EvalTarget:
+    return build_probe(options, choose_lengths(options, [config.model.seq_length for config in configs]), tokenizer)
+
+
+def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: Tokenizer) -> Probe:
+    """The probe that options ask for.
+
+    Args:
+        options: protocol, windows, and what the probe takes besides.
+        lengths: of windows, in tokens, ascending.
+        tokenizer: of the models.
+
+    Raises:
+        UserError: an option that says which text is scored, or lengths that are too short.
+    """
+    refuse_choices_of_text(options, ("data", "stride", "measures"), f"protocol {options.protocol} makes its own")
+    num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
+    probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
+    probe.check_lengths()
+    return probe
+
+
+@dataclass(frozen=True)
+class EvalEstimate:
+    """A configuration's model without weights, and what scoring it will cost."""
+
+    model: GPT  # on the meta device: shapes alone
+    flops: float  # of scoring it
+    note: str | None
+    """One line if the model's positions end before the largest length."""
+
+
+def estimate_evaluation(name: str, config: Config, target: EvalTarget, options: EvaluationOptions) -> EvalEstimate:
+    """Build the model without weights. Raises UserError if it cannot be scored at any of the lengths."""
+    model = build_meta_model(config, options)
+    note = describe_length_limit(name, config, model, target.sequence_lengths)  # refuses what has no length to score
+    return EvalEstimate(model, sum(target.count_flops(model).values()), note)
+
+
+def estimate_untrained(name: str, config: Config, options: EvaluationOptions) -> EvalEstimate:
+    """The estimate for a model that is still to be trained. Raises what scoring it would."""
+    return estimate_evaluation(name, config, build_eval_target_of_config(name, config, options), options)
+
+
+def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
+    """A configuration's model without weights. Raises UserError if the backend cannot do it."""
+    from megatron.distributed.process_groups import single_process
+    from megatron.model.build import build_model
+
+    check_backend(options.backend)
+    position = config.position
+    if options.window is not None:
+        position = position.replace(attention_window=options.window)
+    return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
+
+
+def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
+    """A line on a model whose positions end before the largest length. Raises UserError if all are past them."""
+    key = "randomized_positions" if config.position.randomized_positions is not None else "max_position_embeddings"
+    limit = f"pos_emb {config.position.pos_emb} ends at {model.max_length or 0:,} positions ({key})"
+    supported = limit_lengths(lengths, model.max_length, reason=f"{name}: {limit}")
+    return None if max(lengths) in supported else f"{limit}; scored at lengths up to {supported[-1]:,}"

@@ -1,0 +1,193 @@
+"""Asks models the task that they learned, at lengths of the input beyond training: accuracy and loss.
+
+At each length n a fixed seed draws fresh sequences, the same for every run; none of them depends on a run's own seed.
+An answer is the likeliest of the task's answers, and `accuracy.py` makes records of what is right. Their nll is the
+mean of −log p(label) over all positions that have a loss, in nats.
+
+Beside the models stand predictors that learned nothing (`megatron.tasks.trivial_baselines`), as records of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.evaluation.accuracy import AccuracySample, aggregate_accuracies, compute_accuracies, score_answers
+from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.lengths import choose_lengths, count_forward_flops, limit_lengths
+from megatron.evaluation.provenance import describe_model, start_stopwatch
+from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
+from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
+from megatron.tasks.task import TaskBatch
+from megatron.tasks.task_config import TaskConfig, read_task_config
+from megatron.tasks.trivial_baselines import measure_baseline_correctness
+from megatron.utils.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
+    from megatron.checkpoint.trained_run import TrainedRun
+    from megatron.config.schema import Config
+    from megatron.model.gpt import GPT
+
+# torch is imported where it is used: a mistake in the options is reported at once.
+
+DEFAULT_NUM_SEQUENCES = 512
+"""Fresh sequences at each length, as in Delétang et al. (2023)."""
+
+DEFAULT_MULTIPLES = [1.0, 2.0, 4.0, 8.0]
+"""Lengths in longest training inputs, unless said otherwise."""
+
+NUM_FITTING_SEQUENCES = 2048
+"""Sequences from which trivial predictors take their answers, at each length."""
+MAX_FITTING_TOKENS = 1 << 26
+"""Of these sequences at most: half a gigabyte; beyond 30,000 tokens there are fewer of them."""
+
+TASK_SEED = 20_230_609
+
+TEXT_OPTIONS = ("data", "protocol", "targets", "stride", "measures")
+"""Options that have no meaning for a task."""
+
+
+@dataclass(frozen=True)
+class TaskEval:
+    """What all runs of a task are asked, an `EvalTarget`."""
+
+    task_config: TaskConfig
+    lengths: tuple[int, ...]  # of inputs, ascending
+    num_sequences: int  # at each length
+
+    def sample_batch(self, length: int, *, fitting: bool = False) -> TaskBatch:
+        """The sequences of a length; or, for trivial predictors to be fitted, others of that length."""
+        task = self.task_config.task
+        name = hashlib.blake2b(self.task_config.label.encode(), digest_size=8).digest()
+        seed = [TASK_SEED, int.from_bytes(name, "big"), length, int(fitting)]
+        generator = np.random.Generator(np.random.PCG64(seed))
+        count = self.num_sequences
+        if fitting:
+            count = max(1, min(NUM_FITTING_SEQUENCES, MAX_FITTING_TOKENS // task.sequence_length(length)))
+        return task.sample_batch(generator, count, length)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal digests, equal sequences at every length that both have."""
+        return _hash_text(f"{TASK_SEED} {self.task_config.label} {self.num_sequences}")
+
+    @property
+    def record_fields(self) -> dict[str, Any]:
+        """The fields of every record on the task and its sequences."""
+        task, label = self.task_config.task, self.task_config.label
+        description = f"Task {label} of {task.paper}: {task.title}; lengths are those of the input."
+        order = "The answer does not depend on the input's order († in DAPE V2's Table 6)."
+        return {
+            "train_length": self.task_config.max_length,
+            "protocol": "task",
+            "dataset": f"task {label}",
+            "text_digest": _hash_text(f"{TASK_SEED} {label}"),  # however many sequences are drawn from it
+            "target_digest": self.digest,
+            "windows": self.num_sequences,
+            "blocks": self.num_sequences,
+            "remark": " ".join(filter(None, [description, order if task.permutation_invariant else "", task.note])),
+        }
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        return [self.task_config.task.sequence_length(length) for length in self.lengths]
+
+    def count_flops(self, model: GPT) -> dict[int, float]:
+        """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
+        tokens = dict(zip(self.lengths, self.sequence_lengths, strict=True))
+        supported = limit_lengths(tokens.values(), model.max_length)
+        return {
+            length: count_forward_flops(model, tokens[length], self.num_sequences)
+            for length in self.lengths
+            if tokens[length] in supported
+        }
+
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        """Accuracy at each length that the model has positions for. Raises as every target's."""
+        model, task = loaded.model, self.task_config.task
+        flops_by_length = self.count_flops(model)
+        shared = {**describe_model(loaded), **self.record_fields, **scoring.record_fields}
+        if model.max_length is not None:
+            shared["max_length"] = max(
+                n for n in range(1, model.max_length) if task.sequence_length(n) <= model.max_length
+            )
+        samples: list[AccuracySample] = []
+        done, total = 0.0, sum(flops_by_length.values())
+        for length, flops in flops_by_length.items():
+            batch = self.sample_batch(length)
+
+            def report_fraction(
+                fraction: float, length: int = length, before: float = done, flops: float = flops
+            ) -> None:
+                scoring.progress(length, before + flops * fraction, total)
+
+            stop_stopwatch = start_stopwatch()
+            losses, correct = score_answers(
+                model, batch, task.answer_ids, batch_tokens=scoring.batch_tokens, after_batch=report_fraction
+            )
+            done += flops
+            nll = float(losses.sum() / batch.loss_mask.sum())
+            if not math.isfinite(nll):
+                raise RunError(f"{shared['method']}: the loss at length {length:,} is {nll}")
+            fields = {**shared, "length": length, "nll": nll, **stop_stopwatch()}
+            samples += compute_accuracies(correct, batch, fields, exact_match=task.scores_exact_match)
+        return aggregate_accuracies(samples)
+
+    def build_baseline_records(self) -> list[Record]:
+        """What predictors that learned nothing reach on the same sequences: methods whose names begin with floor."""
+        task = self.task_config.task
+        samples: dict[str, list[AccuracySample]] = {}
+        for length in self.lengths:
+            batch = self.sample_batch(length)
+            shared: dict[str, Any] = {**self.record_fields, "length": length, "seed": 0}
+            fitting_batch = self.sample_batch(length, fitting=True)
+            for name, correct in measure_baseline_correctness(task, fitting_batch, batch).items():
+                fields = shared | {"method": f"{TRIVIAL_BASELINE_PREFIX}{name}"}
+                samples.setdefault(name, []).extend(compute_accuracies(correct, batch, fields))
+            for name, value in task.baseline_accuracies(length).items():
+                fields = shared | {
+                    "method": f"{TRIVIAL_BASELINE_PREFIX}{name}",
+                    "metric": "accuracy",
+                    "tokens": int(batch.accuracy_mask.sum()),
+                }
+                samples.setdefault(name, []).append(AccuracySample(Record(**fields, value=value)))
+        return [record for of_baseline in samples.values() for record in aggregate_accuracies(of_baseline)]
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_task_run(runs: Sequence[TrainedRun]) -> bool:
+    """Did runs learn a task, and not a text? Raises UserError if they learned different things."""
+    tasks = [None if run.config.data.task is None else read_task_config(run.config.data).label for run in runs]
+    for run, task in zip(runs, tasks, strict=True):
+        if task != tasks[0]:
+            learned, first_learned = (f"the task {name}" if name else "a text" for name in (task, tasks[0]))
+            raise UserError(f"{run.name} learned {learned}, {runs[0].name} {first_learned}: ask them apart")
+    return tasks[0] is not None
+
+
+def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> TaskEval:
+    """The evaluation of models of one task.
+
+    Raises:
+        UserError: lengths that the task does not have, or options that are about texts.
+    """
+    refuse_choices_of_text(options, TEXT_OPTIONS, "a task is none")
+    task_configs = [read_task_config(config.data) for config in configs]
+    if options.lengths is None and options.multiples is None:
+        options = options.replace(multiples=DEFAULT_MULTIPLES)
+    lengths = choose_lengths(options, [task_config.max_length for task_config in task_configs])
+    task_config = task_configs[0]
+    for length in lengths:
+        if (reason := task_config.task.unsupported_length_reason(length)) is not None:
+            raise UserError(f"lengths: {length} is none of the task {task_config.label}: {reason}")
+    return TaskEval(task_config, lengths, options.windows or DEFAULT_NUM_SEQUENCES)
