@@ -12,17 +12,20 @@ classes allowed by name.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from megatron.checkpoint import manifest, rng_state, tensor_files
-from megatron.checkpoint.stored_config import load_checkpoint_config, migrate_weight_name
+from megatron.checkpoint.stored_config import migrate_weight_name
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
-from megatron.distributed.mesh import ParallelSizes
+from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.utils.errors import FarfieldError, RunError, UserError
+
+DEEPSPEED_FOLDER, RNG_FOLDER = "deepspeed", "random_states"
 
 
 def _list_safe_classes() -> list[Any]:
@@ -70,80 +73,101 @@ def use_safe_loading(engine: Any, written: int) -> Iterator[None]:
         engine.checkpoint_engine = usual
 
 
-DEEPSPEED_FOLDER = "deepspeed"
+@dataclass(frozen=True)
+class DeepSpeedStateReader:
+    """Restores what DeepSpeed stored of a training (`megatron.checkpoint.resume.StateReader`)."""
 
+    checkpoint: Path
+    config: Config
+    """Of the run that wrote it."""
+    state: TrainerState
 
-def check_legacy_engine(checkpoint: Path, progress: TrainerState, config: Config, sizes: ParallelSizes) -> None:
-    """Refuse what DeepSpeed's files cannot be loaded into, before anything is built.
+    def check_engine(self, config: Config, sizes: ParallelSizes) -> None:
+        """Refuse what DeepSpeed's files cannot be loaded into, before anything is built.
 
-    Each of the ranks that hold a model together stored its own part, so their numbers must stay. ZeRO 1–3 stored one
-    part of the optimizer states for each rank that divides the batch (data × context), so that number must stay too;
-    without ZeRO it may change. Stages 1 and 2 stored the same parts, except that stage 1 in bfloat16 has another
-    optimizer where it accumulates gradients on the device. Stage 3 stored a part for each of its sub-groups.
+        Each of the ranks that hold a model together stored its own part, so their numbers must stay. ZeRO 1–3 stored
+        one part of the optimizer states for each rank that divides the batch (data × context), so that number must stay
+        too; without ZeRO it may change. Stages 1 and 2 stored the same parts, except that stage 1 in bfloat16 has
+        another optimizer where it accumulates gradients on the device. Stage 3 stored a part for each of its
+        sub-groups.
 
-    Raises:
-        UserError: naming the key and both values.
-    """
-    before, now = load_checkpoint_config(checkpoint).training, config.training
-    stage, precision = now.zero_optimization.stage, now.compute_dtype
-    same_parts = {progress.zero_stage, stage} == {1, 2} and precision != "bf16"
-    was, steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
-    old_zero, new_zero = before.zero_optimization, now.zero_optimization
-    old_device, new_device = old_zero.offload_optimizer.device, new_zero.offload_optimizer.device
-    accumulates, accumulated = steps > 1 and new_device == "none", was > 1 and old_device == "none"
-    same_optimizer = stage != 1 or precision != "bf16" or accumulates == accumulated
-    same_groups = stage != 3 or old_zero.sub_group_size == new_zero.sub_group_size
-    for key, old, new, fits in (
-        ("precision", progress.precision, precision, progress.precision == precision),
-        ("zero_optimization.stage", progress.zero_stage, stage, progress.zero_stage == stage or same_parts),
-        ("model_parallel_size", progress.tensor, sizes.tensor, progress.tensor == sizes.tensor),
-        ("pipe_parallel_size", progress.pipeline, sizes.pipeline, progress.pipeline == sizes.pipeline),
-        ("num_gpus", progress.world, sizes.world_size, progress.world == sizes.world_size or stage == 0),
-        ("gradient_accumulation_steps", was, steps, same_optimizer or (was > 1) == (steps > 1)),
-        ("zero_optimization.offload_optimizer.device", old_device, new_device, same_optimizer),
-        ("zero_optimization.sub_group_size", old_zero.sub_group_size, new_zero.sub_group_size, same_groups),
-    ):
-        if not fits:
-            raise UserError(
-                f"{key}: {checkpoint} was written with {old}, this run has {new}; its optimizer states cannot be "
-                "divided anew: go on as before, or take the weights alone (finetune=true)"
+        Raises:
+            UserError: naming the key and both values.
+        """
+        before, now, state = self.config.training, config.training, self.state
+        stage, precision = now.zero_optimization.stage, now.compute_dtype
+        same_parts = {state.zero_stage, stage} == {1, 2} and precision != "bf16"
+        old_steps, new_steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
+        old_zero, new_zero = before.zero_optimization, now.zero_optimization
+        old_device, new_device = old_zero.offload_optimizer.device, new_zero.offload_optimizer.device
+        accumulates, accumulated = new_steps > 1 and new_device == "none", old_steps > 1 and old_device == "none"
+        same_optimizer = stage != 1 or precision != "bf16" or accumulates == accumulated
+        same_groups = stage != 3 or old_zero.sub_group_size == new_zero.sub_group_size
+        for key, old, new, fits in (
+            ("precision", state.precision, precision, state.precision == precision),
+            ("zero_optimization.stage", state.zero_stage, stage, state.zero_stage == stage or same_parts),
+            ("model_parallel_size", state.tensor, sizes.tensor, state.tensor == sizes.tensor),
+            ("pipe_parallel_size", state.pipeline, sizes.pipeline, state.pipeline == sizes.pipeline),
+            ("num_gpus", state.world, sizes.world_size, state.world == sizes.world_size or stage == 0),
+            (
+                "gradient_accumulation_steps",
+                old_steps,
+                new_steps,
+                same_optimizer or (old_steps > 1) == (new_steps > 1),
+            ),
+            ("zero_optimization.offload_optimizer.device", old_device, new_device, same_optimizer),
+            ("zero_optimization.sub_group_size", old_zero.sub_group_size, new_zero.sub_group_size, same_groups),
+        ):
+            if not fits:
+                raise UserError(
+                    f"{key}: {self.checkpoint} was written with {old}, this run has {new}; its optimizer states cannot "
+                    "be divided anew: go on as before, or take the weights alone (finetune=true)"
+                )
+
+    def restore(self, engine: Any, mesh: Mesh) -> None:
+        """Put masters, optimizer states, loss scale and counters back into a fresh DeepSpeed engine. All ranks must
+        call this.
+
+        Raises RunError if the files are missing or damaged: a run never goes on from less.
+        """
+        folder = self.checkpoint / DEEPSPEED_FOLDER
+        try:
+            with use_safe_loading(engine, manifest.read_format_version(self.checkpoint)):
+                engine.load_checkpoint(
+                    str(self.checkpoint),
+                    tag=DEEPSPEED_FOLDER,
+                    load_optimizer_states=True,
+                    load_lr_scheduler_states=False,
+                )
+        except FarfieldError:
+            raise
+        except AssertionError as failure:
+            has_files = any(folder.glob("*.pt"))
+            reason = _get_first_line(failure) if has_files else "DeepSpeed finds none of its files there"
+            raise RunError(f"{folder}: cannot be loaded: {reason}") from None
+        except Exception as failure:  # states of another kind fail in as many ways as DeepSpeed has optimizers
+            raise RunError(f"{folder}: cannot be loaded: {_get_first_line(failure)}") from None
+        if engine.global_steps != self.state.step:
+            raise RunError(
+                f"{folder}: holds the states of step {engine.global_steps}, but progress.json is of step "
+                f"{self.state.step}; the files are not of one checkpoint"
             )
 
+    def synchronize(self, engine: Any) -> None:
+        """Nothing: DeepSpeed has loaded the weights as well."""
 
-def restore_legacy_engine(checkpoint: Path, progress: TrainerState, engine: Any) -> None:
-    """Put masters, optimizer states and loss scale back into a fresh DeepSpeed engine. All ranks must call this.
-
-    Raises RunError if the files are missing or damaged: a run never goes on from less.
-    """
-    states = checkpoint / DEEPSPEED_FOLDER
-    try:
-        with use_safe_loading(engine, manifest.read_format_version(checkpoint)):
-            engine.load_checkpoint(
-                str(checkpoint), tag=DEEPSPEED_FOLDER, load_optimizer_states=True, load_lr_scheduler_states=False
-            )
-    except FarfieldError:
-        raise
-    except AssertionError as failure:
-        what = "DeepSpeed finds none of its files there" if not any(states.glob("*.pt")) else _get_first_line(failure)
-        raise RunError(f"{states}: cannot be loaded: {what}") from None
-    except Exception as failure:  # states of another kind fail in as many ways as DeepSpeed has optimizers
-        raise RunError(f"{states}: cannot be loaded: {_get_first_line(failure)}") from None
-    if engine.global_steps != progress.step:
-        raise RunError(
-            f"{states}: holds the states of step {engine.global_steps}, but progress.json is of step "
-            f"{progress.step}; the files are not of one checkpoint"
-        )
+    def restore_rng(self, mesh: Mesh) -> bool:
+        """Put this rank's random states back; False if there are none of it. Raises RunError: they are damaged."""
+        if mesh.rank >= self.state.world:
+            return False
+        path = self.checkpoint / RNG_FOLDER / f"rank_{mesh.rank:05d}.pt"
+        states = tensor_files.read_torch_file(path)
+        try:
+            rng_state.restore_rng_state(states)
+        except Exception:
+            raise RunError(f"{path}: does not hold the random states of a process; the checkpoint is damaged") from None
+        return True
 
 
 def _get_first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'its files do not fit this run').splitlines()[0]}"
-
-
-def restore_legacy_rng(checkpoint: Path, rank: int) -> None:
-    """Put a rank's random states back. Raises RunError if they are missing or damaged."""
-    path = checkpoint / "random_states" / f"rank_{rank:05d}.pt"
-    states = tensor_files.read_torch_file(path)
-    try:
-        rng_state.restore_rng_state(states)
-    except Exception:
-        raise RunError(f"{path}: does not hold the random states of a process; the checkpoint is damaged") from None

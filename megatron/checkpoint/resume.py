@@ -8,41 +8,144 @@ would silently make it another run is refused, naming the key.
 
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from megatron.checkpoint import engine_state, layout, legacy, manifest, rng_state, sharded_state, weight_changes
+from megatron.checkpoint import layout, manifest
+from megatron.checkpoint.legacy import DEEPSPEED_FOLDER, DeepSpeedStateReader
+from megatron.checkpoint.sharded_state import ShardedStateReader
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.checkpoint.weights import read_shapes, read_weights
+from megatron.checkpoint.weights import load_finetuned_weights, names_other_encoding
 from megatron.config.schema import Config
-from megatron.config.yaml_files import format_value
-from megatron.distributed.mesh import ParallelSizes
+from megatron.config.settings import format_value
+from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.model.parameter_groups import list_dispensable_weights, map_to_shared_names
 from megatron.model.position_modules import canonical_position_options
 from megatron.utils.errors import FarfieldError, RunError, UserError
+
+
+class StateReader(Protocol):
+    """Reads the states of a training from a checkpoint, each from the files of its own format."""
+
+    def check_engine(self, config: Config, sizes: ParallelSizes) -> None:
+        """Refuse an engine that the states cannot be loaded into, before anything is built. Raises UserError, naming
+        the key and both values."""
+
+    def restore(self, engine: Any, mesh: Mesh) -> None:
+        """Put this rank's states back into a fresh DeepSpeed engine. Raises RunError: files are missing or damaged."""
+
+    def synchronize(self, engine: Any) -> None:
+        """What all ranks do together once every one has restored its states."""
+
+    def restore_rng(self, mesh: Mesh) -> bool:
+        """Put this rank's random states back; False if the checkpoint has none for it. Raises RunError as `restore`."""
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint that is whole, and what it says of itself, read once."""
+
+    path: Path
+    config: Config
+    """Of the run that wrote it."""
+    state: TrainerState
 
 
 @dataclass(frozen=True)
 class ResumePlan:
     """What a run starts from."""
 
-    checkpoint: Path | None = None
+    source: StoredCheckpoint | None = None
     """None: fresh weights."""
-    weights_only: bool = False
-    """Finetuning: the weights of `checkpoint`, everything else fresh."""
+    reader: StateReader | None = None
+    """Reads every state of `source`. None: everything begins anew but, where there is a `source`, the weights."""
     progress: TrainerState = field(default_factory=TrainerState)
+    """Where the run begins."""
     notes: tuple[str, ...] = ()
     """Lines worth telling."""
     superseded: tuple[Path, ...] = ()
-    """Later checkpoints in the run's folder, damaged or gone back behind: `give_up` moves them out of the way."""
+    """Later checkpoints in the run's folder, damaged or gone back behind: `move_superseded_aside` moves them out of the
+    way."""
 
     @property
     def resumes(self) -> bool:
         """Does the run go on with every state of the checkpoint?"""
-        return self.checkpoint is not None and not self.weights_only
+        return self.reader is not None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that the run goes on from, if it resumes one."""
+        return self.source.path if self.source is not None and self.resumes else None
+
+    def check_engine(self, config: Config, sizes: ParallelSizes) -> None:
+        """Refuse an engine that the checkpoint's states cannot be loaded into, before anything is built.
+
+        Raises UserError: naming the key and both values.
+        """
+        if self.reader is not None:
+            self.reader.check_engine(config, sizes)
+
+    def check_vocabulary(self, size: int, name: str, task: str | None) -> None:
+        """Refuse data of another tokenizer, or another task, than the checkpoint's. Raises UserError."""
+        if self.source is None or self.source.state.vocabulary in (None, {"size": size, "name": name}):
+            return
+        stored = self.source.state.vocabulary or {}
+        one_of_each = (task is None) != (self.source.config.data.task is None)
+        keys = "train_data_paths, task" if one_of_each else "train_data_paths" if task is None else "task"
+        raise UserError(
+            f"{keys}: the data have the vocabulary {name} ({size} tokens), but {self.source.path} was trained with the "
+            f"vocabulary {stored.get('name')} ({stored.get('size')} tokens)"
+        )
+
+    def load_weights(self, config: Config, model: Any) -> tuple[str, ...]:
+        """Finetuning: copy the weights of the checkpoint into a model that no engine has yet; else nothing is done.
+
+        Returns lines worth telling. Raises UserError as `load_finetuned_weights`.
+        """
+        if self.source is None or self.resumes:
+            return ()
+        return load_finetuned_weights(model, config, self.source.path, self.source.config)
+
+    def restore(self, engine: Any, groups: ProcessGroups) -> None:
+        """Put the states of the checkpoint back into a fresh DeepSpeed engine; random states come last.
+
+        All ranks must call this. Raises RunError if the files are missing or damaged: a run never goes on from less.
+        """
+        assert self.reader is not None
+        with _fail_together(groups):
+            self.reader.restore(engine, groups.mesh)
+        self.reader.synchronize(engine)
+
+    def restore_rng(self, groups: ProcessGroups) -> tuple[str, ...]:
+        """Put this rank's random states back: the last thing before the first step. Returns lines worth telling.
+
+        All ranks must call this. Raises RunError as `restore`.
+        """
+        assert self.source is not None
+        assert self.reader is not None
+        with _fail_together(groups):
+            is_restored = self.reader.restore_rng(groups.mesh)
+        if all(groups.gather_objects(is_restored)):
+            return ()
+        world_size = self.source.state.world
+        writers = "1 process" if world_size == 1 else f"{world_size} processes"
+        return (f"random states: the checkpoint is of {writers}; those that read more sequences begin with fresh ones",)
+
+
+@contextmanager
+def _fail_together(groups: ProcessGroups) -> Iterator[None]:
+    """What one rank meets inside the block is raised in all of them, who must all come here."""
+    error = None
+    try:
+        yield
+    except FarfieldError as failure:
+        error = str(failure)
+    if (error := groups.find_first_error(error)) is not None:
+        raise RunError(error)
 
 
 def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
@@ -71,38 +174,46 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
             f"choose another folder, or go on from the last with {shlex.quote(f'load={saved[-1]}')}"
         )
     checkpoint, notes = _find_valid_checkpoint(options.load, groups, weights_only=options.finetune)
-    own = next((i for i, each in enumerate(saved) if _is_same_folder(each, checkpoint)), None)
-    if saved and own is None:
+    index = next((i for i, path in enumerate(saved) if _is_same_folder(path, checkpoint)), None)
+    if saved and index is None:
         raise UserError(
             f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run would go on from "
             f"{checkpoint}; choose another folder, or go on from the last with {shlex.quote(f'load={saved[-1]}')}"
         )
-    later = tuple(saved[own + 1 :]) if own is not None else ()
-    named = layout.is_checkpoint(options.load)  # else the later ones are those that were found damaged
-    if later and named and not options.rollback:
+    later = tuple(saved[index + 1 :]) if index is not None else ()
+    is_named = layout.is_checkpoint(options.load)  # else the later ones are those that were found damaged
+    if later and is_named and not options.rollback:
         raise UserError(
             f"save: {options.save} holds checkpoints up to {later[-1].name}, but this run would go on from "
             f"{checkpoint}; choose another folder, go on from the last with "
             f"{shlex.quote(f'load={options.save}')}, or give up the later "
             "ones with rollback=true (they are moved aside)"
         )
-    check_architecture(config, checkpoint, finetune=options.finetune)
+    stored_config = load_checkpoint_config(checkpoint)
+    check_architecture(config, checkpoint, stored_config, finetune=options.finetune)
     if options.finetune:
         notes += (f"weights of {checkpoint}; optimizer, data and step begin anew",)
-        return ResumePlan(checkpoint, True, notes=notes)
-    if not (checkpoint / manifest.STATES).is_dir() and not _is_legacy(checkpoint):
+        return ResumePlan(StoredCheckpoint(checkpoint, stored_config, TrainerState.read(checkpoint)), notes=notes)
+    is_legacy = (checkpoint / DEEPSPEED_FOLDER).is_dir()
+    if not is_legacy and not (checkpoint / manifest.STATES).is_dir():
         raise UserError(
             f"load: {checkpoint} holds weights alone (it was imported), so there is no training to go on with; take "
             "the weights with finetune=true"
         )
-    progress = TrainerState.read(checkpoint)
-    which = "" if named else ", the newest whole checkpoint"
-    notes += (f"resuming from {checkpoint} at step {progress.step}{which}", *_describe_changes(config, checkpoint))
-    before = f"{progress.sizes}, ZeRO {progress.zero_stage}"
-    now = f"{groups.mesh.sizes}, ZeRO {config.training.zero_optimization.stage}"
-    if before != now:
-        notes += (f"layout: {before} until here, {now} from here on",)
-    return ResumePlan(checkpoint, False, progress, notes, later)
+    source = StoredCheckpoint(checkpoint, stored_config, TrainerState.read(checkpoint))
+    reader: StateReader = (
+        DeepSpeedStateReader(source.path, source.config, source.state)
+        if is_legacy
+        else ShardedStateReader(source.path, source.state)
+    )
+    state = source.state
+    qualifier = "" if is_named else ", the newest whole checkpoint"
+    notes += (f"resuming from {checkpoint} at step {state.step}{qualifier}", *_describe_changes(config, source))
+    layout_before = f"{state.sizes}, ZeRO {state.zero_stage}"
+    layout_now = f"{groups.mesh.sizes}, ZeRO {config.training.zero_optimization.stage}"
+    if layout_before != layout_now:
+        notes += (f"layout: {layout_before} until here, {layout_now} from here on",)
+    return ResumePlan(source, reader, state, notes, later)
 
 
 def _is_same_folder(one: str | Path, other: str | Path | None) -> bool:
@@ -115,9 +226,9 @@ def _find_valid_checkpoint(load: str, groups: ProcessGroups, *, weights_only: bo
         newest = layout.resolve_checkpoint_path(load)
     except UserError as error:
         raise UserError(f"load: {error}") from None
-    named = layout.is_checkpoint(load)
+    is_named = layout.is_checkpoint(load)
     candidates = groups.gather_objects(
-        [newest] if named else layout.list_checkpoints(layout.find_run_folder(load))[::-1]
+        [newest] if is_named else layout.list_checkpoints(layout.find_run_folder(load))[::-1]
     )[0]
     notes: tuple[str, ...] = ()
     problems: list[str] = []
@@ -129,7 +240,7 @@ def _find_valid_checkpoint(load: str, groups: ProcessGroups, *, weights_only: bo
             if not manifest.has_checksums(checkpoint):
                 notes += (f"{checkpoint}: carries no checksums (an earlier version wrote it): taken unverified",)
             return checkpoint, notes
-        if named:
+        if is_named:
             raise RunError(f"load: {checkpoint}: is damaged: {problem}; name another checkpoint")
         problems.append(f"{checkpoint.name}: {problem}")
         notes += (f"{checkpoint}: is damaged, and passed over: {problem}",)
@@ -155,22 +266,21 @@ def move_superseded_aside(resume: ResumePlan, metrics: Path) -> tuple[str, ...]:
     return (f"{names}: moved to {aside}, with the metrics until now; this run goes on before them",)
 
 
-def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = False) -> None:
+def check_architecture(config: Config, checkpoint: Path, stored: Config, *, finetune: bool = False) -> None:
     """Refuse a checkpoint of another model.
 
     Finetuning may change what no weight's shape depends on, give every layer position parameters of its own, take
-    another encoding or other options of it that it names itself (`changes.py`), and add a score processor
-    (`load_model_weights` sees to it that it has no effect at first).
+    another encoding or other options of it that it names itself (`names_other_encoding`), and add a score processor
+    (`load_finetuned_weights` sees to it that it has no effect at first).
 
     Raises:
         UserError: naming the first key that differs and both values.
     """
-    stored = load_checkpoint_config(checkpoint)
     new = {**config.architecture_keys(), **canonical_position_options(config.position)}
     old = {**stored.architecture_keys(), **canonical_position_options(stored.position)}
     free: set[str] = set()
     if finetune:
-        free.update(config.keys_by_policy("context"), weight_changes.is_finetune_change(config, stored))
+        free.update(config.keys_by_policy("context"), names_other_encoding(config, stored))
         if new["pos_emb_per_layer"]:
             free.add("pos_emb_per_layer")
         if old.get("score_processor") == "none":
@@ -188,136 +298,20 @@ def check_architecture(config: Config, checkpoint: Path, *, finetune: bool = Fal
             )
 
 
-def check_vocabulary(resume: ResumePlan, size: int, name: str, task: str | None) -> None:
-    """Refuse data of another tokenizer, or another task, than the checkpoint's. Raises UserError."""
-    if resume.checkpoint is None:
-        return
-    stored = TrainerState.read(resume.checkpoint).vocabulary
-    if stored is not None and stored != {"size": size, "name": name}:
-        before = load_checkpoint_config(resume.checkpoint).data.task
-        one_of_each = (task is None) != (before is None)
-        keys = "train_data_paths, task" if one_of_each else "train_data_paths" if task is None else "task"
-        raise UserError(
-            f"{keys}: the data have the vocabulary {name} ({size} tokens), but {resume.checkpoint} was trained with "
-            f"the "
-            f"vocabulary {stored.get('name')} ({stored.get('size')} tokens)"
-        )
-
-
-def _describe_changes(config: Config, checkpoint: Path) -> list[str]:
+def _describe_changes(config: Config, source: StoredCheckpoint) -> list[str]:
     """Changes that are allowed but make the run differ from an uninterrupted one."""
-    stored = load_checkpoint_config(checkpoint)
-    new, old = (
-        config.keys_by_policy("data", "numerics", "schedule"),
-        stored.keys_by_policy("data", "numerics", "schedule"),
-    )
-    notes = [
-        f"{key}: {format_value(old[key])} until here, {format_value(new[key])} from here on"
-        for key in new
-        if new[key] != old[key]
+
+    def list_changes(*policies: str) -> Iterator[tuple[str, str, str]]:
+        new, old = config.keys_by_policy(*policies), source.config.keys_by_policy(*policies)
+        return ((key, format_value(old[key]), format_value(new[key])) for key in new if new[key] != old[key])
+
+    return [
+        *(
+            f"{key}: {old} until here, {new} from here on"
+            for key, old, new in list_changes("data", "numerics", "schedule")
+        ),
+        *(
+            f"{key}: {new} has no effect: the weights come from {source.path}"
+            for key, _, new in list_changes("initialization")
+        ),
     ]
-    new, old = config.keys_by_policy("initialization"), stored.keys_by_policy("initialization")
-    return notes + [
-        f"{key}: {format_value(new[key])} has no effect: the weights come from {checkpoint}"
-        for key in new
-        if new[key] != old[key]
-    ]
-
-
-def load_model_weights(resume: ResumePlan, config: Config, model: Any) -> tuple[str, ...]:
-    """Finetuning: copy the weights of the checkpoint into a model that no engine has yet.
-
-    It computes the same then, but for an encoding that was chosen anew. Returns lines worth telling.
-
-    Raises:
-        UserError: the model has a score processor with an effect, which the checkpoint's has not.
-    """
-    assert resume.checkpoint is not None
-    stored, path = load_checkpoint_config(resume.checkpoint), resume.checkpoint / layout.WEIGHTS
-    processor = config.position.score_processor
-    if processor != "none" and stored.position.score_processor == "none" and not list_dispensable_weights(model):
-        raise UserError(
-            f"score_processor: {resume.checkpoint} was trained without one; {processor} may be added with "
-            "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
-        )
-    found = weight_changes.find_weight_changes(model, config, stored, read_shapes(path), model.off_stage_prefixes)
-    read_weights(
-        model,
-        path,
-        tensor=model.groups.mesh.tensor,
-        off_stage_prefixes=model.off_stage_prefixes,
-        initialized=found.initialized,
-        unused=found.unused,
-        aliases=map_to_shared_names(model),
-    )
-    before, now = (
-        {**each.position.model_dump(), **canonical_position_options(each.position)} for each in (stored, config)
-    )
-    unchanged = all(before[key] == now[key] for key in weight_changes.ENCODING_KEYS) and not (
-        found.initialized or found.unused
-    )
-    return () if unchanged else (found.describe(config, stored),)
-
-
-def check_engine_layout(resume: ResumePlan, config: Config, sizes: ParallelSizes) -> None:
-    """Refuse an engine that the states of an old checkpoint cannot be loaded into, before anything is built.
-
-    Raises:
-        UserError: naming the key and both values.
-    """
-    if resume.checkpoint is not None and resume.resumes and _is_legacy(resume.checkpoint):
-        legacy.check_legacy_engine(resume.checkpoint, resume.progress, config, sizes)
-
-
-def _is_legacy(checkpoint: Path) -> bool:
-    return (checkpoint / legacy.DEEPSPEED_FOLDER).is_dir()
-
-
-def restore_engine(resume: ResumePlan, engine: Any, groups: ProcessGroups) -> None:
-    """Put the states of a checkpoint back into a fresh DeepSpeed engine; random states come last (`restore_random`).
-
-    All ranks must call this. Raises RunError if the files are missing or damaged: a run never goes on from less.
-    """
-    from megatron.checkpoint import optimizer_shards
-
-    checkpoint, progress, error = resume.checkpoint, resume.progress, None
-    assert checkpoint is not None
-    old = _is_legacy(checkpoint)
-    try:
-        if old:
-            legacy.restore_legacy_engine(checkpoint, progress, engine)
-        else:
-            sharded_state.restore_optimizer_states(engine, checkpoint, groups.mesh, progress.sizes)
-    except FarfieldError as failure:
-        error = str(failure)
-    if (error := groups.find_first_error(error)) is not None:
-        raise RunError(error)
-    if not old:
-        optimizer_shards.sync_model_weights(engine)
-        engine_state.restore_engine_counts(engine, progress.counts or {}, progress.step)
-
-
-def restore_rng(resume: ResumePlan, groups: ProcessGroups) -> tuple[str, ...]:
-    """Put this rank's random states back: the last thing before the first step. Returns lines worth telling."""
-    checkpoint, progress = resume.checkpoint, resume.progress
-    assert checkpoint is not None
-    error, fresh = None, False
-    try:
-        if not _is_legacy(checkpoint):
-            found = sharded_state.read_rng_state(checkpoint, groups.mesh, progress.sizes)
-            fresh = found is None
-            if found is not None:
-                rng_state.restore_rng_state(found)
-        elif groups.rank < progress.world:
-            legacy.restore_legacy_rng(checkpoint, groups.rank)
-        else:
-            fresh = True
-    except FarfieldError as failure:
-        error = str(failure)
-    told = groups.gather_objects((error, fresh))
-    if (error := next((each for each, _ in told if each is not None), None)) is not None:
-        raise RunError(error)
-    if any(fresh for _, fresh in told):
-        before = "1 process" if progress.world == 1 else f"{progress.world} processes"
-        return (f"random states: the checkpoint is of {before}; those that read more sequences begin with fresh ones",)
-    return ()

@@ -1,15 +1,23 @@
-"""What a rank must have to go on: its fragments of Adam's moments and its random states, in a file of its own.
+"""The states of a training, a file for every rank, in a form from which any layout can go on.
 
-    states/rank_00000.safetensors     pieces `exp_avg/…` and `exp_avg_sq/…` (pieces.py), and `random/…`
-    parts/rank_00000.safetensors      pieces `master/…` and whole buffers `buffer/…`; joined into model.safetensors,
+    states/rank_00000.safetensors     shards `exp_avg/…` and `exp_avg_sq/…`, and `random/…`
+    parts/rank_00000.safetensors      shards `master/…` and whole buffers `buffer/…`; merged into model.safetensors,
                                       and gone before the checkpoint gets its name
 
-The masters are kept once, as the model's weights, from which any layout cuts what it needs.
-Every element is written by one rank: of ranks that hold the same, each writes a share.
+A shard is flat, under the name `kind/parameter`. The file's header says which elements of the parameter it holds, and
+how tensor-parallel ranks divided that parameter, so that ranks of any other layout find what they need, and read no
+more of it than they must. The masters are kept once, as the model's weights, from which any layout cuts what it needs.
+Every element is written by one rank: of ranks that hold the same, each writes a part.
+
+torch.distributed.checkpoint does the same for DTensors and is not used, because DeepSpeed owns the optimizer, whose
+states are flat tensors of its own.
 """
 
+import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +26,171 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import manifest, rng_state, tensor_writer
+from megatron.checkpoint import manifest, rng_state
+from megatron.checkpoint.engine_state import (
+    MOMENTS,
+    EngineCounters,
+    OptimizerShard,
+    is_replicated,
+    list_optimizer_shards,
+    sync_model_weights,
+)
 from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.manifest import STATES, FileChecksum
-from megatron.checkpoint.optimizer_shards import MOMENTS, OptimizerShard, is_replicated, list_optimizer_shards
-from megatron.checkpoint.shard_reader import ShardReader, describe_shards
 from megatron.checkpoint.stored_config import map_to_stored_names, migrate_weight_name
+from megatron.checkpoint.tensor_files import TensorSpec, write_tensor_stream, write_tensors
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers
-from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.distributed.sharding import get_shard_spec, is_counted_here, shard_tensor
+from megatron.config.schema import Config
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
+from megatron.distributed.sharding import ShardSpec, get_shard_spec, is_counted_here, shard_tensor, unshard_tensors
+from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError
 
 PARTS = "parts"
+_METADATA = "pieces"
+"""The key of a file's header that describes its shards."""
 _MASTER, _BUFFER = "master", "buffer"
+
+
+def get_rank_path(checkpoint: Path, kind: str, rank: int) -> Path:
+    """A rank's file."""
+    return checkpoint / kind / f"rank_{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class ShardMetadata:
+    """Consecutive elements of what one tensor-parallel rank held of a parameter."""
+
+    start: int
+    size: int
+    shape: tuple[int, ...]
+    """Of all that this rank held of the parameter."""
+    index: int
+    """Which of the tensor-parallel ranks it was; 0 if the parameter was not divided."""
+    ranks: int
+    """Among how many the parameter was divided."""
+    dim: int
+    strips: int
+    """How it was divided, see `ShardSpec`."""
+    step: float
+    """Adam's count of steps."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+def describe_shards(shards: Iterable[OptimizerShard], tensor: Axis) -> dict[str, str]:
+    """The metadata of a file that holds these shards.
+
+    tensor: which of the tensor-parallel ranks this one is.
+    """
+    metadata = {}
+    for shard in shards:
+        spec = get_shard_spec(shard.parameter)
+        shape = getattr(shard.parameter, "ds_shape", shard.parameter.shape)  # under ZeRO 3 the data are elsewhere
+        division = (0, 1, 0, 1) if spec is None else (tensor.index, tensor.size, spec.dim, spec.num_strips)
+        description = ShardMetadata(shard.start, shard.master.numel(), tuple(shape), *division, float(shard.step))
+        metadata[shard.name] = asdict(description)
+    return {_METADATA: json.dumps(metadata)}
+
+
+class ShardReader:
+    """What is in the files of all ranks. To be used in a `with` block, in which the files stay open.
+
+    Args:
+        files: of the ranks.
+        migrate_name: from the name of a parameter in the files to the one that it has today.
+
+    Raises (all methods):
+        RunError: a file cannot be read or is not one of these, or no file has what is asked for.
+    """
+
+    def __init__(self, files: Sequence[Path], migrate_name: Callable[[str], str] = str) -> None:
+        self._files = files
+        self._migrate_name = migrate_name
+        self._shards: dict[str, list[tuple[ShardMetadata, Any]]] = {}
+        self._stored_names: dict[str, str] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> "ShardReader":
+        for path in self._files:
+            try:
+                file = self._open.enter_context(safe_open(path, "pt"))
+                for stored_name, values in parse_json(file.metadata()[_METADATA]).items():
+                    name = self._migrate_name(stored_name)
+                    self._stored_names[name] = stored_name
+                    shard = ShardMetadata(**{**values, "shape": tuple(values["shape"])})
+                    self._shards.setdefault(name, []).append((shard, file))
+            except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
+                self._open.close()
+                raise RunError(f"{path}: does not hold pieces of parameters ({error})") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def list_names(self) -> list[str]:
+        """All parameters, in the order of the files."""
+        return list(self._shards)
+
+    def get_step(self, name: str) -> float:
+        """Adam's count of steps of a parameter."""
+        return self._get_any_shard(name).step
+
+    def get_shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        shard = self._get_any_shard(name)
+        return tuple(size * (shard.ranks if dim == shard.dim else 1) for dim, size in enumerate(shard.shape))
+
+    def read_tensor(self, kind: str, name: str) -> Tensor:
+        """All of a parameter."""
+        shard = self._get_any_shard(name)
+        parts = [self._read_flat(kind, name, index, 0, None).view(shard.shape) for index in range(shard.ranks)]
+        return parts[0] if shard.ranks == 1 else unshard_tensors(parts, ShardSpec(shard.dim, shard.strips))
+
+    def read_range(self, kind: str, name: str, spec: ShardSpec | None, tensor: Axis, start: int, stop: int) -> Tensor:
+        """Some elements, flat, of what one rank of another layout holds of a parameter.
+
+        Args:
+            kind, name: what and of which parameter.
+            spec: the way in which that layout's tensor-parallel ranks divide the parameter.
+            tensor: which of these ranks asks.
+            start, stop: the elements of what it holds.
+        """
+        shard = self._get_any_shard(name)
+        if shard.ranks == (tensor.size if spec is not None else 1):
+            return self._read_flat(kind, name, tensor.index if shard.ranks > 1 else 0, start, stop)
+        whole = self.read_tensor(kind, name)
+        return (whole if spec is None else shard_tensor(whole, spec, tensor)).reshape(-1)[start:stop]
+
+    def _get_any_shard(self, name: str) -> ShardMetadata:
+        if name not in self._shards:
+            raise RunError(f"{self._files[0].parent}: holds nothing of {name}")
+        return self._shards[name][0][0]
+
+    def _read_flat(self, kind: str, name: str, index: int, start: int, stop: int | None) -> Tensor:
+        """Elements of what the tensor-parallel rank `index` held; to the end if `stop` is None."""
+        stop = torch.Size(self._get_any_shard(name).shape).numel() if stop is None else stop
+        elements = torch.empty(stop - start)
+        position = start
+        candidates = (shard for shard in self._shards[name] if shard[0].index == index)
+        for shard, file in sorted(candidates, key=lambda candidate: candidate[0].start):
+            low, high = max(position, shard.start), min(stop, shard.stop)
+            if low >= high:
+                continue
+            if low > position:
+                break
+            try:
+                part = file.get_slice(f"{kind}/{self._stored_names[name]}")[low - shard.start : high - shard.start]
+            except SafetensorError as error:
+                raise RunError(f"{self._files[0].parent}: {kind} of {name} cannot be read ({error})") from None
+            elements[low - start : high - start] = part
+            position = high
+        if position < stop:
+            raise RunError(f"{self._files[0].parent}: holds no {kind} of element {position} of {name}")
+        return elements
 
 
 class PinnedStagingBuffers:
@@ -59,14 +219,14 @@ class Snapshot:
 
     def __init__(self, engine: Any, mesh: Mesh, copies: PinnedStagingBuffers) -> None:
         """Copy the states out of an engine. `copies` must not serve another snapshot until this one is written."""
-        held = [each for each in list_optimizer_shards(engine) if is_counted_here(each.parameter, mesh)]
+        shards = [shard for shard in list_optimizer_shards(engine) if is_counted_here(shard.parameter, mesh)]
         if is_replicated(engine):
-            held = [each.split_over_axis(mesh.dp_cp) for each in held]
-        held = [each for each in held if each.master.numel()]
-        copied = copies.copy_to_host(dict(_name_tensors(held)))
+            shards = [shard.split_over_axis(mesh.dp_cp) for shard in shards]
+        shards = [shard for shard in shards if shard.master.numel()]
+        copied = copies.copy_to_host(dict(_name_tensors(shards)))
         self._masters = {name: tensor for name, tensor in copied.items() if name.startswith(f"{_MASTER}/")}
         self._moments = {name: tensor for name, tensor in copied.items() if name not in self._masters}
-        self._metadata = describe_shards(held, mesh.tensor)
+        self._metadata = describe_shards(shards, mesh.tensor)
         self._rank = mesh.rank
         self._random, self._random_metadata = rng_state.pack_rng_state(rng_state.capture_rng_state())
         self._buffers: dict[str, Tensor] = {}
@@ -88,25 +248,18 @@ class Snapshot:
                 raise RunError(f"{name.removeprefix(f'{_MASTER}/')} is not finite")
         for kind in (PARTS, STATES):
             (checkpoint / kind).mkdir(parents=True, exist_ok=True)
-        tensor_writer.write_tensors(
-            get_rank_path(checkpoint, PARTS, self._rank), self._masters | self._buffers, self._metadata
-        )
+        write_tensors(get_rank_path(checkpoint, PARTS, self._rank), self._masters | self._buffers, self._metadata)
         path = get_rank_path(checkpoint, STATES, self._rank)
-        entry = tensor_writer.write_tensors(path, self._moments | self._random, self._metadata | self._random_metadata)
+        entry = write_tensors(path, self._moments | self._random, self._metadata | self._random_metadata)
         return {path.relative_to(checkpoint).as_posix(): entry}
 
 
-def _name_tensors(held: Sequence[OptimizerShard]) -> Iterator[tuple[str, Tensor]]:
-    for each in held:
-        yield f"{_MASTER}/{each.name}", each.master
+def _name_tensors(shards: Sequence[OptimizerShard]) -> Iterator[tuple[str, Tensor]]:
+    for shard in shards:
+        yield f"{_MASTER}/{shard.name}", shard.master
     for kind in MOMENTS:
-        for each in held:
-            yield f"{kind}/{each.name}", each.moments[kind]
-
-
-def get_rank_path(checkpoint: Path, kind: str, rank: int) -> Path:
-    """A rank's file."""
-    return checkpoint / kind / f"rank_{rank:05d}.safetensors"
+        for shard in shards:
+            yield f"{kind}/{shard.name}", shard.moments[kind]
 
 
 def merge_weight_shards(checkpoint: Path, world_size: int, metadata: dict[str, str]) -> FileChecksum:
@@ -115,67 +268,83 @@ def merge_weight_shards(checkpoint: Path, world_size: int, metadata: dict[str, s
     Raises OSError, RunError: the disk refuses.
     """
     files = [get_rank_path(checkpoint, PARTS, rank) for rank in range(world_size)]
-    with ShardReader(files) as pieces:
-        forms = {name: tensor_writer.TensorSpec(pieces.get_shape(name)) for name in pieces.list_names}
-        rest: dict[str, Tensor] = {}
+    with ShardReader(files) as masters:
+        specs = {name: TensorSpec(masters.get_shape(name)) for name in masters.list_names()}
+        buffers: dict[str, Tensor] = {}
         for path in files:
             with safe_open(path, "pt") as file:
-                for name in (each for each in file.keys() if each.startswith(f"{_BUFFER}/")):  # noqa: SIM118
-                    rest.setdefault(name.removeprefix(f"{_BUFFER}/"), file.get_tensor(name))
-        forms |= {name: tensor_writer.TensorSpec.from_tensor(tensor) for name, tensor in rest.items()}
-        weights = (rest[name] if name in rest else pieces.read_tensor(_MASTER, name) for name in forms)
-        entry = tensor_writer.write_tensor_stream(checkpoint / WEIGHTS, forms, weights, metadata)
+                for key in file.keys():  # noqa: SIM118
+                    if key.startswith(f"{_BUFFER}/"):
+                        buffers.setdefault(key.removeprefix(f"{_BUFFER}/"), file.get_tensor(key))
+        specs |= {name: TensorSpec.from_tensor(buffer) for name, buffer in buffers.items()}
+        tensors = (buffers[name] if name in buffers else masters.read_tensor(_MASTER, name) for name in specs)
+        entry = write_tensor_stream(checkpoint / WEIGHTS, specs, tensors, metadata)
     shutil.rmtree(checkpoint / PARTS)
     return entry
 
 
-@torch.no_grad()
-def restore_optimizer_states(engine: Any, checkpoint: Path, mesh: Mesh, written: ParallelSizes) -> None:
-    """Put masters and moments back into an engine of any layout; `fragments.sync_model_weights` comes next.
+class ShardedStateReader:
+    """Restores states that ranks of any layout wrote (`megatron.checkpoint.resume.StateReader`).
 
     Args:
-        engine: DeepSpeed's, fresh.
         checkpoint: to restore from.
-        mesh: this rank's.
-        written: the layout that wrote the checkpoint.
-
-    Raises:
-        RunError: a file is missing, or does not hold what it should.
+        state: what `progress.json` says of it.
     """
-    path = checkpoint / WEIGHTS
-    files = [get_rank_path(checkpoint, STATES, rank) for rank in range(written.world_size)]
-    migrate_name = partial(migrate_weight_name, written=manifest.read_format_version(checkpoint))
-    try:
-        with ShardReader(files, migrate_name) as pieces, safe_open(path, "pt") as weights:
-            stored_names = map_to_stored_names(checkpoint, weights.keys())
-            for each in list_optimizer_shards(engine):
-                how = get_shard_spec(each.parameter)
-                whole = weights.get_tensor(stored_names.get(each.name, each.name))
-                part = whole if how is None else shard_tensor(whole, how, mesh.tensor)
-                each.master.copy_(part.reshape(-1)[each.start : each.stop])
-                for kind, tensor in each.moments.items():
-                    tensor.copy_(pieces.read_range(kind, each.name, how, mesh.tensor, each.start, each.stop))
-                each.step.fill_(pieces.get_step(each.name))
-            for name, buffer in list_persistent_buffers(engine.module):
-                buffer.copy_(weights.get_tensor(stored_names.get(name, name)))
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path}: cannot be read ({error})") from None
 
+    def __init__(self, checkpoint: Path, state: TrainerState) -> None:
+        self.checkpoint, self.state = checkpoint, state
 
-def read_rng_state(checkpoint: Path, mesh: Mesh, written: ParallelSizes) -> dict[str, Any] | None:
-    """The random states that a rank goes on with; None if it begins with fresh ones.
+    def check_engine(self, config: Config, sizes: ParallelSizes) -> None:
+        """Nothing is refused: any layout, ZeRO stage and precision can go on."""
 
-    In the layout that wrote the checkpoint they are its own. In another layout ranks that read the same sequences must
-    go on alike, so they take those of the first rank that read these, if there was one.
+    @torch.no_grad()
+    def restore(self, engine: Any, mesh: Mesh) -> None:
+        """Put masters and moments back into a fresh engine of any layout; `synchronize` comes next.
 
-    Raises RunError: the file is missing or damaged.
-    """
-    rank = mesh.rank if mesh.sizes == written else written.first_rank_of_data(mesh.data.index)
-    if rank is None:
-        return None
-    path = get_rank_path(checkpoint, STATES, rank)
-    try:
-        with safe_open(path, "pt") as file:
-            return rng_state.unpack_rng_state(file)
-    except (OSError, SafetensorError, RunError) as error:
-        raise RunError(f"{path}: {error}") from None
+        Raises RunError: a file is missing, or does not hold what it should.
+        """
+        path = self.checkpoint / WEIGHTS
+        files = [get_rank_path(self.checkpoint, STATES, rank) for rank in range(self.state.sizes.world_size)]
+        migrate_name = partial(migrate_weight_name, written=manifest.read_format_version(self.checkpoint))
+        try:
+            with ShardReader(files, migrate_name) as moments, safe_open(path, "pt") as weights:
+                stored_names = map_to_stored_names(self.checkpoint, weights.keys())
+                for shard in list_optimizer_shards(engine):
+                    spec = get_shard_spec(shard.parameter)
+                    weight = weights.get_tensor(stored_names.get(shard.name, shard.name))
+                    weight = weight if spec is None else shard_tensor(weight, spec, mesh.tensor)
+                    shard.master.copy_(weight.reshape(-1)[shard.start : shard.stop])
+                    for kind, moment in shard.moments.items():
+                        moment.copy_(moments.read_range(kind, shard.name, spec, mesh.tensor, shard.start, shard.stop))
+                    shard.step.fill_(moments.get_step(shard.name))
+                for name, buffer in list_persistent_buffers(engine.module):
+                    buffer.copy_(weights.get_tensor(stored_names.get(name, name)))
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{path}: cannot be read ({error})") from None
+
+    def synchronize(self, engine: Any) -> None:
+        """Make the model's weights those of the masters, and the engine's counters those of the checkpoint. All ranks
+        must call this."""
+        sync_model_weights(engine)
+        EngineCounters(engine).load_state_dict(asdict(self.state))
+
+    def restore_rng(self, mesh: Mesh) -> bool:
+        """Put the random states back that a rank goes on with; False if it begins with fresh ones.
+
+        In the layout that wrote the checkpoint they are its own. In another layout ranks that read the same sequences
+        must go on alike, so they take those of the first rank that read these, if there was one.
+
+        Raises RunError: the file is missing or damaged.
+        """
+        sizes = self.state.sizes
+        rank = mesh.rank if mesh.sizes == sizes else sizes.first_rank_of_data(mesh.data.index)
+        if rank is None:
+            return False
+        path = get_rank_path(self.checkpoint, STATES, rank)
+        try:
+            with safe_open(path, "pt") as file:
+                states = rng_state.unpack_rng_state(file)
+        except (OSError, SafetensorError, RunError) as error:
+            raise RunError(f"{path}: {error}") from None
+        rng_state.restore_rng_state(states)
+        return True

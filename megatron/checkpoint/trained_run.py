@@ -2,14 +2,22 @@
 
 Whoever asks something of a model begins here: what it is, how far it was trained and by which tokenizer are known
 before torch is imported.
+
+The files that its configuration names are found from any directory, and after the whole tree was moved. A configuration
+keeps paths as the user wrote them. What they are relative to is the directory of the training (`progress.json`). If
+that directory has moved, the run's own folder tells where to: it is `save`, and whatever part of the path above it has
+changed has changed for the data as well.
+
+    trained in    /home/ada/work      save: runs/cdape      train_data_paths: [data/python/train_text_document]
+    now           /mnt/disk/work/runs/cdape                 → /mnt/disk/work/data/python/train_text_document
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.data_paths import resolve_data_paths
 from megatron.checkpoint.layout import CONFIG, PROGRESS, get_run_of_checkpoint, resolve_checkpoint_path
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
@@ -51,3 +59,54 @@ def open_runs(paths: Sequence[str | Path]) -> tuple[TrainedRun, ...]:
     if len({run.checkpoint.resolve() for run in opened}) < len(opened):
         raise UserError(f"the same checkpoint is given twice: {', '.join(run.name for run in opened)}")
     return opened
+
+
+ENDINGS = ("", ".idx", ".bin")
+SINGLE = ("data_path", "vocab_file", "merge_file")
+LISTS = ("train_data_paths", "valid_data_paths", "test_data_paths")
+
+
+def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) -> Config:
+    """A configuration whose data and tokenizer files are named as they are found from here.
+
+    Args:
+        config: of a checkpoint.
+        checkpoint: where it lies now, in the `checkpoints` folder of its run.
+        directory: where it was trained; None if that is not known.
+
+    Returns:
+        `config` with every path that would not be found changed to one that is; others are left as they are.
+    """
+    bases = _list_base_folders(config, checkpoint, directory)
+
+    def find(path: str) -> str:
+        for old, new in bases:
+            whole = os.path.join(old, path)
+            if old == new:
+                moved = whole
+            elif os.path.isabs(whole) == os.path.isabs(old) and not os.path.relpath(whole, old or ".").startswith(".."):
+                moved = os.path.join(new, os.path.relpath(whole, old or "."))
+            else:
+                continue
+            if any(os.path.exists(moved + ending) for ending in ENDINGS):
+                # As it is written where that means the same file.
+                return path if os.path.abspath(path) == os.path.abspath(moved) else os.path.abspath(moved)
+        return path
+
+    data = config.data
+    resolved: dict[str, object] = {key: find(path) for key in SINGLE if (path := getattr(data, key)) is not None}
+    resolved |= {key: [find(path) for path in paths] for key in LISTS if (paths := getattr(data, key))}
+    return config.replace(**resolved)
+
+
+def _list_base_folders(config: Config, checkpoint: Path, directory: str | None) -> list[tuple[str, str]]:
+    """Directories that paths may be relative to, as (then, now), the likeliest first; "" is the working directory."""
+    bases = [] if directory is None else [(directory, directory)]
+    if config.checkpoint.save is not None:
+        old = Path(os.path.normpath(os.path.join(directory or "", config.checkpoint.save))).parts
+        new = Path(os.path.abspath(checkpoint)).parts[:-2]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        if new and os.path.join("", *old) != os.path.join(*new):
+            bases.append((os.path.join("", *old), os.path.join(*new)))
+    return [*bases, ("", "")]

@@ -1,9 +1,10 @@
 """`progress.json`: how far a run was at a checkpoint, and what resuming must agree with."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.checkpoint.layout import PROGRESS
 from megatron.distributed.mesh import ParallelSizes
@@ -11,9 +12,22 @@ from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, describe_cause
 
 
+class Stateful(Protocol):
+    """A part of a training that owns some fields of `TrainerState`.
+
+    The protocol is that of torch.distributed.checkpoint.stateful, which cannot be imported without torch.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its fields as they are now. All ranks must call this."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from fields of a checkpoint; those of other parts are passed over."""
+
+
 @dataclass(frozen=True)
 class TrainerState:
-    """How far a run is."""
+    """How far a run is: the fields of all parts of a training."""
 
     step: int = 0
     """Optimizer steps taken, skipped ones included."""
@@ -44,9 +58,9 @@ class TrainerState:
     skipped_samples: int = 0
     """Of the consumed samples, those that such a rollback stepped over: no weight has seen them."""
     usual_loss: float | None = None
-    """The running mean that a spike is compared with (bad_loss.py); None before there is one."""
+    """The running mean that a spike is compared with (`LossGuard`); None before there is one."""
     counts: dict[str, Any] | None = None
-    """What the engine counts (counters.py); None in formats whose engine states say so themselves."""
+    """What the engine counts (`EngineCounters`); None in formats whose engine states say so themselves."""
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -54,6 +68,15 @@ class TrainerState:
         return ParallelSizes.from_world_size(
             self.world, tensor=self.tensor, context=self.context, pipeline=self.pipeline
         )
+
+    def collect(self, *parts: Stateful) -> "TrainerState":
+        """This state with what the parts of a training have of it now. All ranks must call this."""
+        return replace(self, **{name: value for part in parts for name, value in part.state_dict().items()})
+
+    def restore(self, *parts: Stateful) -> None:
+        """Let the parts of a training go on from this state."""
+        for part in parts:
+            part.load_state_dict(asdict(self))
 
     def write(self, folder: Path) -> None:
         """Write `progress.json` into a checkpoint."""

@@ -1,25 +1,41 @@
-"""The model's weights as one safetensors file, read into a model of any layout.
+"""The model's weights as one safetensors file, read into a model of any layout, or into one that finetuning changed.
 
 Stored are the float32 masters, not the compute-type copies: in bfloat16 training a copy holds 8 bits of what was
 learned, and a bound such as r1 ≥ 0.01 or an exact resume holds for the masters only. Evaluation in float32 then scores
 exactly what the optimizer holds; evaluation in bfloat16 rounds to the copies training used.
 
 A tied weight is one parameter with two uses; it is stored once, under its first name.
+
+Finetuning may take another position encoding, or a score processor that the checkpoint has not. The rest of the model
+stays. What the new encoding needs and the file does not hold starts fresh, and what the file holds of the old one is
+dropped; both are said. An added score processor has no effect at first.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.stored_config import map_to_stored_names
+from megatron.config.schema import Config
+from megatron.config.settings import format_value
 from megatron.distributed.mesh import Axis
 from megatron.distributed.sharding import get_shard_spec, shard_tensor
-from megatron.model.parameter_groups import clamp_bounded_parameters
-from megatron.utils.errors import RunError
+from megatron.model.parameter_groups import (
+    clamp_bounded_parameters,
+    list_dispensable_weights,
+    list_encoding_weights,
+    map_to_shared_names,
+)
+from megatron.model.position_modules import canonical_position_options
+from megatron.utils.errors import RunError, UserError
 
 
 def list_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -78,14 +94,143 @@ def read_weights(
         name for name in set(stored) - set(sources.values()) - set(unused) if not name.startswith(off_stage_prefixes)
     )
     if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
-        raise RunError(f"{path}: does not fit the model: it {what} ({len(missing)} missing, {len(unknown)} unknown)")
+        difference = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
+        raise RunError(
+            f"{path}: does not fit the model: it {difference} ({len(missing)} missing, {len(unknown)} unknown)"
+        )
     with torch.no_grad():
         for name, source in sources.items():
             weight, target = stored[source], targets[name]
-            if isinstance(target, nn.Parameter) and (how := get_shard_spec(target)) is not None:
-                weight = shard_tensor(weight, how, tensor)
+            if isinstance(target, nn.Parameter) and (spec := get_shard_spec(target)) is not None:
+                weight = shard_tensor(weight, spec, tensor)
             if weight.shape != target.shape:
                 raise RunError(f"{path}: {source} is {list(weight.shape)}, the model's {list(target.shape)}")
             target.copy_(weight)
     clamp_bounded_parameters(model)
+
+
+ENCODING_KEYS = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
+"""The keys that say what encoding a model has."""
+
+OLD_ENCODING_NAMES = re.compile(r"position\..*|.*\.core_attention\.position\..*")
+"""Names of an encoding's weights in a file, shared by all layers or of each one."""
+_IN_LAYER = re.compile(r"decoder\.layers\.\d+\.self_attention\.core_attention\.")
+
+
+def names_other_encoding(config: Config, stored: Config) -> set[str]:
+    """The keys of another encoding that the configuration names itself; defaults ask for nothing."""
+    named = config.position.model_fields_set
+    if config.position.pos_emb == stored.position.pos_emb:
+        return named & {"pos_emb_options"}
+    # Another encoding has its own options and sets, so what the old one had of them is no question.
+    return {"pos_emb", "pos_emb_options", "pos_emb_per_layer"} if "pos_emb" in named else set()
+
+
+@dataclass(frozen=True)
+class WeightChanges:
+    """What of the model does not come from the file, and what of the file is not used."""
+
+    initialized: frozenset[str]
+    unused: frozenset[str]
+
+    def describe(self, config: Config, stored: Config) -> str:
+        """One line."""
+        new, old = _list_position_options(config), _list_position_options(stored)
+        keys = (*ENCODING_KEYS, "score_processor", "score_processor_options")
+        changed = [
+            f"{key} {_format_value(old[key])} → {_format_value(new[key])}" for key in keys if old[key] != new[key]
+        ]
+        parts = [("fresh", self.initialized), ("dropped", self.unused)]
+        return "; ".join(
+            [", ".join(changed), *(f"{word}: {', '.join(_to_patterns(names)) or 'nothing'}" for word, names in parts)]
+        )
+
+
+def _format_value(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return format_value(value)
+    return (
+        "{" + ", ".join(f"{key}: {format_value(option)}" for key, option in value.items() if option is not None) + "}"
+    )
+
+
+def _to_patterns(names: Iterable[str]) -> list[str]:
+    """Names with a star for the layer's number, short and each once."""
+    return sorted({_IN_LAYER.sub("layers.*.", name) for name in names})
+
+
+def find_weight_changes(
+    model: nn.Module,
+    config: Config,
+    stored: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    off_stage_prefixes: tuple[str, ...],
+) -> WeightChanges:
+    """What differs between a model and a file of weights.
+
+    Args:
+        model: that takes the weights.
+        config, stored: of the model and of the file.
+        shapes: of the file's weights.
+        off_stage_prefixes: how names begin that only other pipeline stages hold.
+    """
+    needed, shared = list_encoding_weights(model), map_to_shared_names(model)
+    sources = {name: name if name in shapes else shared.get(name, name) for name in needed}
+    stored_names = {
+        name for name in shapes if OLD_ENCODING_NAMES.fullmatch(name) and not name.startswith(off_stage_prefixes)
+    }
+    if config.position.pos_emb != stored.position.pos_emb:
+        # The names of two encodings may agree (r1, r2), and the shapes too: what they mean does not.
+        initialized, unused = set(needed), stored_names
+    else:
+        initialized = {
+            name for name, source in sources.items() if source in stored_names and shapes[source] != needed[name]
+        }
+        unused = {sources[name] for name in initialized} - {sources[name] for name in needed if name not in initialized}
+    if config.position.score_processor != stored.position.score_processor:
+        initialized |= list_dispensable_weights(model)
+    return WeightChanges(frozenset(initialized), frozenset(unused))
+
+
+def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored: Config) -> tuple[str, ...]:
+    """Copy the weights of a checkpoint into a model that no engine has yet, and that finetuning may have changed.
+
+    It computes the same then, but for an encoding that was chosen anew.
+
+    Args:
+        model: a `GPT`, or a pipeline stage of one.
+        config: of the run that begins.
+        checkpoint: to take the weights from.
+        stored: its configuration.
+
+    Returns:
+        Lines worth telling.
+
+    Raises:
+        UserError: the model has a score processor with an effect, which the checkpoint's has not.
+    """
+    processor = config.position.score_processor
+    if processor != "none" and stored.position.score_processor == "none" and not list_dispensable_weights(model):
+        raise UserError(
+            f"score_processor: {checkpoint} was trained without one; {processor} may be added with "
+            "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
+        )
+    path = checkpoint / WEIGHTS
+    changes = find_weight_changes(model, config, stored, read_shapes(path), model.off_stage_prefixes)
+    read_weights(
+        model,
+        path,
+        tensor=model.groups.mesh.tensor,
+        off_stage_prefixes=model.off_stage_prefixes,
+        initialized=changes.initialized,
+        unused=changes.unused,
+        aliases=map_to_shared_names(model),
+    )
+    before, now = _list_position_options(stored), _list_position_options(config)
+    is_changed = any(before[key] != now[key] for key in ENCODING_KEYS) or changes.initialized or changes.unused
+    return (changes.describe(config, stored),) if is_changed else ()
+
+
+def _list_position_options(config: Config) -> dict[str, Any]:
+    """The keys of a model's encoding and processor, their options in canonical form."""
+    return {**config.position.model_dump(), **canonical_position_options(config.position)}

@@ -28,7 +28,7 @@ from megatron.utils.suggestions import format_choices
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron.checkpoint.tensor_writer import TensorSpec
+    from megatron.checkpoint.tensor_files import TensorSpec
 
 MIN_LAYERS_TO_CHECK = 500
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -192,14 +192,14 @@ def write_imported_run(source: ModelSource, run: Path, tokenizer: Tokenizer) -> 
 def _write_run_files(
     new_folder: Path, source: ModelSource, config: Config, weights: WeightReader, tokenizer: Tokenizer
 ) -> int:
-    from megatron.checkpoint import layout, manifest, tensor_writer
+    from megatron.checkpoint import layout, manifest, tensor_files
     from megatron.checkpoint.trainer_state import TrainerState
     from megatron.distributed.process_groups import single_process
     from megatron.model.build import build_model
 
     gpt = build_model(config.model, config.position, tokenizer.vocab_size, groups=single_process(), device="meta")
     tensor_headers = {
-        name: tensor_writer.TensorSpec(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()
+        name: tensor_files.TensorSpec(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()
     }
     weights.check_names(list(tensor_headers))
     config_text = _format_config(source, config)
@@ -207,7 +207,7 @@ def _write_run_files(
     save_tokenizer(tokenizer, new_folder)
     checkpoint = new_folder / layout.CHECKPOINTS / layout.format_checkpoint_name(0)
     checkpoint.mkdir(parents=True)
-    weights_checksum = tensor_writer.write_tensor_stream(
+    weights_checksum = tensor_files.write_tensor_stream(
         checkpoint / layout.WEIGHTS,
         tensor_headers,
         _iter_checked_weights(source, weights, tensor_headers),

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.checkpoint.lock import LOCK
-from megatron.checkpoint.run_files import refuse_foreign_run_files
+from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
 from megatron.config.schema import Config
 from megatron.data.paths import SPLITS, list_split_prefixes
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job

@@ -17,9 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megatron.checkpoint import layout, listing
-from megatron.checkpoint.lock import LOCK
-from megatron.checkpoint.run_files import get_config_path
+from megatron.checkpoint import layout, run_folder
+from megatron.checkpoint.run_folder import LOCK, get_config_path
 from megatron.config.load import read_config
 from megatron.launch.console import PlainConsole
 from megatron.training.records import (
@@ -238,10 +237,10 @@ def print_status(paths: Sequence[Path], *, as_json: bool, watch: bool, console: 
 def prune_checkpoints(run: Path, keep: int, log: Callable[[str], None]) -> None:
     """Delete all but the newest `keep` that are whole; those of the run's extra_save_iters stay.
 
-    Raises UserError (see `listing`).
+    Raises UserError (see `list_checkpoint_infos`).
     """
-    listing.list_checkpoint_infos(run, checksums=False)  # is it a run?
-    result = listing.prune_run(run, keep, _list_extra_save_steps(run))
+    run_folder.list_checkpoint_infos(run, checksums=False)  # is it a run?
+    result = run_folder.prune_run(run, keep, _list_extra_save_steps(run))
     for path in result.deleted:
         log(f"deleted {path}")
     for path, problem in result.damaged:
@@ -255,7 +254,7 @@ def prune_checkpoints(run: Path, keep: int, log: Callable[[str], None]) -> None:
 
 def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
     """Print the table. Returns whether all are whole. Raises UserError: there is no checkpoint."""
-    checkpoints = listing.list_checkpoint_infos(run, checksums=verify)
+    checkpoints = run_folder.list_checkpoint_infos(run, checksums=verify)
     losses = _read_losses(layout.find_run_folder(run))
     if as_json:
         rows = [

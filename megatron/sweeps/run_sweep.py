@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron.checkpoint.layout import list_checkpoints
-from megatron.checkpoint.lock import LOCK, SWEEP_LOCK, RunLock
-from megatron.checkpoint.run_files import is_saved_config
+from megatron.checkpoint.run_folder import LOCK, SWEEP_LOCK, RunLock, is_saved_config
 from megatron.launch import slurm
 from megatron.launch.console import log_traceback, run_console
 from megatron.options.sweep import SweepCorpusOptions

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.lock import RunLock
-from megatron.config.parallelism import resolve_mesh_shape
+from megatron.checkpoint.run_folder import RunLock
+from megatron.config.ranks import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.run_files import get_config_path
+from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range

@@ -15,18 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.layout import prune_checkpoints
-from megatron.checkpoint.resume import (
-    ResumePlan,
-    check_engine_layout,
-    check_vocabulary,
-    load_model_weights,
-    move_superseded_aside,
-    plan_resume,
-    restore_engine,
-    restore_rng,
-)
-from megatron.checkpoint.run_files import save_config
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.resume import ResumePlan, move_superseded_aside, plan_resume
+from megatron.checkpoint.run_folder import save_config
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, build_dataloader
 from megatron.data.datasets import Datasets, build_datasets
@@ -131,9 +121,9 @@ def build_components(
         RunError: a file is damaged or cannot be written.
     """
     training, processes = config.training, session.groups
-    check_engine_layout(resume, config, processes.mesh.sizes)
+    resume.check_engine(config, processes.mesh.sizes)
     known = read_vocabulary(config.data)
-    check_vocabulary(resume, known.size, known.name, config.data.task)
+    resume.check_vocabulary(known.size, known.name, config.data.task)
     check_position_options(config.model, config.position)  # before the data leave anything behind
     datasets, train_samples = _build_datasets(config, resume, processes)
 
@@ -145,9 +135,8 @@ def build_components(
 
     seed = rng.derive_seed(training.seed, "initialization", processes.mesh)
     model = build_model(config.model, config.position, known.size, groups=processes, seed=seed)
-    if resume.weights_only:
-        for note in load_model_weights(resume, config, model):
-            reporter.log(note)
+    for note in resume.load_weights(config, model):
+        reporter.log(note)
     # Counted before ZeRO divides the parameters among processes.
     flops_per_token = {length: model.flops_per_token(length) for length in sorted(set(datasets.lengths))}
     parameters = model.num_parameters()
@@ -187,9 +176,9 @@ def load_state(state: TrainState) -> None:
     """
     config, resume, processes = state.config, state.resume, state.groups
     if resume.resumes:
-        restore_engine(resume, state.engine.deepspeed, processes)
+        resume.restore(state.engine.deepspeed, processes)
         state.engine.restore_options()
-        for note in restore_rng(resume, processes):
+        for note in resume.restore_rng(processes):
             state.console.log(note)
     if not processes.is_main:
         return
@@ -212,15 +201,11 @@ def load_state(state: TrainState) -> None:
 
 def _describe_rate_jump(config: Config, resume: ResumePlan) -> list[str]:
     """A line if the run goes on with another learning rate than the one it had come to."""
-    if resume.checkpoint is None or not resume.resumes:
+    step = resume.progress.step
+    if resume.source is None or not resume.resumes or step >= config.training.train_iters:
         return []
-    before = load_checkpoint_config(resume.checkpoint)
-    old, new = (build_schedule(each.optimizer, each.training.train_iters) for each in (before, config))
-    note = (
-        describe_rate_jump(old, new, resume.progress.step)
-        if resume.progress.step < config.training.train_iters
-        else None
-    )
+    old, new = (build_schedule(run.optimizer, run.training.train_iters) for run in (resume.source.config, config))
+    note = describe_rate_jump(old, new, step)
     return [] if note is None else [note]
 
 

@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from megatron.checkpoint import engine_state, layout
+from megatron.checkpoint import layout
+from megatron.checkpoint.engine_state import EngineCounters
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.parallelism import resolve_mesh_shape
@@ -202,7 +203,7 @@ class Trainer:
         """The last one that is whole, of this run or what it resumed from."""
         if self.saver is not None and self.saver.last_checkpoint is not None:
             return self.saver.last_checkpoint
-        return self.state.resume.checkpoint if self.state.resume.resumes else None
+        return self.state.resume.checkpoint
 
     def close(self) -> None:
         """End the threads that watch and write."""
@@ -481,7 +482,7 @@ class Trainer:
             rollbacks=state.resume.progress.rollbacks,
             skipped_samples=state.resume.progress.skipped_samples,
             usual_loss=self.usual.mean,
-            counts=engine_state.capture_engine_counts(state.engine.deepspeed),
+            **EngineCounters(state.engine.deepspeed).state_dict(),
         )
         saver.begin(state.engine.deepspeed, progress, state.console.log)
         self.interval.resume()

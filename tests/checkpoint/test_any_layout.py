@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_runs import records, tiny_config, train_with_processes, write_corpora
 
-from megatron.checkpoint import layout, manifest, tensor_writer
+from megatron.checkpoint import layout, manifest, tensor_files
 from megatron.config.schema import Config
 from megatron.training.trainer import train
 from tools.rounding import apart, sums_of_gpt
@@ -120,7 +120,7 @@ def test_the_moments_matter(runs: Path, tmp_path: Path) -> None:
     with safe_open(states, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     zeroed = {name: tensor if name.startswith("random/") else 0 * tensor for name, tensor in tensors.items()}
-    entry = tensor_writer.write_tensors(states, zeroed, metadata)
+    entry = tensor_files.write_tensors(states, zeroed, metadata)
     content = json.loads(listed.read_text())
     content["files"]["states/rank_00000.safetensors"] = asdict(entry)
     listed.write_text(json.dumps(content))

@@ -2,8 +2,9 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
-from megatron.checkpoint import engine_state
+from megatron.checkpoint.engine_state import EngineCounters
 
 
 def engine(optimizer: object, steps: int = 0, skipped: int = 0) -> SimpleNamespace:
@@ -11,6 +12,10 @@ def engine(optimizer: object, steps: int = 0, skipped: int = 0) -> SimpleNamespa
         optimizer=optimizer, global_steps=steps, skipped_steps=skipped, global_samples=0, micro_steps=0,
         train_batch_size=lambda: 8, gradient_accumulation_steps=lambda: 2,
     )  # fmt: skip
+
+
+def captured(engine: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(EngineCounters(engine).state_dict()))
 
 
 def zero(scale: float, *, dynamic: bool = True) -> SimpleNamespace:
@@ -24,30 +29,30 @@ def without_zero(scale: float) -> SimpleNamespace:
 
 
 def test_a_moving_loss_scale_comes_back_under_another_stage() -> None:
-    told = json.loads(json.dumps(engine_state.capture_engine_counts(engine(zero(512.0), 7, 2))))
+    stored = captured(engine(zero(512.0), 7, 2))
     other = engine(without_zero(4096.0))
-    engine_state.restore_engine_counts(other, told, 7)
+    EngineCounters(other).load_state_dict({"step": 7, **stored})
     assert vars(other.optimizer.loss_scale_config) == {
         "cur_scale": 512.0, "cur_iter": 3, "last_overflow_iter": 1, "dynamic_loss_scale": True
     }  # fmt: skip
     assert (other.global_steps, other.skipped_steps, other.global_samples, other.micro_steps) == (7, 2, 56, 14)
     back = engine(zero(1.0))
-    engine_state.restore_engine_counts(back, engine_state.capture_engine_counts(other), 7)
+    EngineCounters(back).load_state_dict({"step": 7, **captured(other)})
     assert vars(back.optimizer.loss_scaler) == {
         "cur_scale": 512.0, "cur_iter": 3, "last_overflow_iter": 1, "cur_hysteresis": 2, "other": "kept"
     }  # fmt: skip
 
 
 def test_a_fixed_scale_is_neither_kept_nor_replaced() -> None:
-    told = engine_state.capture_engine_counts(engine(zero(1.0, dynamic=False)))
-    assert told["loss_scale"] is None
+    stored = captured(engine(zero(1.0, dynamic=False)))
+    assert stored["counts"]["loss_scale"] is None
     moving = engine(zero(64.0))
-    engine_state.restore_engine_counts(moving, told, 1)
+    EngineCounters(moving).load_state_dict({"step": 1, **stored})
     assert moving.optimizer.loss_scaler.cur_scale == 64.0
     fixed = engine(zero(1.0, dynamic=False))
-    engine_state.restore_engine_counts(fixed, engine_state.capture_engine_counts(moving), 1)
+    EngineCounters(fixed).load_state_dict({"step": 1, **captured(moving)})
     assert fixed.optimizer.loss_scaler.cur_scale == 1.0
     bare = engine(SimpleNamespace())
-    assert engine_state.capture_engine_counts(bare)["loss_scale"] is None
-    engine_state.restore_engine_counts(bare, {}, 2)
+    assert captured(bare)["counts"]["loss_scale"] is None
+    EngineCounters(bare).load_state_dict({"step": 2, "counts": None})
     assert bare.global_steps == 2

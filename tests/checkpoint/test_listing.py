@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import records
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.run_folder import RunLock
 from megatron.launch import run_status
 from megatron.utils.errors import UserError
 
@@ -68,7 +68,7 @@ def test_the_newest_and_the_milestones_stay(run: Path) -> None:
 def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.checkpoint.lock.LOCK_TIMEOUT", 0.0)
+    monkeypatch.setattr("megatron.checkpoint.run_folder.LOCK_TIMEOUT", 0.0)
     lock = RunLock(run)
     with pytest.raises(UserError, match="another run is writing there"):
         run_status.prune_checkpoints(run, 1, print)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import lock
-from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint import run_folder
+from megatron.checkpoint.run_folder import RunLock
 from megatron.utils.errors import RunError, UserError
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.1)
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
 
 
 def test_what_holds_it_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 60.0)
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 60.0)
     first = RunLock(tmp_path)
     threading.Timer(0.3, first.release).start()
     RunLock(tmp_path).release()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron.checkpoint import rng_state, tensor_writer
+from megatron.checkpoint import rng_state, tensor_files
 from megatron.utils.errors import RunError
 
 
@@ -19,7 +19,7 @@ def draw() -> tuple[object, ...]:
 
 def test_what_was_captured_comes_back(tmp_path: Path) -> None:
     draw()  # an odd number of Gaussians: their second halves wait inside the generators
-    tensor_writer.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state()))
+    tensor_files.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state()))
     expected = draw()
     assert draw() != expected
     with safe_open(tmp_path / "states", "pt") as file:
@@ -29,7 +29,7 @@ def test_what_was_captured_comes_back(tmp_path: Path) -> None:
 
 def test_those_of_a_gpu_are_kept(tmp_path: Path) -> None:
     gpu = {"cuda": torch.arange(16, dtype=torch.uint8), "tracker": {"model-parallel-rng": torch.ones(4)}}
-    tensor_writer.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state() | gpu))
+    tensor_files.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state() | gpu))
     with safe_open(tmp_path / "states", "pt") as file:
         found = rng_state.unpack_rng_state(file)
     assert torch.equal(found["cuda"], gpu["cuda"])
@@ -38,7 +38,7 @@ def test_those_of_a_gpu_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metadata", [{}, {"random": "{}"}, {"random": "no"}])
 def test_a_file_without_them_is_told(tmp_path: Path, metadata: dict[str, str]) -> None:
-    tensor_writer.write_tensors(tmp_path / "states", {"random/torch": torch.get_rng_state()}, metadata)
+    tensor_files.write_tensors(tmp_path / "states", {"random/torch": torch.get_rng_state()}, metadata)
     with (
         safe_open(tmp_path / "states", "pt") as file,
         pytest.raises(RunError, match="does not hold the random states of a process"),

@@ -13,10 +13,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 
-from megatron.checkpoint import layout, resume
+from megatron.checkpoint import layout
+from megatron.checkpoint.engine_state import MOMENTS, EngineCounters, list_optimizer_shards
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.optimizer_shards import MOMENTS, list_optimizer_shards
-from megatron.config.yaml_files import format_value
+from megatron.config.settings import format_value
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
@@ -165,22 +165,22 @@ def test_another_optimizer_of_deepspeed_goes_on_with_the_same_masters_and_moment
     keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "precision": precision}
     train(tiny_config(corpus, tmp_path, zero_optimization=before, train_iters=2, lr_decay_iters=5, **keys))
     engines: list[Any] = []
-    begun = resume.engine_state.restore_engine_counts
+    usual = EngineCounters.load_state_dict
 
-    def restored(engine: Any, *rest: Any) -> None:
-        begun(engine, *rest)
-        engines.append({each.name: each for each in list_optimizer_shards(engine)})
+    def load_state_dict(self: EngineCounters, state_dict: Any) -> None:
+        usual(self, state_dict)
+        engines.append({shard.name: shard for shard in list_optimizer_shards(self._engine)})
         states = load_file(layout.resolve_checkpoint_path(tmp_path) / "states" / "rank_00000.safetensors")
         weights = load_file(layout.resolve_checkpoint_path(tmp_path) / "model.safetensors")
-        for name, each in engines[0].items():
-            assert torch.equal(each.master, weights[name].view(-1))
-            assert float(each.step) == 2
+        for name, shard in engines[0].items():
+            assert torch.equal(shard.master, weights[name].view(-1))
+            assert float(shard.step) == 2
             for kind in MOMENTS:
-                assert torch.equal(each.moments[kind], states[f"{kind}/{name}"])
-                assert each.moments[kind].any()
+                assert torch.equal(shard.moments[kind], states[f"{kind}/{name}"])
+                assert shard.moments[kind].any()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(resume.engine_state, "restore_engine_counts", restored)
+        patched.setattr(EngineCounters, "load_state_dict", load_state_dict)
         train(tiny_config(corpus, tmp_path, zero_optimization=after, load=str(tmp_path), lr_decay_iters=5, **keys))
     assert len(engines) == 1
     assert len(losses(tmp_path)) == 4

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny_config
 
-from megatron.checkpoint.lock import LOCK
-from megatron.checkpoint.run_files import CONFIG_NAMES, get_config_path, refuse_foreign_run_files, save_config
+from megatron.checkpoint.run_folder import CONFIG_NAMES, LOCK, get_config_path, refuse_foreign_run_files, save_config
 from megatron.config.load import read_config
 from megatron.utils.errors import UserError
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from safetensors import safe_open
 
-from megatron.checkpoint import tensor_writer
+from megatron.checkpoint import tensor_files
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -27,7 +27,7 @@ def test_the_library_reads_what_was_written(
     tensors = {
         name: (100 * torch.randn(shape)).to(kind) for (name, shape), kind in zip(shapes.items(), kinds, strict=False)
     }
-    entry = tensor_writer.write_tensors(path, tensors, {"note": note})
+    entry = tensor_files.write_tensors(path, tensors, {"note": note})
     content = path.read_bytes()
     assert (entry.bytes, entry.crc32) == (len(content), f"{zlib.crc32(content):08x}")
     with safe_open(path, "pt") as file:
@@ -41,6 +41,6 @@ def test_the_library_reads_what_was_written(
 
 def test_a_tensor_that_is_not_what_the_header_says_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weight is"):
-        tensor_writer.write_tensor_stream(
-            tmp_path / "file", {"weight": tensor_writer.TensorSpec((2, 3))}, [torch.zeros(3, 2)], {}
+        tensor_files.write_tensor_stream(
+            tmp_path / "file", {"weight": tensor_files.TensorSpec((2, 3))}, [torch.zeros(3, 2)], {}
         )

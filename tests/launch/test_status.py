@@ -9,7 +9,7 @@ import pytest
 from permissions import unprivileged, unreadable
 from tiny_runs import tiny_config
 
-from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.run_folder import RunLock
 from megatron.launch import run_status as module
 from megatron.launch.run_status import build_status_table, find_runs, print_status, read_status
 from megatron.utils.errors import UserError

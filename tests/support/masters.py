@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.optimizer_shards import list_optimizer_shards
+from megatron.checkpoint.engine_state import list_optimizer_shards
 
 
 def masters(engine: Any) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.checkpoint.lock import SWEEP_LOCK, RunLock
+from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.reports.combine import combine_results
 from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps import training_process

@@ -13,7 +13,7 @@ from rich.console import Console
 from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
-from megatron.checkpoint.run_files import CONFIG_NAMES
+from megatron.checkpoint.run_folder import CONFIG_NAMES
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes

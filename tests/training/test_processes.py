@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.run_folder import RunLock
 from megatron.training.trainer import train
 from tools.rounding import apart, sums_of_gpt
 
