@@ -61,7 +61,6 @@ def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     prepare_corpus(CorpusOptions(sources=["python"]), place / "corpus")
     loop = ready(shape, place / "corpus", place / "run")
     saver = loop.saver
-    assert saver is not None
     times: dict[str, list[float]] = {"step": [], "stall": [], "step_while_writing": [], "written": [], "waited_for": []}
 
     def step(kind: str, stop: GracefulStop) -> None:
@@ -76,7 +75,7 @@ def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
             begun = time.perf_counter()
             loop._save_checkpoint()
             times["stall"].append(time.perf_counter() - begun)
-            while saver.is_pending is not None:
+            while saver.pending_step is not None:
                 step("step_while_writing", stop)
             times["written"].append(time.perf_counter() - begun)
             step("step", stop)

@@ -42,7 +42,7 @@ from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
 from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
-from megatron.training.hardware import find_peak_tflops  # noqa: E402
+from megatron.training.metrics import find_peak_tflops  # noqa: E402
 from tools.kernel_clock import quartiles  # noqa: E402
 from tools.kernel_gate import in_a_line, products_in_full  # noqa: E402
 from tools.plain_gpt import PlainGPT  # noqa: E402

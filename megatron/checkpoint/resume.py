@@ -25,6 +25,7 @@ from megatron.config.settings import format_value
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.position_modules import canonical_position_options
+from megatron.options.section import ChangePolicy
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
 
@@ -301,7 +302,7 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
 def _describe_changes(config: Config, source: StoredCheckpoint) -> list[str]:
     """Changes that are allowed but make the run differ from an uninterrupted one."""
 
-    def list_changes(*policies: str) -> Iterator[tuple[str, str, str]]:
+    def list_changes(*policies: ChangePolicy) -> Iterator[tuple[str, str, str]]:
         new, old = config.keys_by_policy(*policies), source.config.keys_by_policy(*policies)
         return ((key, format_value(old[key]), format_value(new[key])) for key in new if new[key] != old[key])
 

@@ -3,17 +3,17 @@
     step_0000500/
         model.safetensors     float32 weights, all of them (weights.py)
         config.yml            the resolved configuration; with it and the weights a model is rebuilt
-        progress.json         how far the run was
-        states/               one file per rank: its fragments of Adam's moments, its random states (states.py)
+        progress.json         how far the run was (trainer_state.py)
+        states/               one file per rank: its shards of Adam's moments, its random states (sharded_state.py)
         manifest.json         sizes and checksums of all of these, written last (manifest.py)
 
 Evaluation reads the first three only, resuming all. A save goes through two phases, and training waits for neither:
 
     writing       every rank copies its states (that is what a save costs) and a thread of its own writes them
-    publishing    once all ranks' files are whole, a thread of the first joins the weights, seals and renames
+    publishing    once all ranks' files are whole, a thread of the first merges the weights, seals and renames
 
-Threads exchange nothing. That a rank has done its part rides on the sum that the loop takes before each step (`done`);
-when all have, all call `advance`.
+Threads exchange nothing. That a rank has done its part rides on the sum that the loop takes before each step
+(`is_done`); when all have, all call `advance`.
 """
 
 import os
@@ -38,7 +38,7 @@ class _PendingSave:
     """A save that is not finished."""
 
     final: Path
-    progress: TrainerState
+    state: TrainerState
     job: "Future[dict[str, FileChecksum]] | None"
     """What this rank's thread does; None if it has nothing to do."""
     publishing: bool = False
@@ -59,42 +59,49 @@ class _PendingSave:
 class Saver:
     """Writes the checkpoints of a run, one at a time. Every rank has one, and all call its methods together."""
 
-    run: Path
+    run: Path | None
+    """The run's folder; None: nothing is saved."""
     config: Config
     """The resolved configuration; it says how many checkpoints are kept."""
     groups: ProcessGroups
     last_checkpoint: Path | None = None
-    """The last checkpoint that got its name."""
+    """The last checkpoint that is whole: of this run, or the one that it resumed from."""
     _save: _PendingSave | None = None
     _copies: PinnedStagingBuffers = field(default_factory=PinnedStagingBuffers)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
     @property
-    def is_pending(self) -> int | None:
+    def pending_step(self) -> int | None:
         """The step of a save that is not finished, if there is one: the same on all ranks."""
-        return None if self._save is None else self._save.progress.step
+        return None if self._save is None else self._save.state.step
 
     @property
     def is_done(self) -> bool:
         """Has this rank done its part of the pending save's phase?"""
         return self._save is not None and (self._save.job is None or self._save.job.done())
 
-    def begin(self, engine: Any, progress: TrainerState, say: Callable[[str], None] = lambda line: None) -> None:
+    def has(self, step: int) -> bool:
+        """Is there a checkpoint of this step, or will there be one?"""
+        last = layout.parse_step(self.last_checkpoint) if self.last_checkpoint is not None else None
+        return step in (last, self.pending_step)
+
+    def begin(self, engine: Any, state: TrainerState, log: Callable[[str], None] = lambda line: None) -> None:
         """Copy the states of a run and begin to write them; a save that is not finished is waited for.
 
         Args:
             engine: DeepSpeed's.
-            progress: how far the run is; it has no checkpoint of this step.
-            say: gets a line if there was something to wait for.
+            state: of the run, which has a folder and no checkpoint of this step.
+            log: gets a line if there was something to wait for.
 
         Raises:
             RunError: the save before could not be finished.
         """
         if self._save is not None and not self.is_done:
-            say(f"step {progress.step}: waits until the checkpoint of step {self.is_pending} is written")
+            log(f"step {state.step}: waits until the checkpoint of step {self.pending_step} is written")
         self.finish()
+        assert self.run is not None
         self._save = save = _PendingSave(
-            self.run / layout.CHECKPOINTS / layout.format_checkpoint_name(progress.step), progress, None
+            self.run / layout.CHECKPOINTS / layout.format_checkpoint_name(state.step), state, None
         )
         try:
             snapshot = Snapshot(engine, self.groups.mesh, self._copies)
@@ -112,8 +119,9 @@ class Saver:
         """
         save = self._save
         assert save is not None
-        told = self.groups.gather_objects(save.get_outcome())
-        error = next((error for error, _ in told if error is not None), None)
+        assert self.run is not None
+        outcomes = self.groups.gather_objects(save.get_outcome())
+        error = next((error for error, _ in outcomes if error is not None), None)
         if error is not None:
             self._save = None
             if self.groups.is_main:
@@ -126,8 +134,8 @@ class Saver:
             return
         save.publishing, save.job = True, None
         if self.groups.is_main:
-            entries = {name: entry for _, part in told for name, entry in part.items()}
-            save.job = self._threads.submit(self._publish, save, entries)
+            entries = {name: entry for _, part in outcomes for name, entry in part.items()}
+            save.job = self._threads.submit(self._publish, self.run, save, entries)
 
     def finish(self) -> None:
         """Wait until the pending save has its name. Raises RunError if it cannot be finished."""
@@ -138,16 +146,16 @@ class Saver:
         """End the thread, after what it is doing."""
         self._threads.shutdown()
 
-    def _publish(self, save: _PendingSave, entries: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
-        where, options = save.temporary, self.config.checkpoint
-        weights = sharded_state.merge_weight_shards(where, self.groups.world_size, {"step": str(save.progress.step)})
-        self.config.save(where / layout.CONFIG)
-        save.progress.write(where)
-        small = manifest.compute_checksums(where, [where / layout.CONFIG, where / layout.PROGRESS])
-        manifest.write_manifest(where, entries | {layout.WEIGHTS: weights} | small)
-        os.replace(where, save.final)
+    def _publish(self, run: Path, save: _PendingSave, entries: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
+        folder, options = save.temporary, self.config.checkpoint
+        weights = sharded_state.merge_weight_shards(folder, self.groups.world_size, {"step": str(save.state.step)})
+        self.config.save(folder / layout.CONFIG)
+        save.state.write(folder)
+        small = manifest.compute_checksums(folder, [folder / layout.CONFIG, folder / layout.PROGRESS])
+        manifest.write_manifest(folder, entries | {layout.WEIGHTS: weights} | small)
+        os.replace(folder, save.final)
         manifest.sync_folder(save.final.parent)
-        layout.prune_checkpoints(self.run, options.keep_last_n_checkpoints, options.extra_save_iters)
+        layout.prune_checkpoints(run, options.keep_last_n_checkpoints, options.extra_save_iters)
         return {}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.data.lengths import list_sequence_lengths
 from megatron.data.parts import check_dataset_content, check_dataset_slice, list_dataset_slices
-from megatron.data.vocabulary import read_vocabulary
+from megatron.data.vocabulary import Vocabulary, read_vocabulary
 from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import UserError
@@ -60,6 +60,7 @@ class Datasets:
 def build_datasets(
     data: DataOptions,
     *,
+    vocabulary: Vocabulary | None = None,
     seq_length: int,
     train_samples: int,
     valid_samples: int,
@@ -77,6 +78,7 @@ def build_datasets(
     `train_samples` it began with and the new count as `extend_train_to`: the old samples stay in their order and
     new ones follow (`megatron.data.samples`).
 
+    vocabulary: of the data, if it has been read.
     cache: folder for the sample indices, shared by all processes of the run, of which the first builds them while the
     others wait: all must call this. None keeps them in memory.
     batch: sequences of an optimizer step.
@@ -84,7 +86,7 @@ def build_datasets(
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
-    known = read_vocabulary(data)
+    vocabulary = vocabulary or read_vocabulary(data)
     wanted = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
     totals = {**wanted, "train": max(train_samples, extend_train_to or 0)}
     if data.task is not None:
@@ -92,7 +94,7 @@ def build_datasets(
     chosen = {split: list_dataset_slices(data, split) for split in SPLITS if wanted[split] > 0}
     for split, parts in chosen.items():
         for part in parts:
-            check_dataset_slice(part, split, seq_length, known)
+            check_dataset_slice(part, split, seq_length, vocabulary)
     for split, total in totals.items():
         if (needed := INDEX_BYTES * total) > measure_memory():
             key = "train_iters" if split == "train" else "eval_iters"
@@ -116,7 +118,7 @@ def build_datasets(
             seed=seed,
             cache=None if cache is None else Path(cache),
             groups=groups,
-            vocabulary=known,
+            vocabulary=vocabulary,
             eod_mask_loss=data.eod_mask_loss,
             notes=notes,
         )

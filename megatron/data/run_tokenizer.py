@@ -52,12 +52,6 @@ def _is_same_tokenizer(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> b
     )
 
 
-def save_run_tokenizer(data: DataOptions, run: str | Path) -> None:
-    """Keep a copy of the tokenizer of a run's data, if they are a text. Raises as `save_tokenizer`."""
-    if data.task is None:
-        save_tokenizer(load_tokenizer(data), run)
-
-
 def load_run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -> Tokenizer:
     """The tokenizer that a run was trained with: its copy, else that of its data, else `bytes` where it was that.
 

@@ -1,6 +1,6 @@
 """The vocabulary of a run's data: of the tokenizer that made them, or of the task that draws them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.data.paths import find_corpus_metadata, list_all_prefixes
@@ -19,6 +19,8 @@ class Vocabulary:
     name: str
     eod: int | None
     bos: int | None = None
+    tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False)
+    """What was loaded to know this; None of a task."""
 
 
 def read_vocabulary(data: DataOptions) -> Vocabulary:
@@ -67,4 +69,4 @@ def _describe_bos(vocabulary: Vocabulary) -> str:
 
 def vocabulary_from_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
     """That of a tokenizer."""
-    return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod, tokenizer.bos)
+    return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod, tokenizer.bos, tokenizer)

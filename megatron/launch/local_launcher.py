@@ -23,8 +23,8 @@ from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
 from megatron.training.records import HEARTBEAT_FILE, METRICS_FILE
+from megatron.training.reporters import check_wandb_login
 from megatron.training.resolve_run import ResolvedRun
-from megatron.training.wandb_login import check_wandb_login
 from megatron.utils.atomic_io import make_folder, remove_empty_folders
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent

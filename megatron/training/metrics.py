@@ -1,89 +1,63 @@
-"""What a run reports: records of training intervals and of validations, and the meter that collects the first.
+"""What is measured while a run trains: its intervals, the device's speed, the memory used.
 
 Numbers of single steps stay on the device until an interval ends, so that reporting makes no step wait.
 """
 
-import math
+import resource
+import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.training.records import DIVERGED_KIND
+from megatron.distributed.hardware import find_gpu_spec
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.device_dtype import get_torch_dtype
+from megatron.training.records import TrainRecord, perplexity
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that is beyond a float."""
-    return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan
-
-
-@dataclass(frozen=True)
-class TrainRecord:
-    """An interval of steps up to and including `step`. Values that cannot be known are None."""
-
-    step: int
-    loss: float | None  # mean over the interval's steps in nats per token; None if all were skipped
-    perplexity: float | None
-    learning_rate: float  # of the last step
-    grad_norm: float | None  # of the last step that was not skipped, before clipping
-    tokens_per_second: float  # of the whole run, all processes together
-    ms_per_step: float
-    tflops: float  # per device, TFLOP/s
-    mfu: float | None  # share of the device's peak
-    loss_scale: float
-    skipped_steps: int  # since step 0
-    memory_gib: float  # the largest of any process
-    tokens: int  # consumed since step 0
-    seconds_left: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"kind": "train", **asdict(self)}
-
-
-@dataclass(frozen=True)
-class ValidationRecord:
-    """A validation, or the test at the end."""
-
-    step: int
-    split: str
-    loss: float  # nats per token
-    perplexity: float
-    tokens: int
-    seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.split, **{k: v for k, v in asdict(self).items() if k != "split"}}
-
-
-@dataclass(frozen=True)
-class DivergenceRecord:
-    """Why a run ended before its last step: its loss or its gradients."""
-
-    step: int
-    reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"kind": DIVERGED_KIND, **asdict(self)}
+def sum_over_batch(groups: ProcessGroups, value: float) -> float:
+    """The sum of what the ranks that divide the batch have. All must call it."""
+    return groups.all_reduce_sum(groups.mesh.count_once(value))[0]
 
 
 class IntervalMetrics:
-    """Collects steps until they are reported. Time spent on other things is left out with `pause` and `resume`."""
+    """Collects steps until they are reported (`Stateful`). Time spent on other things is left out with `pause` and
+    `resume`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.reset()
+    Args:
+        groups: of the run.
+        peak_tflops: the device's, if it is known.
+    """
 
-    def reset(self, loss: float = 0.0, counted: int = 0) -> None:
+    def __init__(self, groups: ProcessGroups, peak_tflops: float | None = None) -> None:
+        self._groups, self._peak_tflops = groups, peak_tflops
+        self.last_loss: float | None = None
+        """The mean loss of the last interval that was reported and had one."""
+        self._reset()
+
+    def _reset(self, loss: float = 0.0, counted: int = 0) -> None:
         """Begin a new interval now; `loss` is the sum over `counted` steps of it that an earlier session took."""
         self.steps = self.tokens = 0
         self.flops = 0.0
         self.counted = counted
-        self._losses: Tensor = torch.tensor(loss, dtype=torch.float64, device=self._device)
+        self._losses: Tensor = torch.tensor(loss, dtype=torch.float64, device=self._groups.device)
         self._grad_norm: Tensor | float | None = None
         self._seconds = 0.0
-        self._since: float | None = time.perf_counter()
+        self._start_time: float | None = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that were not reported yet. All ranks must call this; waits for the device."""
+        loss = sum_over_batch(self._groups, float(self._losses))
+        return {"interval_loss": loss, "interval_steps": self.counted}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Begin with what an earlier session left of the interval."""
+        # One rank carries its loss: shares are added over the batch's ranks.
+        carries = self._groups.mesh.dp_cp.index == 0
+        self._reset(state_dict["interval_loss"] if carries else 0.0, state_dict["interval_steps"])
 
     def add(self, loss: Tensor, tokens: int, flops: float, grad_norm: Tensor | float, skipped: bool) -> None:
         """One step: this rank's share of its loss (a scalar on the device), the tokens that all ranks together read,
@@ -98,22 +72,100 @@ class IntervalMetrics:
 
     def pause(self) -> None:
         """Stop the clock: what follows is not training."""
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
+        if self._start_time is not None:
+            self._seconds += time.perf_counter() - self._start_time
+            self._start_time = None
 
     def resume(self) -> None:
         """Start the clock again."""
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    def loss_sum(self) -> float:
-        """This rank's share of the sum of the losses of `counted` steps; waits for the device."""
-        return float(self._losses)
+        if self._start_time is None:
+            self._start_time = time.perf_counter()
 
     def read(self) -> tuple[float | None, float | None, float]:
-        """This rank's share of the mean loss, the gradient norm, and the seconds; waits for the device."""
-        loss = self.loss_sum() / self.counted if self.counted else None
+        """The mean loss, the gradient norm, and the seconds. All ranks must call this; waits for the device."""
+        share = float(self._losses) / self.counted if self.counted else None
         norm = None if self._grad_norm is None else float(self._grad_norm)
-        running = time.perf_counter() - self._since if self._since is not None else 0.0
-        return loss, norm, self._seconds + running
+        running = time.perf_counter() - self._start_time if self._start_time is not None else 0.0
+        return None if share is None else sum_over_batch(self._groups, share), norm, self._seconds + running
+
+    def report(
+        self,
+        *,
+        step: int,
+        train_iters: int,
+        tokens: int,
+        learning_rate: float,
+        loss_scale: float,
+        skipped_steps: int,
+    ) -> TrainRecord:
+        """The record of the interval, and a new one begins. All ranks must call this.
+
+        Args:
+            step: the last step, counted from 1.
+            train_iters: steps of the run.
+            tokens: consumed since step 0.
+            learning_rate, loss_scale: of the last step.
+            skipped_steps: since step 0.
+        """
+        loss, norm, seconds = self.read()
+        self.last_loss = loss if loss is not None else self.last_loss
+        memory = self._groups.all_reduce_max(get_peak_memory(self._groups.device))
+        tflops = self.flops / seconds / self._groups.world_size / 1e12
+        record = TrainRecord(
+            step=step,
+            loss=loss,
+            perplexity=None if loss is None else perplexity(loss),
+            learning_rate=learning_rate,
+            grad_norm=norm,
+            tokens_per_second=self.tokens / seconds,
+            ms_per_step=1e3 * seconds / self.steps,
+            tflops=tflops,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
+            loss_scale=loss_scale,
+            skipped_steps=skipped_steps,
+            memory_gib=memory,
+            tokens=tokens,
+            seconds_left=seconds / self.steps * (train_iters - step),
+        )
+        self._reset()
+        return record
+
+
+def find_peak_tflops(device: torch.device, precision: str, configured: float | None) -> float | None:
+    """The device's peak TFLOP/s in a precision (fp32, bf16, fp16): `configured`, or known by its name, or None."""
+    if configured is not None:
+        return configured
+    if device.type != "cuda":
+        return None
+    found = find_gpu_spec(torch.cuda.get_device_name(device))
+    return None if found is None else found.get_peak_tflops(precision)
+
+
+def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
+    """FLOP/s of a product [rows, inner] · [inner, columns] here and now, measured in a few hundredths of a second.
+
+    Rows beyond what fills the device are left out: they would only take longer.
+    """
+    dtype = get_torch_dtype(precision)
+    rows = min(rows, 512 if device.type == "cpu" else 8192)
+    left = torch.ones(rows, inner, dtype=dtype, device=device)
+    right = torch.ones(inner, columns, dtype=dtype, device=device)
+
+    def seconds(repeats: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            product = left @ right
+        product[0, 0].item()  # waits for the device
+        return time.perf_counter() - begun
+
+    first = min(seconds(1), seconds(1))  # the first one of all finds caches and libraries cold
+    repeats = max(1, min(100, int(0.03 / max(first, 1e-6))))
+    return 2.0 * rows * inner * columns * repeats / max(seconds(repeats), 1e-9)
+
+
+def get_peak_memory(device: torch.device) -> float:
+    """The most memory used so far, in GiB: allocated on the GPU, or resident of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB

@@ -1,7 +1,11 @@
-"""Files by which a run tells how far it is, and what its metrics.jsonl says: one JSON object per record and line. Read
-without torch."""
+"""What a run reports: records of training intervals, of validations, and of the end of a run whose loss stayed bad.
 
+They lie in the run's metrics.jsonl, one JSON object per line, which is read here too, without torch.
+"""
+
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,64 @@ from megatron.utils.atomic_io import parse_json
 METRICS_FILE = "metrics.jsonl"
 DIVERGED_KIND = "diverged"
 """The kind of the record that ends a run whose loss stayed bad: with its step, and the reason in one line."""
-DAMAGED_SUFFIX = "metrics.unreadable.txt"
+UNREADABLE_FILE = "metrics.unreadable.txt"
 """In the run's folder: lines of its records that were found damaged, as they were."""
 HEARTBEAT_FILE = "heartbeat.json"
 """In the run's folder: where the first rank is, every few seconds while the run is alive."""
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """An interval of steps up to and including `step`. Values that cannot be known are None."""
+
+    step: int
+    loss: float | None  # mean over the interval's steps in nats per token; None if all were skipped
+    perplexity: float | None
+    learning_rate: float  # of the last step
+    grad_norm: float | None  # of the last step that was not skipped, before clipping
+    tokens_per_second: float  # of the whole run, all processes together
+    ms_per_step: float
+    tflops: float  # per device, TFLOP/s
+    mfu: float | None  # share of the device's peak
+    loss_scale: float
+    skipped_steps: int  # since step 0
+    memory_gib: float  # the largest of any process
+    tokens: int  # consumed since step 0
+    seconds_left: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": "train", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """A validation, or the test at the end."""
+
+    step: int
+    split: str
+    loss: float  # nats per token
+    perplexity: float
+    tokens: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.split, **{k: v for k, v in asdict(self).items() if k != "split"}}
+
+
+@dataclass(frozen=True)
+class DivergenceRecord:
+    """Why a run ended before its last step: its loss or its gradients."""
+
+    step: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": DIVERGED_KIND, **asdict(self)}
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

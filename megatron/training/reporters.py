@@ -1,20 +1,32 @@
 """Where records go besides the console: metrics.jsonl, TensorBoard, Weights & Biases.
 
 A resumed run continues its files: what they hold beyond the step it resumes from belongs to a future that did not
-happen, and is taken out, so no step occurs twice.
+happen, and is taken out, so no step occurs twice. Nothing here imports torch but TensorBoard's writer.
 """
 
+import importlib.util
 import json
 import math
+import netrc
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from megatron.config.schema import Config
-from megatron.training.metrics import DivergenceRecord, TrainRecord, ValidationRecord
-from megatron.training.records import DAMAGED_SUFFIX, METRICS_FILE, describe_damage, find_unreadable_lines, read_records
+from megatron.options.training import LoggingOptions
+from megatron.training.records import (
+    METRICS_FILE,
+    UNREADABLE_FILE,
+    DivergenceRecord,
+    TrainRecord,
+    ValidationRecord,
+    describe_damage,
+    find_unreadable_lines,
+    read_records,
+)
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
 
@@ -51,6 +63,30 @@ def build_reporters(config: Config, first_step: int) -> list[Reporter]:
     return reporters
 
 
+def check_wandb_login(options: LoggingOptions) -> None:
+    """Refuse a run that could not report to Weights & Biases, before it starts: without the package and the network.
+
+    Raises:
+        UserError: the package is not installed, or an online run has no login.
+    """
+    if not options.use_wandb:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError("use_wandb: wandb is not installed; pip install wandb, or set it false")
+    if options.wandb_mode == "offline" or os.environ.get("WANDB_API_KEY"):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        login = netrc.netrc(path).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        login = None
+    if login is None:
+        raise UserError(
+            f"wandb_mode online: no login for {host}: run `wandb login`, set WANDB_API_KEY, or take wandb_mode: offline"
+        )
+
+
 def set_damage_aside(run: Path) -> list[str]:
     """Keep the lines of a run's records that cannot be read, which `JsonLines` would drop. Returns lines to tell.
 
@@ -60,11 +96,11 @@ def set_damage_aside(run: Path) -> list[str]:
     if not damaged:
         return []
     try:
-        with open(run / DAMAGED_SUFFIX, "a", encoding="utf-8") as file:
+        with open(run / UNREADABLE_FILE, "a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in damaged.values())
     except OSError as error:
-        raise RunError(f"{run / DAMAGED_SUFFIX}: cannot be written ({describe_cause(error)})") from None
-    return [f"{describe_damage(run / METRICS_FILE, damaged)}; moved to {run / DAMAGED_SUFFIX}"]
+        raise RunError(f"{run / UNREADABLE_FILE}: cannot be written ({describe_cause(error)})") from None
+    return [f"{describe_damage(run / METRICS_FILE, damaged)}; moved to {run / UNREADABLE_FILE}"]
 
 
 class JsonLines:
@@ -74,8 +110,8 @@ class JsonLines:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [line for line, record in read_records(path) if first_step and record["step"] <= first_step]
-            write_text_atomically(path, "".join(kept))
+            past = [line for line, record in read_records(path) if first_step and record["step"] <= first_step]
+            write_text_atomically(path, "".join(past))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
@@ -173,8 +209,8 @@ class WeightsAndBiases:
 
     def _log(self, group: str, values: dict[str, Any]) -> None:
         step = values["step"]
-        known = {f"{group}/{k}": v for k, v in values.items() if k not in ("step", "kind") and v is not None}
-        self._run.log(known, step=step)
+        scalars = {f"{group}/{k}": v for k, v in values.items() if k not in ("step", "kind") and v is not None}
+        self._run.log(scalars, step=step)
 
     def close(self) -> None:
         self._run.finish()

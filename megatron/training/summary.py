@@ -1,5 +1,7 @@
-"""The first and the last line of a run: what it is and how long it may take, where it was saved and what comes next."""
+"""The first and the last lines of a run: what it is and how long it may take, where it was saved and what comes next,
+or what helps where memory does not suffice."""
 
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -7,14 +9,18 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.run_folder import get_config_path
+from megatron.config.ranks import resolve_mesh_shape
 from megatron.config.schema import Config
+from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import ffn_hidden_size
-from megatron.training.hardware import measure_matmul_tflops
+from megatron.planning.memory_estimate import estimate_memory
+from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.pipeline import compute_bubble
 from megatron.training.train_state import TrainState
-from megatron.utils.formatting import format_approximate_duration, format_count
+from megatron.utils.errors import FarfieldError
+from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count
 
 
 def estimate_seconds(state: TrainState, step: int) -> float:
@@ -32,9 +38,20 @@ def estimate_seconds(state: TrainState, step: int) -> float:
         columns=ffn_hidden_size(model),
     )
     lengths = state.datasets.lengths
-    of_sequence = sum(length * state.flops_per_token[length] for length in lengths) / len(lengths)
+    flops_per_sequence = sum(length * state.flops_per_token[length] for length in lengths) / len(lengths)
     sequences = (training.train_iters - step) * (training.train_batch_size or 0)
-    return sequences * of_sequence / state.groups.world_size / speed
+    return sequences * flops_per_sequence / state.groups.world_size / speed
+
+
+def log_start(state: TrainState) -> None:
+    """Say what the run is and how long it may take, and begin to count."""
+    step, seconds = state.position.step, None
+    if state.console.console is not None and step < state.config.training.train_iters:
+        seconds = estimate_seconds(state, step)
+        state.console.log(describe_start(state, step, seconds))
+        for line in describe_layout(state.config, state.groups.mesh.sizes):
+            state.console.log(line)
+    state.console.begin(step, seconds)
 
 
 def describe_start(state: TrainState, step: int, seconds: float) -> str:
@@ -42,7 +59,9 @@ def describe_start(state: TrainState, step: int, seconds: float) -> str:
     config, device = state.config, state.groups.device
     training, lengths = config.training, state.datasets.lengths
     length = f"{min(lengths):,} to {max(lengths):,}" if len(set(lengths)) > 1 else f"{lengths[0]:,}"
-    place = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    hardware = (
+        f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    )
     batch, world_size = training.train_batch_size or 0, state.groups.world_size
     parts = []
     if training.gradient_accumulation_steps > 1 or world_size > 1:
@@ -56,9 +75,9 @@ def describe_start(state: TrainState, step: int, seconds: float) -> str:
     progress = f"from step {step:,}, " if step else ""
     reason = state.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
-        f"{format_count(state.parameters)} parameters on {place} in {training.compute_dtype}; "
-        f"{training.train_iters:,} steps of "
-        f"{batch:,} × {length} tokens{layout} are {tokens} tokens; {progress}{format_approximate_duration(seconds)}"
+        f"{format_count(state.parameters)} parameters on {hardware} in {training.compute_dtype}; "
+        f"{training.train_iters:,} steps of {batch:,} × {length} tokens{layout} are {tokens} tokens; "
+        f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"
     )
 
@@ -74,8 +93,7 @@ def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:
         uneven = f"; layers per stage {', '.join(map(str, layers))}" if len(set(layers)) > 1 else ""
         lines.append(
             f"pipeline: {stages} stages, {steps} micro-batches: a stage waits {compute_bubble(stages, steps):.0%} of "
-            f"a step"
-            f"{uneven}"
+            f"a step{uneven}"
         )
     return lines
 
@@ -84,11 +102,32 @@ def describe_end(config: Config, checkpoint: Path | None, *, now: bool) -> str:
     """Where a finished run was saved, now or before, and the command that comes next."""
     if checkpoint is None or config.checkpoint.save is None:
         return "nothing is saved: save names no folder"
-    own = config.data
-    held_out = own.data_path or own.test_data_paths or own.valid_data_paths or own.task
-    data = "" if held_out else " --data TEXT"
-    where = f"{'saved' if now else 'the last checkpoint is'} {checkpoint}"
-    return f"{where}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{data}"
+    data = config.data
+    has_held_out = data.data_path or data.test_data_paths or data.valid_data_paths or data.task
+    option = "" if has_held_out else " --data TEXT"
+    location = f"{'saved' if now else 'the last checkpoint is'} {checkpoint}"
+    return f"{location}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{option}"
+
+
+def describe_finished(step: int, train_iters: int, *, is_tested: bool) -> str:
+    """What is left to do for a run that has taken all its steps before."""
+    if is_tested:
+        return f"nothing to do: step {step} of {train_iters} is reached; raise train_iters"
+    return f"nothing to train: step {step} of {train_iters} is reached; its test, which is not on record, follows"
+
+
+def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: int) -> str:
+    """Where a run is that signal `signum` stopped, and how it goes on."""
+    saved = "nothing is saved"
+    if checkpoint is not None:
+        saved = f"saved {checkpoint}; {describe_next_action(config, signum)}"
+    return f"stopped by signal {signum} at step {step} of {config.training.train_iters}; {saved}"
+
+
+def describe_rollbacks(rollbacks: int, skipped_samples: int) -> str:
+    """How often a run went back, and over what."""
+    times = "once" if rollbacks == 1 else f"{rollbacks} times"
+    return f"went back {times} because of its loss, over {skipped_samples:,} sequences"
 
 
 def describe_next_action(config: Config, signum: int) -> str:
@@ -102,7 +141,22 @@ def describe_next_action(config: Config, signum: int) -> str:
 def build_resume_command(config: Config) -> str:
     """The command that takes a stopped run up again."""
     folder = str(config.checkpoint.save)
-    file = (
-        f"{shlex.quote(folder)}/{get_config_path(folder).name}"  # a person's own may lack what the command line added
-    )
+    # A person's own may lack what the command line added.
+    file = f"{shlex.quote(folder)}/{get_config_path(folder).name}"
     return f"./deepy.py train {file} load={shlex.quote(folder)}"
+
+
+def describe_memory_error(config: Config, world_size: int, error: BaseException) -> str:
+    """What to say where memory does not suffice: what was asked for last, what was planned, and what helps."""
+    requested = re.search(r"allocate ([\d.,]+ ?\w*)", str(error))
+    line = f"memory does not suffice{f' (for {requested[1]} more)' if requested else ''}"
+    try:
+        sizes = resolve_mesh_shape(config, world_size)
+        planned = estimate_memory(config, sizes, read_vocabulary(config.data).size).total
+        line += f"; this configuration is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
+    except FarfieldError:  # an encoding of which nothing is known
+        pass
+    return (
+        f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations: true or "
+        "zero_optimization.stage"
+    )

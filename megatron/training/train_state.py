@@ -2,40 +2,144 @@
 
 The configuration was resolved by whoever starts the run (resolve_run.py).
 
-    session     the folder's lock, the other processes, seeds and determinism (session.py)
-    assemble    data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
-    restore     every state of the checkpoint to start from, if there is one; from then on the folder is this run's
+    begin_session       the folder's lock, the other processes, seeds and determinism
+    build_components    data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
+    load_state          every state of the checkpoint to start from, if there is one; from then on the folder is this
+                        run's
 
 What there is to start from is decided between the first and the second: all processes verify its files together, and
 it must fit the configuration before anything is built.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from megatron.checkpoint.engine_state import EngineCounters
 from megatron.checkpoint.layout import prune_checkpoints
 from megatron.checkpoint.resume import ResumePlan, move_superseded_aside, plan_resume
-from megatron.checkpoint.run_folder import save_config
+from megatron.checkpoint.run_folder import RunLock, save_config
+from megatron.checkpoint.trainer_state import Stateful, TrainerState
+from megatron.config.ranks import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, build_dataloader
 from megatron.data.datasets import Datasets, build_datasets
-from megatron.data.run_tokenizer import save_run_tokenizer
+from megatron.data.run_tokenizer import save_tokenizer
 from megatron.data.vocabulary import Vocabulary, read_vocabulary
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.process_groups import ProcessGroups, init_distributed
 from megatron.model.build import build_model, check_position_options
-from megatron.training import session as sessions
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
-from megatron.training.hardware import find_peak_tflops
-from megatron.training.loss_spikes import RollbackRequested
+from megatron.training.loss_guard import Rollback
+from megatron.training.metrics import find_peak_tflops
+from megatron.training.optimizer import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.training.records import METRICS_FILE
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
-from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
-from megatron.training.session import TrainingSession
+from megatron.utils.errors import FarfieldError
 from megatron.utils.progress import WaitAnnouncer
+
+
+@dataclass(frozen=True)
+class TrainingSession:
+    """One process's part in a run."""
+
+    groups: ProcessGroups
+    lock: RunLock | None
+    """Keeps other runs out of the folder; the first process has it, if anything is saved."""
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
+    """Meet the other processes, take the folder, and settle how torch computes. All processes must call this.
+
+    Raises:
+        UserError: another run is writing in the folder.
+        RunError: the folder cannot be written, the device cannot be used, or the others cannot be reached.
+    """
+    launch = config.launch
+    groups = init_distributed(
+        rank_info,
+        resolve_mesh_shape(config, rank_info.world_size),
+        device=launch.device,
+        backend=launch.distributed_backend,
+    )
+    # Before anything in the folder is looked at, and after all have met: who waited for one that was refused here, and
+    # left, would keep its machines for as long as it has patience.
+    lock = _take_lock(config.checkpoint.save, groups)
+    try:
+        _set_determinism(config.training.deterministic)
+        rng.seed_torch(rng.derive_seed(config.training.seed, "initialization", groups.mesh))
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return TrainingSession(groups, lock)
+
+
+def _take_lock(save: str | None, groups: ProcessGroups) -> RunLock | None:
+    """Take the run's folder, in the first process. Raises its error in all."""
+    lock, error = None, None
+    if save is not None and groups.is_main:
+        try:
+            lock = RunLock(save)
+        except FarfieldError as failure:
+            error = failure
+    if (error := groups.gather_objects(error)[0]) is not None:
+        raise error
+    return lock
+
+
+def _set_determinism(deterministic: bool) -> None:
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = deterministic
+
+
+@dataclass
+class DataPosition:
+    """How far a run is in its steps and in its data (`Stateful`)."""
+
+    step: int = 0
+    """Optimizer steps taken, skipped ones included."""
+    samples: int = 0
+    """Training sequences read."""
+    tokens: int = 0
+    ordered_samples: int = 0
+    """The number of samples that the order of the training data was built for."""
+    skipped_samples: int = 0
+    """Of those read, the ones that no weight has seen, because the run went back."""
+
+    def advance(self, samples: int, tokens: int) -> None:
+        """One step, over so many sequences and tokens."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "consumed_samples": self.samples,
+            "consumed_tokens": self.tokens,
+            "train_samples": self.ordered_samples,
+            "skipped_samples": self.skipped_samples,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.step, self.ordered_samples = state_dict["step"], state_dict["train_samples"]
+        self.samples, self.tokens = state_dict["consumed_samples"], state_dict["consumed_tokens"]
+        self.skipped_samples = state_dict["skipped_samples"]
 
 
 @dataclass
@@ -47,8 +151,7 @@ class TrainState:
     resume: ResumePlan
     vocabulary: Vocabulary
     datasets: Datasets
-    train_samples: int
-    """The number of samples that the order of the training data was built for."""
+    position: DataPosition
     engine: Engine
     schedule: LearningRateSchedule
     batches: Iterator[Batch]
@@ -57,13 +160,29 @@ class TrainState:
     flops_per_token: dict[int, float]
     """Forward and backward, at each length of a sequence that there is."""
     parameters: int
-    peak: float | None
-    """The device's peak TFLOP/s, if it is known."""
+    peak_tflops: float | None
+    """The device's, if it is known."""
 
     @property
     def groups(self) -> ProcessGroups:
         """This process among all of the run."""
         return self.session.groups
+
+    def collect_trainer_state(self, *parts: Stateful) -> TrainerState:
+        """What a checkpoint of now has to say of the run, with what these parts of the loop know of it. All processes
+        must call this."""
+        training, sizes = self.config.training, self.groups.mesh.sizes
+        run = TrainerState(
+            vocabulary={"size": self.vocabulary.size, "name": self.vocabulary.name},
+            world=sizes.world_size,
+            tensor=sizes.tensor,
+            context=sizes.context,
+            pipeline=sizes.pipeline,
+            zero_stage=training.zero_optimization.stage,
+            precision=training.compute_dtype,
+            directory=os.getcwd(),
+        )
+        return run.collect(self.position, EngineCounters(self.engine.deepspeed), *parts)
 
     def close(self) -> None:
         """Close files, release the engine and the folder."""
@@ -75,7 +194,7 @@ class TrainState:
 
 
 def build_state(
-    config: Config, rank_info: RankInfo, console: ConsoleReporter, rollback: RollbackRequested | None = None
+    config: Config, rank_info: RankInfo, console: ConsoleReporter, rollback: Rollback | None = None
 ) -> TrainState:
     """Build a run from its configuration. Every process calls this; only the first one's console is used.
 
@@ -83,17 +202,17 @@ def build_state(
         config: resolved (`resolve_run`).
         rank_info: which of the run's processes this is.
         console: where the first process reports.
-        rollback: the run went back because of its loss; the data that did it are stepped over.
+        rollback: the run went back because of its loss; the data that did it are skipped.
 
     Raises:
         UserError: the configuration, the data and what is there to start from do not fit together.
         RunError: a file is damaged or cannot be written, or the processes do not find each other.
     """
-    session = sessions.begin_session(config, rank_info)
+    session = begin_session(config, rank_info)
     try:
         resume = plan_resume(config, session.groups)
         if rollback is not None:
-            resume = replace(resume, progress=rollback.count_skipped_samples(resume.progress))
+            resume = replace(resume, progress=rollback.skip_samples(resume.progress))
         with _announce_resume(console, session, resume):
             state = build_components(config, session, resume, console)
             load_state(state)
@@ -105,10 +224,10 @@ def build_state(
 
 def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> WaitAnnouncer:
     """Building a large model takes minutes: the first process says so, on a terminal sooner than in a file."""
-    what = "reading its states" if resume.resumes else "its optimizer"
-    shown = session.groups.is_main and console.console is not None
+    work = "reading its states" if resume.resumes else "its optimizer"
+    is_shown = session.groups.is_main and console.console is not None
     first = 3.0 if console.console is not None and console.console.is_terminal else 10.0
-    return WaitAnnouncer(console.log if shown else lambda line: None, f"building the model and {what}", first=first)
+    return WaitAnnouncer(console.log if is_shown else lambda line: None, f"building the model and {work}", first=first)
 
 
 def build_components(
@@ -120,42 +239,44 @@ def build_components(
         UserError: the data, the model and what it starts from do not fit together.
         RunError: a file is damaged or cannot be written.
     """
-    training, processes = config.training, session.groups
-    resume.check_engine(config, processes.mesh.sizes)
-    known = read_vocabulary(config.data)
-    resume.check_vocabulary(known.size, known.name, config.data.task)
+    training, groups = config.training, session.groups
+    resume.check_engine(config, groups.mesh.sizes)
+    vocabulary = read_vocabulary(config.data)
+    resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
     check_position_options(config.model, config.position)  # before the data leave anything behind
-    datasets, train_samples = _build_datasets(config, resume, processes)
+    position = DataPosition()
+    resume.progress.restore(position)
+    datasets = _build_datasets(config, position, vocabulary, groups)
 
-    reporter = console if processes.is_main else ConsoleReporter(None, training.train_iters)
+    reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
     for note in (*resume.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and training.eval_interval and training.eval_iters:
         reporter.log("no validation: the configuration names no validation data")
 
-    seed = rng.derive_seed(training.seed, "initialization", processes.mesh)
-    model = build_model(config.model, config.position, known.size, groups=processes, seed=seed)
+    seed = rng.derive_seed(training.seed, "initialization", groups.mesh)
+    model = build_model(config.model, config.position, vocabulary.size, groups=groups, seed=seed)
     for note in resume.load_weights(config, model):
         reporter.log(note)
     # Counted before ZeRO divides the parameters among processes.
     flops_per_token = {length: model.flops_per_token(length) for length in sorted(set(datasets.lengths))}
     parameters = model.num_parameters()
-    rng.seed_torch(rng.derive_seed(training.seed, "dropout", processes.mesh))
+    rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
     return TrainState(
         config=config,
         session=session,
         resume=resume,
-        vocabulary=known,
+        vocabulary=vocabulary,
         datasets=datasets,
-        train_samples=train_samples,
-        engine=Engine(config, model, processes),
+        position=position,
+        engine=Engine(config, model, groups),
         schedule=build_schedule(config.optimizer, training.train_iters),
         batches=iter(
             build_dataloader(
                 datasets.train,  # type: ignore[arg-type]
                 micro_batch_size=training.train_micro_batch_size_per_gpu,
-                mesh=processes.mesh,
-                start=resume.progress.consumed_samples,
+                mesh=groups.mesh,
+                start=position.samples,
                 num_workers=config.data.num_workers,
             )
         ),
@@ -163,7 +284,7 @@ def build_components(
         reporters=[],
         flops_per_token=flops_per_token,
         parameters=parameters,
-        peak=find_peak_tflops(processes.device, training.compute_dtype, config.logging.peak_tflops),
+        peak_tflops=find_peak_tflops(groups.device, training.compute_dtype, config.logging.peak_tflops),
     )
 
 
@@ -174,16 +295,17 @@ def load_state(state: TrainState) -> None:
         UserError: the folder holds something else where the copy of the tokenizer belongs.
         RunError: files are missing or damaged, or the disk refuses.
     """
-    config, resume, processes = state.config, state.resume, state.groups
+    config, resume, groups = state.config, state.resume, state.groups
     if resume.resumes:
-        resume.restore(state.engine.deepspeed, processes)
+        resume.restore(state.engine.deepspeed, groups)
         state.engine.restore_options()
-        for note in resume.restore_rng(processes):
+        for note in resume.restore_rng(groups):
             state.console.log(note)
-    if not processes.is_main:
+    if not groups.is_main:
         return
     if (folder := config.checkpoint.save) is not None:
-        save_run_tokenizer(config.data, folder)
+        if state.vocabulary.tokenizer is not None:
+            save_tokenizer(state.vocabulary.tokenizer, folder)
         # From here on the run is this one: nothing can be refused any more.
         prune_checkpoints(folder, None)
         for note in move_superseded_aside(resume, Path(folder) / METRICS_FILE):
@@ -194,8 +316,8 @@ def load_state(state: TrainState) -> None:
         if resume.progress.step < config.training.train_iters:
             # Started again from this file, it goes on; it does not go back once more.
             again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
-            if (kept := save_config(again, folder)) is not None:
-                state.console.log(kept)
+            if (line := save_config(again, folder)) is not None:
+                state.console.log(line)
     state.reporters = build_reporters(config, resume.progress.step)
 
 
@@ -209,21 +331,22 @@ def _describe_rate_jump(config: Config, resume: ResumePlan) -> list[str]:
     return [] if note is None else [note]
 
 
-def _build_datasets(config: Config, resume: ResumePlan, groups: ProcessGroups) -> tuple[Datasets, int]:
-    """The datasets, and the number of samples that the order of the training data is built for."""
+def _build_datasets(config: Config, position: DataPosition, vocabulary: Vocabulary, groups: ProcessGroups) -> Datasets:
+    """The datasets; `position` learns how many samples the order of the training data is built for."""
     training, batch = config.training, config.training.train_batch_size
     assert batch is not None
     # A resumed run keeps the order it began with, also when it is now longer, shorter or has another batch size.
-    total = resume.progress.consumed_samples + max(0, training.train_iters - resume.progress.step) * batch
-    first = resume.progress.train_samples or total
+    total = position.samples + max(0, training.train_iters - position.step) * batch
+    position.ordered_samples = position.ordered_samples or total
     held_out = training.eval_iters * batch if training.eval_interval else 0
     cache = config.data.data_cache
     if cache is None and config.checkpoint.save is not None:
         cache = str(Path(config.checkpoint.save) / "data_cache")
-    datasets = build_datasets(
+    return build_datasets(
         config.data,
+        vocabulary=vocabulary,
         seq_length=config.model.seq_length,
-        train_samples=first,
+        train_samples=position.ordered_samples,
         extend_train_to=total,
         valid_samples=held_out,
         test_samples=held_out,
@@ -231,6 +354,5 @@ def _build_datasets(config: Config, resume: ResumePlan, groups: ProcessGroups) -
         cache=cache,
         groups=groups,
         batch=batch,
-        consumed=resume.progress.consumed_samples,
+        consumed=position.samples,
     )
-    return datasets, first

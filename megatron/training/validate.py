@@ -8,6 +8,8 @@ are put back, and nothing of the optimizer is touched.
 import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.utils.data import Dataset
@@ -17,7 +19,10 @@ from megatron.config.schema import Config
 from megatron.data.batches import build_dataloader
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
-from megatron.training.metrics import ValidationRecord, perplexity
+from megatron.training.records import ValidationRecord, find_record, perplexity
+from megatron.training.reporters import report_to_all
+from megatron.training.train_state import TrainState
+from megatron.training.watchdog import Watchdog
 
 
 @torch.no_grad()
@@ -44,11 +49,15 @@ def validate(
     order = build_dataloader(dataset, micro_batch_size=training.train_micro_batch_size_per_gpu, mesh=groups.mesh)
     steps = training.gradient_accumulation_steps
     total = training.eval_iters * steps
-    for done in range(0, total, steps):
-        if not (micro := list(islice(order, steps))):
+    for first in range(0, total, steps):
+
+        def show_progress(index: int, first: int = first) -> None:
+            progress(split, first + index, total)
+
+        if not (micro_batches := list(islice(order, steps))):
             break
-        counted += sum(float(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro)
-        losses += engine.evaluate_loss(micro, progress=lambda more, done=done: progress(split, done + more, total))  # type: ignore[misc]
+        counted += sum(float(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro_batches)
+        losses += engine.evaluate_loss(micro_batches, progress=show_progress)
     progress(split, total, total)
     engine.model.train()
     rng_state.restore_rng_state(states)
@@ -63,3 +72,52 @@ def validate(
         tokens=round(all_counted),
         seconds=time.perf_counter() - start_time,
     )
+
+
+class Validator:
+    """Validates and tests a run, and reports it."""
+
+    def __init__(self, state: TrainState, watchdog: Watchdog) -> None:
+        self._state, self._watchdog = state, watchdog
+        self.last: ValidationRecord | None = None
+        """The last validation that was not the test."""
+
+    def run(self, split: Literal["valid", "test"], step: int) -> ValidationRecord | None:
+        """The loss on a split after `step` steps; None if there are no data of it. All processes must call this."""
+        state = self._state
+        dataset = state.datasets.valid if split == "valid" else state.datasets.test
+        if dataset is None:
+            return None
+
+        def show_progress(split: str, done: int, total: int) -> None:
+            self._watchdog.enter_phase("validate", step)
+            state.console.show_validation(split, done, total)
+
+        record = validate(
+            state.engine, dataset, state.config, state.groups, step=step, split=split, progress=show_progress
+        )
+        state.console.evaluation(record)
+        report_to_all(state.reporters, record)
+        if split == "valid":
+            self.last = record
+        return record
+
+
+def is_test_done(state: TrainState, checkpoint: Path | None) -> bool:
+    """Is a run that reached its end done with its test too? All processes must call this.
+
+    The test follows the last checkpoint, so a run that is killed between the two has all its steps and no test.
+
+    Args:
+        state: of the run, before its first step.
+        checkpoint: that it goes on from, if there is one.
+    """
+    step, train_iters, save = state.position.step, state.config.training.train_iters, state.config.checkpoint.save
+    if step != train_iters:
+        return step > train_iters  # went further than it is asked to now
+    if state.datasets.test is None or save is None or checkpoint is None:
+        return True
+    if checkpoint.resolve().parent.parent != Path(save).resolve():
+        return True  # trained elsewhere
+    is_recorded = state.groups.is_main and find_record(save, "test", step)
+    return state.groups.find_first_error("recorded" if is_recorded else None) is not None

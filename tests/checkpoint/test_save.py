@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, write_corpora
 
-from megatron.checkpoint import engine_state, manifest, sharded_state, tensor_files
+from megatron.checkpoint import engine_state, manifest, sharded_state
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.data.tokenizers import load_tokenizer
@@ -77,7 +77,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "weights":
         monkeypatch.setattr(sharded_state, "merge_weight_shards", refuse)
     elif where == "states":
-        monkeypatch.setattr(tensor_files, "write_tensors", refuse)
+        monkeypatch.setattr(sharded_state, "write_tensors", refuse)
     elif where == "manifest":
         monkeypatch.setattr(manifest, "write_manifest", refuse)
     else:
@@ -171,7 +171,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_disk_that_refuses_in_the_background_ends_the_run_at_the_next_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "write_tensors", refuse)
+    monkeypatch.setattr(sharded_state, "write_tensors", refuse)
     with pytest.raises(RunError, match="step_0000002: not saved: No space left on device; the run has no checkpoint"):
         train(tiny_config(corpus, tmp_path, train_iters=1000, checkpoint_factor=2))
     assert names(tmp_path) == []

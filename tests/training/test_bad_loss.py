@@ -18,7 +18,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
-from megatron.training.loss_spikes import RollbackRequested, RunningMeanLoss
+from megatron.training.loss_guard import Rollback, RunningMeanLoss
 from megatron.training.records import find_divergence
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train_state import build_state
@@ -61,7 +61,7 @@ def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
     by_hand = tmp_path / "by_hand"
     train(tiny_config(corpus, by_hand, **KEYS | {"train_iters": 4, "lr_decay_iters": 8}))
     rest = resolve_run(tiny_config(corpus, by_hand, load=str(by_hand), **KEYS), LocalHardware.detect()).config
-    behind_step_6 = RollbackRequested(str(by_hand), 4, samples=24)
+    behind_step_6 = Rollback(str(by_hand), 4, samples=24)
     run = build_state(rest, RankInfo(), ConsoleReporter(None, 8), behind_step_6)
     loop = Trainer(run, 0.0)
     loop.run()

@@ -20,8 +20,8 @@ from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.console import run_console
 from megatron.training import summary, trainer
 from megatron.training.console import ConsoleReporter
-from megatron.training.hardware import measure_matmul_tflops
-from megatron.training.metrics import TrainRecord
+from megatron.training.metrics import measure_matmul_tflops
+from megatron.training.records import TrainRecord
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import train
@@ -194,10 +194,10 @@ def test_a_silent_run_measures_nothing(corpus: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_speed_of_a_product_is_its_flops_over_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training import hardware
+    from megatron.training import metrics
 
     clock = iter(range(100))
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: float(next(clock)))  # every product takes a second
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))  # every product takes a second
     assert measure_matmul_tflops(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
 
 
@@ -222,7 +222,7 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
 
 
 def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
-    from megatron.training.schedule import LearningRateSchedule, describe_rate_jump
+    from megatron.training.optimizer import LearningRateSchedule, describe_rate_jump
 
     old, new = LearningRateSchedule(1.0, 0.0, 0, 100, "linear"), LearningRateSchedule(1.0, 0.0, 0, 200, "linear")
     assert "nothing is learned, so give a min_lr too" in (describe_rate_jump(old, new, 100) or "")

@@ -6,27 +6,31 @@ import time
 import pytest
 import torch
 
-from megatron.training import hardware
+from megatron.distributed.process_groups import single_process
+from megatron.training import metrics
 from megatron.training.metrics import IntervalMetrics
 
 CPU = torch.device("cpu")
 
 
 def test_an_interval_averages_the_steps_that_counted() -> None:
-    interval = IntervalMetrics(CPU)
-    interval.reset(loss=10.0, counted=2)
+    interval = IntervalMetrics(single_process())
+    interval.load_state_dict({"interval_loss": 10.0, "interval_steps": 2})
     interval.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False)
     interval.add(torch.tensor(math.nan), 64, 1e6, math.inf, skipped=True)
     loss, norm, _ = interval.read()
     assert loss == pytest.approx(4.0)
     assert norm == 0.5
     assert (interval.steps, interval.tokens, interval.counted) == (2, 128, 3)
-    interval.reset()
+    assert interval.state_dict() == {"interval_loss": pytest.approx(12.0), "interval_steps": 3}
+    record = interval.report(step=3, train_iters=5, tokens=192, learning_rate=0.1, loss_scale=1.0, skipped_steps=1)
+    assert (record.loss, record.grad_norm) == (pytest.approx(4.0), 0.5)
     assert interval.read()[:2] == (None, None)
+    assert interval.last_loss == pytest.approx(4.0)
 
 
 def test_the_clock_stands_while_paused() -> None:
-    interval = IntervalMetrics(CPU)
+    interval = IntervalMetrics(single_process())
     time.sleep(0.02)
     interval.pause()
     interval.pause()
@@ -55,11 +59,11 @@ def test_the_clock_stands_while_paused() -> None:
 )
 def test_peaks_of_known_gpus(name: str, precision: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert hardware.find_peak_tflops(torch.device("cuda", 0), precision, None) == peak
-    assert hardware.find_peak_tflops(torch.device("cuda", 0), precision, 7.0) == 7.0
+    assert metrics.find_peak_tflops(torch.device("cuda", 0), precision, None) == peak
+    assert metrics.find_peak_tflops(torch.device("cuda", 0), precision, 7.0) == 7.0
 
 
 def test_the_cpu_has_no_known_peak() -> None:
-    assert hardware.find_peak_tflops(CPU, "fp32", None) is None
-    assert hardware.find_peak_tflops(CPU, "fp32", 0.1) == 0.1
-    assert 0.01 < hardware.get_peak_memory(CPU) < 1024
+    assert metrics.find_peak_tflops(CPU, "fp32", None) is None
+    assert metrics.find_peak_tflops(CPU, "fp32", 0.1) == 0.1
+    assert 0.01 < metrics.get_peak_memory(CPU) < 1024

@@ -13,8 +13,7 @@ from tiny_runs import tiny_config
 
 from megatron.config.schema import Config
 from megatron.training.console import ConsoleReporter, format_train_record
-from megatron.training.metrics import TrainRecord, ValidationRecord, perplexity
-from megatron.training.records import DAMAGED_SUFFIX
+from megatron.training.records import UNREADABLE_FILE, TrainRecord, ValidationRecord, perplexity
 from megatron.training.reporters import JsonLines, TensorBoard, build_reporters, set_damage_aside
 from megatron.utils.errors import RunError, UserError
 
@@ -73,8 +72,8 @@ def test_damaged_lines_are_kept_and_told(tmp_path: Path) -> None:
     lines = whole.splitlines(keepends=True)
     path.write_text(lines[0][9:] + lines[1] + '{"kind": gar\u2028bage}\n' + lines[2])
     (told,) = set_damage_aside(tmp_path)
-    assert told == f"{path}: lines 1, 3 cannot be read; moved to {tmp_path / DAMAGED_SUFFIX}"
-    assert (tmp_path / DAMAGED_SUFFIX).read_text() == lines[0][9:] + '{"kind": gar\u2028bage}\n'
+    assert told == f"{path}: lines 1, 3 cannot be read; moved to {tmp_path / UNREADABLE_FILE}"
+    assert (tmp_path / UNREADABLE_FILE).read_text() == lines[0][9:] + '{"kind": gar\u2028bage}\n'
     JsonLines(path, 3).close()
     assert path.read_text() == lines[1] + lines[2]
 

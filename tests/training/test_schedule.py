@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
-from megatron.training.schedule import build_schedule
+from megatron.training.optimizer import build_schedule
 
 
 def options(**keys: object) -> OptimizerOptions:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.options.training import LoggingOptions
-from megatron.training.wandb_login import check_wandb_login
+from megatron.training.reporters import check_wandb_login
 from megatron.utils.errors import UserError
 
 ONLINE = LoggingOptions(use_wandb=True, wandb_mode="online")
