@@ -24,7 +24,7 @@ from megatron.utils.errors import RunError, describe_cause
 
 MANIFEST = "manifest.json"
 FORMAT = 5
-"""Of checkpoints as they are written now. It rises when what one holds changes its meaning; see `stored.py`."""
+"""Of checkpoints as they are written now. It rises when what one holds changes its meaning; see `stored_config.py`."""
 
 MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)
 """The files that a model is rebuilt from. Every checkpoint has them."""
@@ -150,7 +150,7 @@ def find_difference(
 ) -> str | None:
     """The first difference between files of a folder and what was written of them, in words; None if there is none.
 
-    rank, world_size, checksums: as of `damage`.
+    rank, world_size, checksums: as of `find_damage`.
     """
     for name in entries:
         path, expected = folder / name, entries[name].bytes
