@@ -21,7 +21,7 @@ from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import load_finetuned_weights, names_other_encoding
 from megatron.config.schema import Config
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.position_modules import canonical_position_options

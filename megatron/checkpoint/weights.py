@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.stored_config import map_to_stored_names
 from megatron.config.schema import Config
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Axis
 from megatron.distributed.sharding import get_shard_spec, shard_tensor
 from megatron.model.parameter_groups import (

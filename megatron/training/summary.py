@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.run_folder import get_config_path
-from megatron.config.ranks import resolve_mesh_shape
+from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.data.vocabulary import read_vocabulary
 from megatron.distributed.launcher_environment import describe_job

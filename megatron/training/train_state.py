@@ -24,7 +24,7 @@ from megatron.checkpoint.layout import prune_checkpoints
 from megatron.checkpoint.resume import ResumePlan, move_superseded_aside, plan_resume
 from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
-from megatron.config.ranks import resolve_mesh_shape
+from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.data.batches import Batch, build_dataloader
 from megatron.data.datasets import Datasets, build_datasets

@@ -16,7 +16,7 @@ from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 from megatron.checkpoint import layout
 from megatron.checkpoint.engine_state import MOMENTS, EngineCounters, list_optimizer_shards
 from megatron.checkpoint.load_model import load_model
-from megatron.config.settings import format_value
+from megatron.config.yaml_files import format_value
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
