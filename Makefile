@@ -48,7 +48,7 @@ zoo: setup
 
 # With the packages that are there, in the environment of `make setup` or, without one, the system's.
 gpu-check:
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu/check.py
 
 lint: setup-dev
 	@$(BIN)/ruff check .
@@ -86,7 +86,7 @@ test-fast: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 docs: setup
-	@$(BIN)/python tools/make_docs.py
+	@$(BIN)/python tools/docs/make_docs.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -124,7 +124,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.checkpoint",
         *OURS,
     ),
-    "megatron/reports": ("numpy", "scipy", "matplotlib", "rich", "pydantic", *OURS),
+    "megatron/reports": ("numpy", "scipy", "matplotlib", "jinja2", "rich", "pydantic", *OURS),
     "megatron/evaluation": (
         *NUMERIC,
         "rich",

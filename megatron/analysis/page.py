@@ -4,21 +4,22 @@ Pictures are embedded as base64, each in two widths, so that the page reads well
 nothing to say of stands there in words.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron.analysis.analysis import Block, Figure, Table
-from megatron.reports import html_tables
-from megatron.reports.html_page import embed_picture, render_environment, render_page
-from megatron.reports.html_tables import HtmlCell, HtmlColumn
+from megatron.reports.html_page import (
+    HtmlCell,
+    HtmlColumn,
+    HtmlPicture,
+    HtmlTable,
+    encode_picture,
+    render_template,
+)
 
-_STYLE = """
-.facts td { white-space: nowrap; } .facts .text { white-space: normal; }
-@media (max-width: 56rem) { .facts td { white-space: normal; } }"""
-
-PROSE = 40
-"""Characters from which on the cells of a column are text and not numbers."""
+MIN_TEXT_LENGTH = 40
+"""Columns with a longer cell hold text and not numbers."""
 
 
 @dataclass(frozen=True)
@@ -34,71 +35,72 @@ class PageSection:
     file: str | None = None
     """Where its data lie, beside the page."""
 
+    @property
+    def missing_reasons(self) -> list[str]:
+        """A sentence for each reason, which names all models that it holds for."""
+        names_by_reason: dict[str, list[str]] = {}
+        for name, reason in self.missing.items():
+            names_by_reason.setdefault(reason, []).append(name)
+        return [_format_reason(names, reason) for reason, names in names_by_reason.items()]
+
+    def draw_blocks(self) -> list["PageBlock"]:
+        """What stands under the text, in order; pictures are drawn now."""
+        return [_draw_block(block) for block in self.blocks]
+
+
+@dataclass(frozen=True)
+class PageBlock:
+    """One of three things on the page."""
+
+    paragraph: str | None = None
+    picture: HtmlPicture | None = None
+    table: HtmlTable | None = None
+    summary: str | None = None
+    """Of a table that is shown when this is clicked on."""
+
 
 def render_analysis_page(
-    title: str, summary: Sequence[str], parts: Sequence[PageSection], models: Table, facts: Mapping[str, str]
+    title: str, summary: Sequence[str], sections: Sequence[PageSection], models: Table, facts: Mapping[str, str]
 ) -> str:
     """The page as a string of HTML.
 
     Args:
         summary: paragraphs under the title.
-        parts: in order.
-        models: a table of the models that were looked at.
+        sections: in order.
+        models: a table of the models that were analysed.
         facts: machine, software and the like.
     """
-    links = "".join(f'<li><a href="#{part.name}">{html.escape(part.title)}</a></li>' for part in parts)
-    sections = [
-        *map(_render_paragraph, summary),
-        f"<ul>{links}</ul>" if len(parts) > 1 else "",
-        *map(_render_section, parts),
-        "<h2>Models</h2>",
-        _render_table(models),
-        render_environment(facts),
-    ]
-    return render_page(title, sections, _STYLE)
+    return render_template(
+        Path(__file__).parent / "templates" / "analysis.html",
+        title=title,
+        summary=summary,
+        sections=sections,
+        models=_build_html_table(models),
+        environment=facts,
+    )
 
 
-def _render_section(part: PageSection) -> str:
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in part.missing.items():
-        by_reason.setdefault(reason, []).append(name)
-    missing = [_render_paragraph(_render_reason(names, reason)) for reason, names in by_reason.items()]
-    data = f'<p><small>Data: <a href="{part.file}">{part.file}</a></small></p>' if part.file else ""
-    blocks = [_render_block(block) for block in part.blocks]
-    head = f'<h2 id="{part.name}">{html.escape(part.title)}</h2>'
-    return "\n".join([head, _render_paragraph(part.text), *missing, *blocks, data])
-
-
-def _render_reason(names: Sequence[str], reason: str) -> str:
+def _format_reason(names: Sequence[str], reason: str) -> str:
     """That an analysis has nothing to say of some models, and why."""
     if len(names) == 1:
         return f"Does not apply to {names[0]}. {reason}"
     return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. Of each: {reason[0].lower()}{reason[1:]}"
 
 
-def _render_block(block: Block) -> str:
+def _draw_block(block: Block) -> PageBlock:
     if isinstance(block, str):
-        return _render_paragraph(block)
-    return _render_table(block) if isinstance(block, Table) else _render_figure(block)
+        return PageBlock(paragraph=block)
+    if isinstance(block, Figure):
+        return PageBlock(picture=encode_picture(block.draw, block.alt))
+    summary = f"{block.caption or 'Table'} ({len(block.rows):,} rows)" if block.folded else None
+    return PageBlock(table=_build_html_table(block), summary=summary)
 
 
-def _render_paragraph(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>"
-
-
-def _render_figure(picture: Figure) -> str:
-    return embed_picture(picture.draw, picture.alt)
-
-
-def _render_table(table: Table) -> str:
-    corner, *heads = table.columns
-    prose = [any(len(row[place]) > PROSE for row in table.rows) for place in range(1, len(table.columns))]
-    columns = [HtmlColumn(head, css_class="text wide" * wide) for head, wide in zip(heads, prose, strict=True)]
-    rows = [(html.escape(name), [HtmlCell(html.escape(value)) for value in values]) for name, *values in table.rows]
-    shown = html_tables.render_html_table(
-        corner, columns, rows, css_class="facts", caption="" if table.folded else table.caption
-    )
-    if not table.folded:
-        return shown
-    title = html.escape(table.caption) or "Table"
-    return f"<details><summary>{title} ({len(table.rows):,} rows)</summary>{shown}</details>"
+def _build_html_table(table: Table) -> HtmlTable:
+    corner_header, *headers = table.columns
+    is_text = [any(len(row[column]) > MIN_TEXT_LENGTH for row in table.rows) for column in range(1, len(table.columns))]
+    columns = [
+        HtmlColumn(header, css_class="text wide" * is_wide) for header, is_wide in zip(headers, is_text, strict=True)
+    ]
+    rows = [(HtmlCell(name), [HtmlCell(value) for value in values]) for name, *values in table.rows]
+    return HtmlTable(corner_header, columns, rows, "facts", "" if table.folded else table.caption)

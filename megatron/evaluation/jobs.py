@@ -20,9 +20,8 @@ from megatron.evaluation.provenance import assign_distinct_names, describe_machi
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
-from megatron.reports import table_formats
 from megatron.reports.records import RESULTS_FILE, Record, merge_records
-from megatron.reports.results_folder import check_no_foreign_results, write_results
+from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, write_results
 from megatron.utils.atomic_io import check_folder
 from megatron.utils.errors import UserError
 from megatron.utils.progress import ProgressMeter, WorkItem
@@ -201,7 +200,7 @@ def run_eval_jobs(
             if request.folder is not None:  # what is measured stays whatever happens to the next run
                 record_files.write_records(request.folder / RESULTS_FILE, _merge_saved_records(request, records))
     if console is not None:
-        table_formats.print_comparison_tables(console, records)
+        print_comparison_tables(console, records)
     if request.folder is not None:
         written = write_results(request.folder, _merge_saved_records(request, records))
         log(f"written: {', '.join(map(str, written))}")

@@ -1,23 +1,32 @@
-"""`./deepy.py report RESULTS…`: records of several files in one page, and what they say."""
+"""`./deepy.py report RESULTS…`: records of several files in one page, and what they say.
 
-from collections.abc import Mapping, Sequence
+Results of several files may call different runs by the same name. Seeds repeat a run, and a table's cell is their mean.
+Two runs of one seed repeat nothing, and neither do two that trained for different numbers of steps: each gets the
+folder of its run added to its name, so that no table ever averages them. What several files hold of one run is shown
+once, by the last of them.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from rich.console import Console
 
-from megatron.reports import experiment, extrapolation, failures, records, table_formats
+from megatron.reports import failures, paper_experiment, records, report, results_output
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.disambiguate import disambiguate_methods, find_contradictions
-from megatron.reports.experiment import Experiment
 from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import is_generated_page
+from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record
-from megatron.reports.section import ReportSection
-from megatron.reports.verdict_tables import build_verdict_tables
+from megatron.reports.report import ReportSection
+from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import check_folder, refuse_foreign_files
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
+
+SEED_FOLDER = re.compile(r"seed_\d+")
+"""The last part of a run's folder in a sweep."""
 
 
 def combine_results(
@@ -26,7 +35,7 @@ def combine_results(
     *,
     output: Path | None = None,
     against: str | None = None,
-    delta: float = extrapolation.DEFAULT_DELTA,
+    delta: float = DEFAULT_DELTA,
     title: str | None = None,
 ) -> list[Record]:
     """Show the tables of several files, and write them into a page if one is named.
@@ -50,7 +59,7 @@ def combine_results(
     experiments = {
         path: file_experiment
         for path in records_by_path
-        if (file_experiment := experiment.read_experiment(path)) is not None
+        if (file_experiment := paper_experiment.read_experiment(path)) is not None
     }
     failures_by_path = {path: failures.read_failures(path) for path in records_by_path}
     sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
@@ -61,12 +70,10 @@ def combine_results(
     for section in sections:
         if section.title is not None:
             console.print(f"\n{section.title}\n", markup=False, highlight=False, soft_wrap=True)
-        table_formats.print_comparison_tables(console, section.records, section.failures)
+        results_output.print_comparison_tables(console, section.records, section.failures)
         for text_table in section.text_tables:
             console.print(f"\n{text_table.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
     if output is not None:
-        from megatron.reports import report  # matplotlib takes a while
-
         report.write_report(output, sections, title=title)
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     return [record for section in sections for record in section.records]
@@ -89,7 +96,7 @@ def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
     companion_files = {
         companion
         for path in files
-        for companion in (experiment.get_experiment_path(path), failures.get_failures_path(path))
+        for companion in (paper_experiment.get_experiment_path(path), failures.get_failures_path(path))
     }
     return [path for path in dict.fromkeys(files) if path not in companion_files]
 
@@ -127,3 +134,49 @@ def _build_sections(
     if against is not None and against not in methods:
         raise UserError(f"--against {against}: nothing to compare with it; {format_choices(against, methods)}")
     return sections
+
+
+def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
+    """The records, where one name stands for several runs with these added: rotary [runs/a/rotary]."""
+    runs_by_row: dict[tuple[tuple[Hashable, str], int], set[str | None]] = {}
+    steps_by_row: dict[tuple[Hashable, str], set[int | None]] = {}
+    for record in records:
+        row_key = _cell_key(record), record.method
+        runs_by_row.setdefault((row_key, record.seed), set()).add(record.run)
+        steps_by_row.setdefault(row_key, set()).add(record.step)
+    ambiguous = {method for ((_, method), _), values in runs_by_row.items() if len(values) > 1}
+    ambiguous |= {method for (_, method), values in steps_by_row.items() if len(values) > 1}
+    return [
+        record.replace(method=f"{record.method} [{_run_folder_without_seed(record.run)}]")
+        if record.method in ambiguous and record.run is not None
+        else record
+        for record in records
+    ]
+
+
+def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Iterator[str]:
+    """Lines about files that hold other values of the same run than a file before them."""
+    latest: dict[tuple[Hashable, ...], tuple[Path, float]] = {}
+    for path, file_records in records_by_path.items():
+        conflict_counts: dict[Path, int] = {}
+        for record in file_records:
+            key = (*_cell_key(record), record.method, record.seed, record.run)
+            previous = latest.get(key)
+            if previous is not None and previous[1] != record.value and previous[0] != path:
+                conflict_counts[previous[0]] = conflict_counts.get(previous[0], 0) + 1
+            latest[key] = (path, record.value)
+        for other_path, count in conflict_counts.items():
+            count_text = "1 number" if count == 1 else f"{count} numbers"
+            yield f"{path}: has {count_text} of runs of which {other_path} has others; these here are shown"
+
+
+def _cell_key(record: Record) -> tuple[Hashable, ...]:
+    """Equal for records that stand in one column of one table."""
+    measurement = record.metric, record.axis, record.x_value, record.length
+    return *measurement, record.protocol, record.train_length, record.target_digest
+
+
+def _run_folder_without_seed(run: str) -> str:
+    """A run's folder without its seed."""
+    path = PurePath(run)
+    return str(path.parent if SEED_FOLDER.fullmatch(path.name) else path)

@@ -1,22 +1,29 @@
 """One self-contained `report.html`: plot, tables, what was measured, on which models, with which configurations.
 
 It needs no network, no script and no file beside it: the plot is embedded as base64. Every number comes from the
-records; every text that is not ours is escaped. Configurations are optional because records do not hold them.
+records; `templates/report.html` says where each text stands. Configurations are optional because records do not hold
+them.
 """
 
-import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import Any
 
-from megatron.reports import plots
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
-from megatron.reports.html_page import embed_picture, render_environment, render_page
-from megatron.reports.html_tables import HtmlCell, HtmlColumn, render_html_table
-from megatron.reports.missing_results import build_missing_table as missing_grid
+from megatron.reports.failures import RunFailure
+from megatron.reports.html_page import (
+    TEMPLATES_FOLDER,
+    HtmlCell,
+    HtmlColumn,
+    HtmlTable,
+    encode_picture,
+    render_template,
+)
 from megatron.reports.records import Record
-from megatron.reports.section import ReportSection
-from megatron.reports.table_formats import render_comparison_html
+from megatron.reports.results_output import build_missing_table
+from megatron.reports.table_formats import TextTable, build_html_table
 from megatron.reports.x_axes import format_multiple
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError
@@ -48,6 +55,19 @@ _PROTOCOL_DESCRIPTIONS = {
         "floor learned nothing of the input."
     ),
 }
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A part of a report: records that are shown together, and what they say."""
+
+    title: str | None
+    """None where it is the whole page, or its part without an experiment."""
+    records: Sequence[Record]
+    text_tables: Sequence[TextTable] = ()
+    """Further tables, shown below those of the records."""
+    failures: Sequence[RunFailure] = ()
+    """Runs that gave no records."""
 
 
 def write_report(
@@ -91,62 +111,41 @@ def render_report(
     metrics = list(dict.fromkeys(table.metric for table in tables))
     pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} to come)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
-    has_several_sections = len(sections) > 1
     if title is None:
-        title = _build_title(tables) if has_several_sections or sections[0].title is None else sections[0].title
-    parts = [
-        *([_render_contents(sections)] if has_several_sections else []),
-        *(
-            part
-            for index, section in enumerate(sections)
-            for part in _render_section(section, index, has_heading=has_several_sections)
-        ),
-        "<h2>What was measured</h2>",
-        *dict.fromkeys(f"<p>{_describe_measurement(table)}</p>" for table in tables),
-        "<h2>Models</h2>",
-        _render_models(records),
-        render_environment(_collect_environment(records)),
-        _render_configurations(configurations or {}),
-        f"<footer>{html.escape(definitions)}</footer>",
-    ]
-    return render_page(title + pending_text, parts)
-
-
-def _render_contents(sections: Sequence[ReportSection]) -> str:
-    """Links to the sections."""
-    items = "".join(
-        f'<li><a href="#section-{index}">{html.escape(_section_title(section))}</a></li>'
-        for index, section in enumerate(sections)
+        title = _build_title(tables) if len(sections) > 1 or sections[0].title is None else sections[0].title
+    return render_template(
+        TEMPLATES_FOLDER / "report.html",
+        title=title + pending_text,
+        sections=[_describe_section(section) for section in sections],
+        measurements=list(dict.fromkeys(_describe_measurement(table) for table in tables)),
+        models=_build_models_table(records),
+        environment=_collect_environment(records),
+        configurations=configurations or {},
+        definitions=definitions,
     )
-    return f"<ul>{items}</ul>"
 
 
-def _section_title(section: ReportSection) -> str:
+def _get_section_title(section: ReportSection) -> str:
     return _build_title(build_comparison_tables(section.records)) if section.title is None else section.title
 
 
-def _render_section(section: ReportSection, index: int, *, has_heading: bool) -> list[str]:
-    """A section's summary, picture and tables."""
+def _describe_section(section: ReportSection) -> dict[str, Any]:
+    """A section's title, summary, picture and tables, as the template names them."""
+    from megatron.reports import plots  # matplotlib takes a while
+
     tables = build_comparison_tables(section.records, section.failures)
-    verdict_heading = [] if has_heading or not section.text_tables else ["<h2>What it says</h2>"]
-    missing_table = missing_grid(tables)
-    missing_parts = (
-        []
-        if missing_table is None
-        else [*([] if has_heading else ["<h2>What is missing</h2>"]), missing_table.to_html()]
-    )
-    return [
-        *([f'<h2 id="section-{index}">{html.escape(_section_title(section))}</h2>'] if has_heading else []),
-        f"<p>{' '.join(html.escape(_summarize_table(table)) for table in tables)}</p>",
-        embed_picture(
-            lambda narrow: plots.render_plots_png(section.records, narrow=narrow, failures=section.failures),
+    missing_table = build_missing_table(tables)
+    return {
+        "title": _get_section_title(section),
+        "summary": " ".join(_summarize_table(table) for table in tables),
+        "picture": encode_picture(
+            lambda is_narrow: plots.render_plots_png(section.records, narrow=is_narrow, failures=section.failures),
             describe_plots(tables),
         ),
-        *(render_comparison_html(table) for table in tables),
-        *missing_parts,
-        *verdict_heading,
-        *(text_table.to_html() for text_table in section.text_tables),
-    ]
+        "tables": [build_html_table(table) for table in tables],
+        "missing_table": None if missing_table is None else missing_table.to_html(),
+        "text_tables": [text_table.to_html() for text_table in section.text_tables],
+    }
 
 
 def describe_plots(tables: Sequence[ComparisonTable]) -> str:
@@ -266,14 +265,14 @@ def _describe_measurement(table: ComparisonTable) -> str:
             " Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
             "lengths, so that what makes a window hard at every length cancels."
         )
-    return html.escape(text)
+    return text
 
 
-def _render_models(records: Sequence[Record]) -> str:
+def _build_models_table(records: Sequence[Record]) -> HtmlTable:
     """One row per trained model."""
-    columns = [HtmlColumn(head) for head in ("parameters", "seed", "steps", "tokens trained on")]
+    columns = [HtmlColumn(header) for header in ("parameters", "seed", "steps", "tokens trained on")]
     columns.append(HtmlColumn("run, and how it was scored", css_class="text wide"))
-    rows: dict[tuple[str, int, str | None], tuple[str, list[HtmlCell]]] = {}
+    rows: dict[tuple[str, int, str | None], tuple[HtmlCell, list[HtmlCell]]] = {}
     for record in records:
         identity = (record.method, record.seed, record.run)
         if identity in rows:
@@ -288,10 +287,10 @@ def _render_models(records: Sequence[Record]) -> str:
             _format_optional(record.step),
             _format_optional(record.train_tokens),
         )
-        run_cell = f"{html.escape(record.run or '–')}<small>{html.escape(scoring)}</small>"
-        position = "" if record.position in (None, record.method) else f"<small>{html.escape(record.position)}</small>"
-        rows[identity] = f"{html.escape(record.method)}{position}", [*map(HtmlCell, values), HtmlCell(run_cell)]
-    return render_html_table("method", columns, list(rows.values()))
+        position = None if record.position == record.method else record.position
+        run_cell = HtmlCell(record.run or "–", scoring)
+        rows[identity] = HtmlCell(record.method, position), [*map(HtmlCell, values), run_cell]
+    return HtmlTable("method", columns, list(rows.values()))
 
 
 def _collect_environment(records: Sequence[Record]) -> dict[str, str]:
@@ -309,16 +308,6 @@ def _collect_environment(records: Sequence[Record]) -> dict[str, str]:
             distinct = [f"{distinct[0]} to {distinct[-1]}"]
         facts[name] = "; ".join(distinct) if distinct else "not recorded"
     return facts
-
-
-def _render_configurations(configurations: Mapping[str, str]) -> str:
-    if not configurations:
-        return ""
-    parts = [
-        f"<details><summary><code>{html.escape(name)}</code></summary><pre>{html.escape(text)}</pre></details>"
-        for name, text in configurations.items()
-    ]
-    return "<h2>Configurations</h2>\n" + "\n".join(parts)
 
 
 def _format_optional(value: int | None) -> str:

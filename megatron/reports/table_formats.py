@@ -1,39 +1,49 @@
-"""A layout of records shown with rich, as Markdown, plain text or HTML: methods as rows, lengths or places as columns.
+"""Tables shown with rich, as Markdown, plain text or HTML: comparisons of records, and tables of words.
 
 The best of each column is marked with `*` and in bold, so that the mark survives copying as plain text.
 """
 
-import html
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.reports import html_tables, missing_results
-from megatron.reports.comparison_table import Cell, ComparisonTable, build_comparison_tables
-from megatron.reports.failures import RunFailure
-from megatron.reports.html_tables import HtmlColumn
-from megatron.reports.records import Record
+from megatron.reports.comparison_table import Cell, ComparisonTable
+from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
 from megatron.reports.x_axes import join_headers
 
 
-def print_comparison_tables(console: Console, records: Sequence[Record], failures: Sequence[RunFailure] = ()) -> None:
-    """Print every table of the records: framed where the terminal is wide enough, else (and in pipes) as plain text.
+@dataclass(frozen=True)
+class TextTable:
+    """A table of words: a name for each row, a header for each column, notes below."""
 
-    What they lack is listed below them, runs that failed among it.
-    """
-    tables = build_comparison_tables(records, failures)
-    for table in tables:
-        rendered = build_rich_table(table)
-        unlimited = console.options.update(max_width=1 << 20)
-        if console.is_terminal and console.measure(rendered, options=unlimited).maximum <= console.width:
-            console.print(rendered)
-        else:
-            console.print(Text(render_comparison_text(table)), soft_wrap=True, end="")
-    missing_table = missing_results.build_missing_table(tables)
-    if missing_table is not None:
-        console.print(Text(f"\n{missing_table.to_text()}"), soft_wrap=True, end="")
+    title: str
+    corner_header: str
+    """Over the names of the rows."""
+    column_headers: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    """A name, and a cell for each header."""
+    notes: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """Aligned columns, for terminals, logs and pipes."""
+        lines = [(self.corner_header, *self.column_headers), *((name, *cells) for name, cells in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        aligned = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join([self.title, *(line.rstrip() for line in aligned), *self.notes]) + "\n"
+
+    def to_markdown(self) -> str:
+        """A GitHub table with its caption."""
+        lines = [(self.corner_header, *self.column_headers), ("---",) * (1 + len(self.column_headers))]
+        lines += [(name, *cells) for name, cells in self.rows]
+        markdown_rows = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+        return "\n".join([*markdown_rows, "", f"{self.title}.", *self.notes]) + "\n"
+
+    def to_html(self) -> HtmlTable:
+        """The table for a page."""
+        columns = [HtmlColumn(header, css_class="text") for header in self.column_headers]
+        rows = [(HtmlCell(name), [HtmlCell(cell) for cell in cells]) for name, cells in self.rows]
+        return HtmlTable(self.corner_header, columns, rows, "results", " ".join([f"{self.title}.", *self.notes]))
 
 
 def build_rich_table(table: ComparisonTable) -> Table:
@@ -96,29 +106,26 @@ def render_comparison_text(table: ComparisonTable) -> str:
     return "\n".join([table.title, *(line.rstrip() for line in lines), *table.notes]) + "\n"
 
 
-def render_comparison_html(table: ComparisonTable) -> str:
-    """A `<table>` element; every text in it is escaped."""
+def build_html_table(table: ComparisonTable) -> HtmlTable:
+    """For a page."""
     columns = [HtmlColumn(*header_pair) for header_pair in table.get_column_headers()]
     if table.changes:
         columns.append(HtmlColumn(*table.get_change_header(), css_class="text wide"))
     rows = []
     for method in table.methods:
-        cells = [_render_html_cell(table, method, x) for x in table.x_values]
+        cells = [_build_html_cell(table, method, x) for x in table.x_values]
         if table.changes:
-            cells.append(html_tables.HtmlCell(html.escape(_format_change(table, method))))
-        rows.append((html.escape(method), cells))
-    return html_tables.render_html_table(
-        "method", columns, rows, css_class="results", caption=" ".join([f"{table.title}.", *table.notes])
-    )
+            cells.append(HtmlCell(_format_change(table, method)))
+        rows.append((HtmlCell(method), cells))
+    return HtmlTable("method", columns, rows, "results", " ".join([f"{table.title}.", *table.notes]))
 
 
-def _render_html_cell(table: ComparisonTable, method: str, x: float) -> html_tables.HtmlCell:
+def _build_html_cell(table: ComparisonTable, method: str, x: float) -> HtmlCell:
     """With its interval in small print."""
     cell = table.cells.get((method, x))
     if cell is None:
-        return html_tables.HtmlCell(html.escape(table.get_missing_text(method, x)))
-    interval = f"<small>{' – '.join(cell.interval_texts)}</small>" if cell.interval_texts else ""
-    return html_tables.HtmlCell(html.escape(str(cell)) + interval, "best" if cell.is_best else "")
+        return HtmlCell(table.get_missing_text(method, x))
+    return HtmlCell(str(cell), " – ".join(cell.interval_texts) or None, "best" if cell.is_best else "")
 
 
 def _format_change(table: ComparisonTable, method: str) -> str:

@@ -1,24 +1,42 @@
-"""What tables say together: training lengths side by side, who extrapolates, who is better beyond chance."""
+"""What tables say together: training lengths side by side, who extrapolates, who is better beyond chance.
+
+**Training lengths** (DAPE V2, 2410.04798, figure 3: equal tokens, other lengths). Tables keep them apart, because a
+column usually is a multiple of the training length. Where all lengths score the same targets, their numbers can be
+compared all the same, at equal lengths of context.
+
+**Extrapolation**, by the criterion of Exploring Transformer Extrapolation (2307.10156, definition 2.1). With windows of
+n tokens and the training length m, a model extrapolates if |ppl_n − ppl_m| / ppl_m < δ for every n. The paper gives no
+δ, and "every n" cannot be tried: what is shown is
+
+    r_n = ppl_n / ppl_m − 1          signed, so that a gain is not taken for a loss
+    its largest size over n > m      with the δ and the largest n
+
+The ratio is the change from m to n as `comparison_table.py` defines it: of several seeds the geometric mean of each
+seed's own, over the seeds that were scored at both lengths.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from megatron.reports import extrapolation, significance, train_length_tables
-from megatron.reports.comparison_table import ComparisonTable
-from megatron.reports.text_table import TextTable
+from megatron.reports import significance
+from megatron.reports.comparison_table import Change, ComparisonTable, format_partial_seeds
+from megatron.reports.metrics import format_percent
+from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
+DEFAULT_DELTA = 0.1
+"""Bound of the criterion of extrapolation."""
+
 
 def build_verdict_tables(
-    tables: Sequence[ComparisonTable], against: str | None = None, delta: float = extrapolation.DEFAULT_DELTA
+    tables: Sequence[ComparisonTable], against: str | None = None, delta: float = DEFAULT_DELTA
 ) -> list[TextTable]:
     """What tables say: models of several training lengths side by side, who extrapolates, and who differs from a
     method. Raises UserError if no table has the method."""
-    text_tables = train_length_tables.build_train_length_tables(tables)
+    text_tables = build_train_length_tables(tables)
     text_tables += [
-        text_table
-        for table in tables
-        if (text_table := extrapolation.build_extrapolation_table(table, delta)) is not None
+        text_table for table in tables if (text_table := build_extrapolation_table(table, delta)) is not None
     ]
     if against is None:
         return text_tables
@@ -29,3 +47,148 @@ def build_verdict_tables(
         hint = "it is alone in its table" if against in methods else format_choices(against, methods)
         raise UserError(f"--against {against}: nothing to compare with it; {hint}")
     return text_tables + [significance.build_significance_table(table, against) for table in comparable_tables]
+
+
+def build_train_length_tables(tables: Sequence[ComparisonTable]) -> list[TextTable]:
+    """A table for all those that differ in the training length alone and score the same targets."""
+    tables_by_key: dict[tuple[str, str, int | None, str, str], list[ComparisonTable]] = {}
+    for table in tables:
+        first_record = table.records[0]
+        if first_record.target_digest is not None:
+            length = None if first_record.place is None else first_record.length
+            key = (table.metric.name, table.axis.name, length, table.protocol, first_record.target_digest)
+            tables_by_key.setdefault(key, []).append(table)
+    return [_build_train_length_table(comparable) for comparable in tables_by_key.values() if len(comparable) > 1]
+
+
+def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
+    ordered = sorted(tables, key=lambda table: table.train_length)
+    metric, axis = ordered[0].metric, ordered[0].axis
+    x_values = sorted({x for table in ordered for x in table.x_values})
+    best = {
+        x: metric.select_best(
+            cell.mean
+            for table in ordered
+            for (method, cell_x), cell in table.cells.items()
+            if cell_x == x and method not in table.trivial_baselines
+        )
+        for x in x_values
+    }
+    max_seeds = max(table.max_seeds for table in ordered)
+
+    def format_cell(table: ComparisonTable, method: str, x: float) -> str:
+        cell = table.cells.get((method, x))
+        if cell is None:
+            return table.get_missing_text(method, x)
+        is_trivial_baseline = method in table.trivial_baselines
+        partial_num_seeds = cell.num_seeds if cell.num_seeds < max_seeds and not is_trivial_baseline else None
+        return str(
+            replace(cell, is_best=cell.mean == best[x] and not is_trivial_baseline, partial_num_seeds=partial_num_seeds)
+        )
+
+    rows = tuple(
+        (method, (f"{table.train_length:,}", *(format_cell(table, method, x) for x in x_values)))
+        for table in ordered
+        for method in table.methods
+    )
+    notes = [f"The same tokens are scored {axis.column_phrase}; {metric.better} is better.", "* best of its column."]
+    if max_seeds > 1:
+        notes.append(f"Cells are mean ± standard deviation of {max_seeds} seeds, those with an n of so many.")
+    return TextTable(
+        title=f"{metric.title_with_unit} of models that were trained at several lengths, "
+        f"{ordered[0].protocol_description}",
+        corner_header="method",
+        column_headers=("trained at", *(axis.format_value(x) for x in x_values)),
+        rows=rows,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """One method of a table."""
+
+    method: str
+    changes: dict[int, Change]
+    """n → how the perplexity differs from that at the training length, for n above it."""
+    worst_length: int
+    """The n at which r_n is largest in size."""
+
+    @property
+    def relative_changes(self) -> dict[int, float]:
+        """n → r_n."""
+        return {length: change.mean - 1 for length, change in self.changes.items()}
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% of the largest r_n, by bootstrap; for one seed."""
+        bounds = self.changes[self.worst_length].interval
+        return None if bounds is None else (bounds[0] - 1, bounds[1] - 1)
+
+    def extrapolates(self, delta: float) -> bool:
+        """Is every r_n below δ in size?"""
+        return abs(self.relative_changes[self.worst_length]) < delta
+
+
+def measure_extrapolation(table: ComparisonTable) -> list[Extrapolation]:
+    """The methods of a table of perplexities over lengths that were scored at the training length and beyond it.
+
+    Methods whose positions end within the table have the lengths that they know.
+    """
+    if table.metric.name != "perplexity" or table.axis.name != "length":
+        return []
+    train_length = table.train_length
+    results = []
+    for method in table.methods:
+        changes = {
+            round(x): change
+            for x in table.x_values
+            if x > train_length and (change := table.compute_change(method, train_length, x)) is not None
+        }
+        if changes:
+            worst_length = max(changes, key=lambda length: abs(changes[length].mean - 1))
+            results.append(Extrapolation(method, changes, worst_length))
+    return results
+
+
+def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DELTA) -> TextTable | None:
+    """The criterion as a table, the largest r first; None if nothing was scored at and beyond the training length."""
+    results = sorted(
+        measure_extrapolation(table), key=lambda result: -abs(result.relative_changes[result.worst_length])
+    )
+    if not results:
+        return None
+    rows = []
+    for result in results:
+        change = result.changes[result.worst_length]
+        value = format_percent(change.mean - 1, change.half_width, min_decimals=1)
+        if result.interval is not None:
+            value += (
+                f" [{', '.join(format_percent(bound, change.half_width, min_decimals=1) for bound in result.interval)}]"
+            )
+        value += format_partial_seeds(change.partial_num_seeds)
+        verdict = f"{'yes' if result.extrapolates(delta) else 'no'}, up to {max(result.relative_changes):,}"
+        rows.append((result.method, (value, f"{result.worst_length:,}", verdict)))
+    listed_methods = {result.method for result in results}
+    for method, max_length in table.max_lengths.items():
+        if method not in listed_methods and max_length <= table.train_length:
+            rows.append((method, ("–", "–", f"its positions end at {max_length:,}")))
+            listed_methods.add(method)
+    rows += [(method, ("–", "–", "failed")) for method in dict.fromkeys(result.method for result in table.failures)
+             if method not in listed_methods]  # fmt: skip
+    notes = [
+        f"r is perplexity over that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; the paper "
+        "gives no bound)."
+    ]
+    if table.max_seeds > 1:
+        notes.append(
+            f"Over seeds it is the {table.metric.mean_kind} of each seed's own ratio, minus 1; over {table.max_seeds}, "
+            "where there is no n."
+        )
+    return TextTable(
+        title=f"Extrapolation beyond {table.train_length:,} tokens, {table.protocol_description}",
+        corner_header="method",
+        column_headers=("r of the largest size", "at", f"extrapolates (|r| < {delta:g})"),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )

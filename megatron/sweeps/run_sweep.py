@@ -35,10 +35,9 @@ from megatron.checkpoint.run_folder import LOCK, SWEEP_LOCK, RunLock, is_saved_c
 from megatron.launch import slurm
 from megatron.launch.console import log_traceback, run_console
 from megatron.options.sweep import SweepCorpusOptions
-from megatron.reports import table_formats
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record
-from megatron.reports.results_folder import check_no_foreign_results
+from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables
 from megatron.sweeps import receipts, slurm_array, training_process
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.work_estimate import MemberWork, estimate_work
@@ -50,7 +49,7 @@ from megatron.utils.progress import ProgressMeter, WorkItem, estimate_seconds_le
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 if TYPE_CHECKING:
-    from megatron.reports.experiment import Experiment
+    from megatron.reports.paper_experiment import Experiment
 
 # What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
 
@@ -202,7 +201,7 @@ def _run_members(
 
 def _print_results(sweep: Sweep, found: Sequence[Record], failed: Sequence[RunFailure], console: Console) -> None:
     """The tables of a sweep, on the console."""
-    table_formats.print_comparison_tables(console, found, failed)
+    print_comparison_tables(console, found, failed)
     options = sweep.options
     for grid in (
         _build_experiment(sweep).build_tables(found, failures=failed)
@@ -316,16 +315,15 @@ def sort_baselines_last(found: Sequence[Record]) -> list[Record]:
 
 def _write_results(sweep: Sweep, found: Sequence[Record], failed: Sequence[RunFailure]) -> None:
     """Rewrite the results and the report of what is measured so far."""
-    from megatron.reports import experiment, report
-    from megatron.reports.results_folder import write_results
-    from megatron.reports.section import ReportSection
+    from megatron.reports import paper_experiment, report
+    from megatron.reports.results_output import write_results
 
     output = sweep.output_folder
     found = sort_baselines_last(found)
     write_results(output, found, failed)
     told = _build_experiment(sweep)
     if told.has_paper_comparison:  # the results of other sweeps may be put together with others
-        experiment.write_experiment(output / RESULTS_FILE, told)
+        paper_experiment.write_experiment(output / RESULTS_FILE, told)
     measured = {(record.method, record.seed) for record in found}
     texts = dict(sweep.texts)
     done = [member for member in sweep.members if (member.variant, member.seed) in measured]
@@ -333,15 +331,14 @@ def _write_results(sweep: Sweep, found: Sequence[Record], failed: Sequence[RunFa
     missing = len(sweep.members) - len(done) - len(failed)
     report.write_report(
         output / REPORT,
-        [ReportSection(sweep.options.title, found, told.build_tables(found, failures=failed), failed)],
+        [report.ReportSection(sweep.options.title, found, told.build_tables(found, failures=failed), failed)],
         num_pending_runs=missing,
         configurations=texts,
     )
 
 
 def _build_experiment(sweep: Sweep) -> "Experiment":
-    from megatron.reports.experiment import Experiment
-    from megatron.reports.published import PublishedTable
+    from megatron.reports.paper_experiment import Experiment, PublishedTable
 
     options = sweep.options
     table_formats = tuple(

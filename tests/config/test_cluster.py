@@ -9,7 +9,7 @@ from megatron.config.parallelism import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.resolve_run import resolve_run
-from tools.make_parallel import GPT2_VOCABULARY, GPUS, METHOD, MODELS, OVERLAYS, PAGE, ROOT, estimates, markdown
+from tools.docs.parallel_page import GPT2_VOCABULARY, GPUS, METHOD, MODELS, OVERLAYS, PAGE, ROOT, estimates, markdown
 
 ROW = re.compile(r"\| (\S+) \| `(a100_\w+)` \| (\d+) \| ([\d.]+) GiB \| (\d+) \| ([\d.]+) GiB \|")
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")

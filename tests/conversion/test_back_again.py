@@ -15,7 +15,7 @@ from megatron.conversion.import_model import import_model
 from megatron.data.run_tokenizer import load_run_tokenizer
 from megatron.position.registry import list_encodings, list_processors
 from megatron.utils.errors import RunError, UserError
-from tools.export_cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run
+from tools.export.cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run
 from tools.rounding import assert_alike, sums_of_gpt
 
 TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)

@@ -4,8 +4,8 @@ import math
 from itertools import islice
 from pathlib import Path
 
-from tools.export_cases import methods, places, shapes
-from tools.export_matrix import beyond_rounding, differences
+from tools.export.cases import methods, places, shapes
+from tools.export.compare import beyond_rounding, differences
 
 EVERY_METHOD = list(methods())
 

@@ -15,7 +15,7 @@ from megatron.conversion.export_model import export_model
 from megatron.conversion.families.farfield import FARFIELD
 from megatron.reports.records import RESULTS_FILE
 from megatron.utils.errors import RunError, UserError
-from tools.export_cases import Case, gpt_of, write_run
+from tools.export.cases import Case, gpt_of, write_run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.export_model import export_model
 from megatron.model.gpt import GPT
-from tools.export_cases import LAYERS, WIDTH, Case, gpt_of, write_run
+from tools.export.cases import LAYERS, WIDTH, Case, gpt_of, write_run
 from tools.rounding import apart, assert_alike, sums_of_gpt
 
 VOCABULARY = 257

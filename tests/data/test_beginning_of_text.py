@@ -22,7 +22,7 @@ from megatron.generation.text_generator import TextGenerator
 from megatron.options.data import CorpusOptions, DataOptions
 from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import UserError
-from tools.export_cases import Case, gpt_of
+from tools.export.cases import Case, gpt_of
 
 TEXTS = ["the then there", "Grüße, 東京!", "def encode(text):"]
 

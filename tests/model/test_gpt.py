@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from megatron.model.parameter_groups import parameter_groups
 from megatron.options.model import ModelOptions, PositionOptions, padded_vocab_size
 from megatron.utils.errors import UserError
-from tools.plain_gpt import PlainGPT
+from tools.bench.plain_gpt import PlainGPT
 from tools.rounding import assert_alike, sums_of_gpt
 
 VOCABULARY = 61

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.reports import experiment, records
-from megatron.reports.combine import combine_results
+from megatron.reports import paper_experiment, records
+from megatron.reports.combine import combine_results, disambiguate_methods, find_contradictions
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.disambiguate import disambiguate_methods, find_contradictions
-from megatron.reports.experiment import Experiment
+from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
 
@@ -61,7 +60,7 @@ def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
     console = Console(record=True, width=400)
     combine_results([one, two], console)
     assert console.export_text().count("note: ") == 1
-    experiment.write_experiment(two, Experiment("Its own section"))  # where nothing takes the place of anything
+    paper_experiment.write_experiment(two, Experiment("Its own section"))  # where nothing takes the place of anything
     combine_results([one, two], console)
     assert "note: " not in console.export_text()
 

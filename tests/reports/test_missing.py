@@ -4,27 +4,26 @@ import math
 from pathlib import Path
 
 import pytest
-from pages import page_of
+from pages import page_of, table_html
 from rich.console import Console
 
 from megatron.reports import (
-    extrapolation,
     failures,
-    missing_results,
-    published,
+    paper_experiment,
     records,
     report,
+    results_output,
     significance,
     table_formats,
-    train_length_tables,
+    verdict_tables,
 )
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.failures import RunFailure
-from megatron.reports.published import PublishedTable
+from megatron.reports.paper_experiment import PublishedTable
 from megatron.reports.records import Record
-from megatron.reports.results_folder import write_results
-from megatron.reports.section import ReportSection
+from megatron.reports.report import ReportSection
+from megatron.reports.results_output import write_results
 from megatron.reports.significance import compare_methods
 from megatron.utils.errors import UserError
 
@@ -67,7 +66,7 @@ def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: li
     }
     assert "Cells are mean ± standard deviation of 3 seeds, those with an n of so many." in layout.notes
     assert "5.60 ± 0.57 (n 2)" in table_formats.render_comparison_markdown(layout)
-    assert "5.60 ± 0.57 (n 2)*" in table_formats.render_comparison_html(layout)
+    assert "5.60 ± 0.57 (n 2)*" in table_html(table_formats.build_html_table(layout))
     whole = [each for each in holes if each.method == "log" and each.seed < 3]
     assert "(n" not in table_formats.render_comparison_text(layout_of(whole)).replace("(n …)", "")
 
@@ -82,10 +81,10 @@ def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) 
         "each seed's own: their geometric mean ×/÷ geometric standard deviation over the seeds with both"
         in table_formats.render_comparison_text(layout)
     )
-    found = {each.method: each for each in extrapolation.measure_extrapolation(layout)}
+    found = {each.method: each for each in verdict_tables.measure_extrapolation(layout)}
     for method in layout.methods:
         assert found[method].relative_changes == {128: pytest.approx(layout.changes[method].mean - 1)}
-    grid = extrapolation.build_extrapolation_table(layout)
+    grid = verdict_tables.build_extrapolation_table(layout)
     assert grid is not None
     assert dict(grid.rows)["log"][0] == "+9.5% (n 2)"
     assert "log 5.60 (n 2) (+10% from 64 tokens)" in page_of(holes)
@@ -128,17 +127,17 @@ def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
     layout = layout_of(holes)
     assert layout.cells["log", 64].mean > layout.cells["t5", 64].mean
     theirs = PublishedTable("A paper", 512, "perplexity", (512,), {"log": (3.0,), "t5": (4.0,)})
-    (found,) = published.compute_rank_agreement(theirs, layout)
+    (found,) = paper_experiment.compute_rank_agreement(theirs, layout)
     assert (found.tau, found.num_seeds) == (1.0, 2)
-    assert dict(published.build_published_tables(theirs, [layout])[0].rows)["order agreement τ"] == (
+    assert dict(paper_experiment.build_published_tables(theirs, [layout])[0].rows)["order agreement τ"] == (
         "+1.00 [+1.00, +1.00] (n 2)",
     )
     apart = PublishedTable("A paper", 512, "perplexity", (512,), {"t5": (3.0,), "alibi": (4.0,)})
-    assert published.compute_rank_agreement(apart, layout) == []
+    assert paper_experiment.compute_rank_agreement(apart, layout) == []
 
 
 def test_what_is_missing_is_listed(holes: list[Record]) -> None:
-    grid = missing_results.build_missing_table([layout_of(holes)])
+    grid = results_output.build_missing_table([layout_of(holes)])
     assert grid is not None
     assert grid.rows == (
         ("log", ("3", "128 tokens", "no record of it")),
@@ -149,7 +148,7 @@ def test_what_is_missing_is_listed(holes: list[Record]) -> None:
     assert "<h2>What is missing</h2>" in page
     assert "128 tokens" in page
     console = Console(record=True, width=200)
-    table_formats.print_comparison_tables(console, holes)
+    results_output.print_comparison_tables(console, holes)
     assert "What is missing" in console.export_text()
 
 
@@ -157,15 +156,15 @@ def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: 
     whole = [each for each in holes if each.seed == 1]
     limited = [*whole, record("learned", 64, 5.0, max_length=64, target_digest="d")]
     floor = [record("floor: a guess", n, 4.0, seed=0, run=None, target_digest="d") for n in (64, 128)]
-    assert missing_results.build_missing_table(build_comparison_tables([*limited, *floor])) is None
+    assert results_output.build_missing_table(build_comparison_tables([*limited, *floor])) is None
     assert "What is missing" not in page_of([*limited, *floor])
 
 
 def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> None:
     """Two runs of somebody that were put side by side are no experiment with holes."""
     two = [*run("log", 1, 5.0, 6.0), *run("t5", 2, 6.0, 9.0)]
-    assert missing_results.build_missing_table(build_comparison_tables(two)) is None
-    grid = missing_results.build_missing_table(build_comparison_tables(two[:-1]))
+    assert results_output.build_missing_table(build_comparison_tables(two)) is None
+    grid = results_output.build_missing_table(build_comparison_tables(two[:-1]))
     assert grid is not None
     assert grid.rows == (("t5", ("2", "128 tokens", "no record of it")),)
 
@@ -185,12 +184,12 @@ def test_a_failed_run_stands_in_table_page_picture_and_statistics(holes: list[Re
     lines = table_formats.render_comparison_text(layout).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("gone")]
     assert row == ["gone", "failed", "failed", "failed"]
-    grid = missing_results.build_missing_table([layout])
+    grid = results_output.build_missing_table([layout])
     assert grid is not None
     assert ("t5", ("3", "everything", "failed: killed by signal 9")) in grid.rows
     assert ("gone", ("1", "everything", "failed at step 1,200: the loss is not finite")) in grid.rows
     assert dict(significance.build_significance_table(layout, "log").rows)["gone"] == ("failed", "failed")
-    verdicts = extrapolation.build_extrapolation_table(layout)
+    verdicts = verdict_tables.build_extrapolation_table(layout)
     assert verdicts is not None
     assert dict(verdicts.rows)["gone"] == ("–", "–", "failed")
     page = report.render_report([ReportSection(None, holes, failures=lost)])
@@ -203,7 +202,7 @@ def test_a_failed_method_is_in_tables_of_its_training_length_alone(holes: list[R
     short, long_ = build_comparison_tables(found, [RunFailure("gone", 1, "why", train_length=128)])
     assert "gone" not in short.methods
     assert long_.methods == ("log", "gone")
-    (grid,) = train_length_tables.build_train_length_tables([short, long_])
+    (grid,) = verdict_tables.build_train_length_tables([short, long_])
     assert ("gone", ("128", "failed", "failed")) in grid.rows
 
 
@@ -249,5 +248,5 @@ def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
         "better than a floor is not best of several"
     )
     other = [each.replace(train_length=20) for each in found]
-    (grid,) = train_length_tables.build_train_length_tables(build_comparison_tables([*found, *other]))
+    (grid,) = verdict_tables.build_train_length_tables(build_comparison_tables([*found, *other]))
     assert all("*" not in cell for name, cells in grid.rows if name.startswith("floor") for cell in cells)

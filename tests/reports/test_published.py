@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.published import PublishedTable, build_published_tables, compute_rank_agreement, kendall_tau
+from megatron.reports.paper_experiment import (
+    PublishedTable,
+    build_published_tables,
+    compute_rank_agreement,
+    kendall_tau,
+)
 from megatron.reports.records import Record
 
 from .conftest import record

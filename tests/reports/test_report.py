@@ -11,8 +11,7 @@ from pages import page_of
 from megatron.reports import plots, report
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record, record_from_row
-from megatron.reports.report import describe_plots
-from megatron.reports.section import ReportSection
+from megatron.reports.report import ReportSection, describe_plots
 from megatron.utils.errors import UserError
 
 from .conftest import record

@@ -6,9 +6,10 @@ import statistics
 from html.parser import HTMLParser
 
 import pytest
+from pages import table_html
 from rich.console import Console
 
-from megatron.reports import table_formats
+from megatron.reports import results_output, table_formats
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record
 
@@ -17,7 +18,7 @@ from .conftest import record
 
 def shown(records: list[Record], **options: object) -> str:
     console = Console(file=io.StringIO(), **options)  # type: ignore[arg-type]
-    table_formats.print_comparison_tables(console, records)
+    results_output.print_comparison_tables(console, records)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -129,7 +130,7 @@ def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
     assert "holds if 1 is inside" in " ".join(layout.notes)
     assert "within -10% and +15%" in " ".join(layout.notes)
     parser = Cells()
-    parser.feed(table_formats.render_comparison_html(layout))
+    parser.feed(table_html(table_formats.build_html_table(layout)))
     assert parser.rows[0][-1] == ("text", "change1× to 32×")
     assert parser.rows[2][1:] == [
         ("best", "5.00*4.50 – 5.75"),
@@ -196,7 +197,7 @@ class Cells(HTMLParser):
 def test_html(story: list[Record]) -> None:
     (layout,) = build_comparison_tables([*story, record("<i>&", 64, 7.0)])
     parser = Cells()
-    parser.feed(table_formats.render_comparison_html(layout))
+    parser.feed(table_html(table_formats.build_html_table(layout)))
     head, *body = parser.rows
     assert [text for _, text in head] == ["method", "1×64", "8×512", "32×2,048"]
     assert body[0] == [("", "rotary"), ("", "5.25"), ("", "12.50"), ("", "29.75")]

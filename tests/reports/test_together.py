@@ -4,15 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import table_html
 from rich.console import Console
 
-from megatron.reports import experiment, extrapolation, records, train_length_tables
+from megatron.reports import paper_experiment, records, verdict_tables
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.experiment import Experiment
-from megatron.reports.published import PublishedTable
+from megatron.reports.paper_experiment import Experiment, PublishedTable
 from megatron.reports.records import Record
-from megatron.reports.text_table import TextTable
+from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -25,7 +25,7 @@ def silent() -> Console:
 def test_the_criterion_by_hand(story: list[Record]) -> None:
     """rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and 2,048."""
     (layout,) = build_comparison_tables(story)
-    rotary, kerple, cdape = extrapolation.measure_extrapolation(layout)
+    rotary, kerple, cdape = verdict_tables.measure_extrapolation(layout)
     assert rotary.relative_changes == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})
     assert (rotary.worst_length, rotary.extrapolates(4.0), rotary.extrapolates(5.0)) == (2048, False, True)
     assert kerple.relative_changes[kerple.worst_length] == pytest.approx(-0.07 / 5.5), (
@@ -34,7 +34,7 @@ def test_the_criterion_by_hand(story: list[Record]) -> None:
     assert not kerple.extrapolates(0.012)
     assert kerple.extrapolates(0.013)
     assert cdape.interval is None
-    lines = extrapolation.build_extrapolation_table(layout, delta=0.013).to_text().splitlines()
+    lines = verdict_tables.build_extrapolation_table(layout, delta=0.013).to_text().splitlines()
     assert lines[0] == "Extrapolation beyond 64 tokens, protocol last"
     assert [line.split()[0] for line in lines[2:5]] == ["rotary", "cdape", "kerple_log"]
     assert "+466.7%" in lines[2]
@@ -48,19 +48,19 @@ def test_its_interval_is_that_of_the_change_from_the_training_length() -> None:
         rows = [record("a", length, 5.0) for length in sorted({base, 64})] + [
             record("a", 128, 6.0, **change, change_from=base)
         ]
-        (found,) = extrapolation.measure_extrapolation(build_comparison_tables(rows)[0])
+        (found,) = verdict_tables.measure_extrapolation(build_comparison_tables(rows)[0])
         assert found.interval == (None if interval is None else pytest.approx(interval))
 
 
 def test_lengths_below_and_tables_of_something_else_have_none(story: list[Record]) -> None:
     assert (
-        extrapolation.build_extrapolation_table(
+        verdict_tables.build_extrapolation_table(
             build_comparison_tables([record("a", 128, 5.0), record("a", 256, 5.0)])[0]
         )
         is None
     )
     by_place = [each.replace(axis="position", place=float(each.length), length=2048) for each in story]
-    assert extrapolation.build_extrapolation_table(build_comparison_tables(by_place)[0]) is None
+    assert verdict_tables.build_extrapolation_table(build_comparison_tables(by_place)[0]) is None
 
 
 def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() -> None:
@@ -71,7 +71,7 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
         record("c", 128, 4.0, train_length=128, **same), record("c", 128, 4.2, seed=2, train_length=128, **same),
         record("c", 256, 3.9, train_length=128, **same),
     ]  # fmt: skip
-    (grid,) = train_length_tables.build_train_length_tables(build_comparison_tables(rows))
+    (grid,) = verdict_tables.build_train_length_tables(build_comparison_tables(rows))
     assert grid.column_headers == ("trained at", "64", "128", "256")
     assert dict(grid.rows) == {
         "a": ("32", "6.00 (n 1)", "max 64", "max 64"),
@@ -85,7 +85,7 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
         [each.replace(target_digest=None) for each in rows],
         [*rows[:3], rows[3].replace(target_digest="e")],
     ):
-        assert train_length_tables.build_train_length_tables(build_comparison_tables(other)) == []
+        assert verdict_tables.build_train_length_tables(build_comparison_tables(other)) == []
 
 
 def test_several_numbers_of_targets_are_told_apart_and_stay() -> None:
@@ -100,7 +100,7 @@ def test_several_numbers_of_targets_are_told_apart_and_stay() -> None:
     titles = [
         grid.title
         for layout in build_comparison_tables([*few, *many])
-        if (grid := extrapolation.build_extrapolation_table(layout))
+        if (grid := verdict_tables.build_extrapolation_table(layout))
     ]
     assert len(set(titles)) == 2
     assert build_comparison_tables(few)[0].title.endswith("protocol last")
@@ -110,7 +110,7 @@ def test_several_numbers_of_targets_are_told_apart_and_stay() -> None:
 
 def test_a_method_whose_positions_end_at_the_training_length_is_named() -> None:
     rows = [record("learned", 64, 5.0, max_length=64), record("a", 64, 5.0), record("a", 128, 5.1)]
-    grid = extrapolation.build_extrapolation_table(build_comparison_tables(rows)[0])
+    grid = verdict_tables.build_extrapolation_table(build_comparison_tables(rows)[0])
     assert grid is not None
     assert dict(grid.rows)["learned"][2] == "its positions end at 64"
 
@@ -118,9 +118,9 @@ def test_a_method_whose_positions_end_at_the_training_length_is_named() -> None:
 def test_a_grid_in_two_forms() -> None:
     grid = TextTable("A <b>", "method", ("x|y", "z"), (("one", ("1", "22")), ("three", ("<3", "4"))), ("Note.",))
     assert grid.to_text() == "A <b>\nmethod  x|y  z\none     1    22\nthree   <3   4\nNote.\n"
-    assert "&lt;3" in grid.to_html()
-    assert "A &lt;b&gt;. Note." in grid.to_html()
-    assert "<3" not in grid.to_html()
+    assert "&lt;3" in table_html(grid.to_html())
+    assert "A &lt;b&gt;. Note." in table_html(grid.to_html())
+    assert "<3" not in table_html(grid.to_html())
 
 
 def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
@@ -145,15 +145,15 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
     )
     told = Experiment("Its first table", "cdape", (table,), ("They had <more> text.",))
     first = records.write_records(tmp_path / "first.json", story)
-    experiment.write_experiment(first, told)
-    assert experiment.read_experiment(first) == told
+    paper_experiment.write_experiment(first, told)
+    assert paper_experiment.read_experiment(first) == told
     second = records.write_records(tmp_path / "second" / "results.json", story)
-    experiment.write_experiment(second, Experiment(None, "nobody yet"))
+    paper_experiment.write_experiment(second, Experiment(None, "nobody yet"))
     alone = records.write_records(tmp_path / "alone.json", story)
-    assert experiment.read_experiment(alone) is None
+    assert paper_experiment.read_experiment(alone) is None
     console = Console(record=True, width=200)
     found = combine_results(
-        [first, experiment.get_experiment_path(first), second.parent, alone],
+        [first, paper_experiment.get_experiment_path(first), second.parent, alone],
         console,
         output=tmp_path / "page.html",
         title="All",

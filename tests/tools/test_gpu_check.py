@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tools import bench_kernels, bench_step, gpu_check, gpu_parts
-from tools.gpu_check import Part
+from tools.bench import attention as attention_bench
+from tools.bench import train_step
+from tools.gpu import check as gpu_check
+from tools.gpu import parts as gpu_parts
+from tools.gpu.check import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = Part("good", 30, ("-c", "open(r'{output}', 'w').write('{\"records\": [], \"command\": \"inner\"}')"))
@@ -23,7 +26,7 @@ BAD = Part("bad", 30, ("-c", "import sys; print('what went wrong'); sys.exit(3)"
 HALF = Part("half", 30, ("-c", "open(r'{output}', 'w').write('{\"rec'); raise SystemExit(4)"))
 ALL = [*gpu_parts.parts(), *gpu_parts.rehearsal()]
 STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "cpu", "versions": {"torch": "2"}}
-TOOLS = {"tools/bench_kernels.py": bench_kernels.parse, "tools/bench_step.py": bench_step.parse}
+TOOLS = {"tools/bench/attention.py": attention_bench.parse, "tools/bench/train_step.py": train_step.parse}
 
 
 @pytest.mark.parametrize("part", ALL, ids=[f"{part.name}-{place}" for place, part in enumerate(ALL)])
@@ -166,7 +169,7 @@ def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Packages that a bare machine lacks are carried in a folder that PYTHONPATH names."""
     (tmp_path / "carried_package.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    finding = Part("finds", 30, ("-c", "import carried_package, tools.stamp; print(carried_package, tools.stamp)"))
+    finding = Part("finds", 30, ("-c", "import carried_package, tools.records; print(carried_package, tools.records)"))
     assert gpu_check.run(finding, tmp_path, gpu_check.surroundings(rehearsal=True))["exit"] == 0
     monkeypatch.delenv("PYTHONPATH")
     assert gpu_check.surroundings(rehearsal=False)["PYTHONPATH"] == str(ROOT)
@@ -213,7 +216,7 @@ def test_ctrl_c_ends_the_part_and_keeps_those_before(tmp_path: Path) -> None:
     started = tmp_path / "started"
     sleep = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = (
-        "import sys, tools.gpu_check as check, pathlib\n"
+        "import sys, tools.gpu.check as check, pathlib\n"
         "from tools.arguments import tell_interrupts_in_a_line\n"
         "tell_interrupts_in_a_line()\n"
         "check.stamp = lambda *_: {'date': '', 'machine': '', 'versions': {}, 'command': '', 'commit': None}\n"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tools import gpu_parts
-from tools.gpu_goals import GOALS, page, verdicts
+from tools.gpu import parts as gpu_parts
+from tools.gpu.goals import GOALS, page, verdicts
 
 HEAD = {
-    "date": "2026-11-21", "command": "python tools/gpu_check.py", "commit": "1234567", "machine": "NVIDIA H200",
+    "date": "2026-11-21", "command": "python tools/gpu/check.py", "commit": "1234567", "machine": "NVIDIA H200",
     "versions": {"torch": "2.11.0"}, "rehearsal": False, "seconds": 431.5,
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_each_goal_has_a_line_for_each_level_with_number_limit_and_verdict() -> 
 
 def test_the_page_is_whole_and_readable() -> None:
     made = page({**HEAD, "parts": measured()})
-    assert made.startswith("# GPU check\n\n2026-11-21, NVIDIA H200; torch 2.11.0; `python tools/gpu_check.py`.")
+    assert made.startswith("# GPU check\n\n2026-11-21, NVIDIA H200; torch 2.11.0; `python tools/gpu/check.py`.")
     assert "rehearsal" not in made
     assert "* correct_cdape: triton at T = 2048 in float32: errs by 1 in output \\| dq" in made
     assert "* tests: tests.kernels.test_op::test_error" in made

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-SLOW = {"bench_kernels": "torch", "bench_step": "torch", "bench_train": "torch", "make_docs": "matplotlib"}
+SLOW = {
+    "bench/attention": "torch",
+    "bench/train_step": "torch",
+    "bench/train_loop": "torch",
+    "docs/make_docs": "matplotlib",
+}
 """What a tool imports that takes seconds."""
 
 

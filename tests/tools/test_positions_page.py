@@ -2,7 +2,6 @@
 
 import ast
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,10 @@ from matplotlib.image import imread
 from megatron.position import registry
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
+from tools.docs import position_panels as panels
+from tools.docs import position_plots, positions_page
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
-
-import draw_positions  # noqa: E402
-import make_positions  # noqa: E402
-import position_panels as panels  # noqa: E402
-
 METHODS = (*registry.list_encodings(), *registry.list_processors())
 FLOAT32 = 2.0**-23
 
@@ -28,13 +23,13 @@ FLOAT32 = 2.0**-23
 @pytest.fixture(scope="module")
 def page() -> str:
     state = torch.random.get_rng_state()
-    made = make_positions.markdown()
+    made = positions_page.markdown()
     assert torch.equal(torch.random.get_rng_state(), state)
     return made
 
 
 def test_page_is_current(page: str) -> None:
-    assert (ROOT / make_positions.PAGE).read_text(encoding="utf-8") == page, "run: make docs"
+    assert (ROOT / positions_page.PAGE).read_text(encoding="utf-8") == page, "run: make docs"
 
 
 def described(kind: str) -> dict[str, dict[str, str]]:
@@ -85,16 +80,16 @@ def test_meanings_are_of_options_that_exist() -> None:
     options = {
         option for name in registry.list_processors() for option in registry.load_processor_class(name).options()
     }
-    assert set(make_positions.OPTIONS_OF_PROCESSORS) <= options
+    assert set(positions_page.OPTIONS_OF_PROCESSORS) <= options
 
 
 def test_every_method_has_one_picture_and_no_picture_is_left_over(page: str) -> None:
-    expected = {draw_positions.picture(name) for name in METHODS}
-    there = {path.relative_to(ROOT) for path in (ROOT / draw_positions.FOLDER).iterdir()}
+    expected = {position_plots.picture(name) for name in METHODS}
+    there = {path.relative_to(ROOT) for path in (ROOT / position_plots.FOLDER).iterdir()}
     assert there == expected
     assert sum((ROOT / path).stat().st_size for path in there) < 1.5e6
     for path in expected:
-        assert page.count(f"]({path.relative_to(make_positions.PAGE.parent).as_posix()})") == 1
+        assert page.count(f"]({path.relative_to(positions_page.PAGE.parent).as_posix()})") == 1
         pixels = imread(ROOT / path)
         assert pixels[..., :3].std() > 0.01  # something is drawn
 
@@ -102,7 +97,7 @@ def test_every_method_has_one_picture_and_no_picture_is_left_over(page: str) -> 
 def test_same_pictures_every_time() -> None:
     """As the page is: every run of test_page_is_current makes it anew."""
     state = torch.random.get_rng_state()
-    first, second = (draw_positions.png(panels.of_processor("cdape")) for _ in range(2))
+    first, second = (position_plots.png(panels.of_processor("cdape")) for _ in range(2))
     assert first == second
     assert imread(io.BytesIO(first)).shape[0] > 100
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -235,7 +230,7 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
         monkeypatch.setattr(registry, f"load_{kind}_class", lambda name, find=find: classes.get(name) or find(name))
         new = "everything" if kind == "encoding" else "doubled"
         monkeypatch.setattr(registry, f"list_{kind}s", lambda names=(*known, new): list(names))
-    page = make_positions.markdown()
+    page = positions_page.markdown()
     section = page.split("\n### everything\n")[1].split("\n### ")[0]
     assert "`embed`, adds to the embeddings; `rotate`, turns queries and keys; `dense`" in section
     assert "images/positions/everything.png" in section
@@ -251,4 +246,4 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
     ]
     assert note == ""
     np.testing.assert_array_equal(shown[4].lines["head 8, i = 511"], -8 * N[:512])
-    assert draw_positions.png(shown).startswith(b"\x89PNG")
+    assert position_plots.png(shown).startswith(b"\x89PNG")

@@ -1,7 +1,7 @@
 """However ranks divide a model, its sequences and its batch, they train what one process trains.
 
-A part of the table that `tools/parity.py` makes: every dimension with two ranks, the products of two dimensions with
-four, each with other methods, for two steps: the second shows whether the first was clipped by the right norm.
+A part of the table that `tools/parity/compare.py` makes: every dimension with two ranks, the products of two dimensions
+with four, each with other methods, for two steps: the second shows whether the first was clipped by the right norm.
 """
 
 import json
@@ -11,8 +11,8 @@ import pytest
 import torch
 from forked import Forked
 
-from tools.parity import RANK, Found, judged
-from tools.parity_cases import METHODS, Case, Layout
+from tools.parity.cases import METHODS, Case, Layout
+from tools.parity.compare import RANK, Found, judged
 
 STEPS = 2
 CDAPE = "cdape(kerple_log), window 20"

@@ -1,0 +1,359 @@
+"""The kernel benchmark as a user runs it, tiny and on a CPU; and its law: no gate, no speed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cdape_attention import host
+from tools.bench import attention as attention_bench
+from tools.bench import error_gate
+from tools.bench.attention_peers import Attention, Problem, peers
+from tools.bench.error_gate import PARTS, gate
+from tools.bench.timing import Timing, quartiles, resident_growth
+from tools.rounding import apart
+
+Run = Callable[..., int | str | None]
+TINY = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "8", "--width", "4", "--rounds", "2")
+# A gradient sums over the scores of 12 rows; four sums (scores, two convolutions, values) and four on the way back.
+ROUNDING = apart(12 * 12, 2 * 4)
+PROBLEM = Problem("cdape", 1, 2, 8, 12, width=4)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return peers(PROBLEM)["eager"](q, k, v)
+
+
+def off_by_a_percent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return 1.01 * right(q, k, v)
+
+
+def without_dv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return right(q, k, v.detach())
+
+
+def parameters_frozen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    frozen = Problem("cdape", 1, 2, 8, 12, width=4)
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    return peers(frozen)["eager"](q, k, v)
+
+
+def nan_in_dk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k.clone()
+    k.register_hook(lambda gradient: gradient * float("nan"))
+    return right(q, k, v)
+
+
+def one_wrong_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    output = right(q, k, v).clone()
+    output[0, 0, 5] *= 1.001
+    return output
+
+
+def out_of_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+
+@pytest.fixture
+def extra(monkeypatch: pytest.MonkeyPatch) -> dict[str, Attention]:
+    """Peers beside those of the problem; memory costs a process each and is left out."""
+    added: dict[str, Attention] = {}
+    for module in (attention_bench, error_gate):
+        monkeypatch.setattr(module, "peers", lambda problem: {**peers(problem), **added})
+    monkeypatch.setattr(attention_bench, "resident_growth", lambda problem, name: 1.0)
+    return added
+
+
+@pytest.mark.usefixtures("extra")
+def test_a_run_writes_every_field_and_table_and_plot(command: Run, tmp_path: Path) -> None:
+    names = {"json": tmp_path / "a.json", "markdown": tmp_path / "a.md", "plot": tmp_path / "a.png"}
+    files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
+    words = (*TINY, "--op", "cdape", "--lengths", "12", "--peers", "chunked", "appendix", *files)
+    assert command(attention_bench, *words) == 0
+    result = json.loads(names["json"].read_text(encoding="utf-8"))
+    assert list(result) == ["date", "command", "commit", "machine", "versions", "records"]
+    assert [record["peer"] for record in result["records"]] == ["chunked", "appendix"]
+    for record in result["records"]:
+        expected = {"op": "cdape", "device": "cpu", "dtype": "float32", "B": 1, "T": 12, "H": 2, "d": 8, "k": 3}
+        assert {key: record[key] for key in expected} == expected
+        assert set(record) - set(expected) == {
+            "peer", "width", "ms", "ratio", "ratio_to", "peak_memory_mb", "error", "judged_at", "rounds",
+        }  # fmt: skip
+        assert list(record["ms"]) == ["forward", "backward", "both"]
+        for low, middle, high in record["ms"].values():
+            assert low <= middle <= high
+            assert middle > 0
+        assert record["ms"]["both"][1] > record["ms"]["forward"][1]
+        assert record["peak_memory_mb"] >= 0
+        assert 0 < record["error"] < ROUNDING
+        assert record["ratio_to"] == "chunked"
+    assert result["records"][0]["ratio"] == 1
+    table = names["markdown"].read_text(encoding="utf-8").splitlines()
+    assert table[0].split(" | ")[0] == "| op"
+    assert len(table[0].split("|")) == len(table[2].split("|"))
+    assert table[2].startswith("| cdape k=3 | 12 | 1 | 2 | float32 | chunked |")
+    assert table[5].endswith(f"`{result['command']}`.")
+    assert names["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_quartiles_lie_between_the_values_however_few() -> None:
+    assert quartiles([7.0]) == [7, 7, 7]
+    assert quartiles([100.0, 2.0]) == [26.5, 51, 75.5]
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2, 3, 4]
+
+
+def test_memory_on_a_cpu_is_at_least_that_of_the_maps() -> None:
+    """Eager's backward pass has the logits' probabilities and their gradient at once, float32 [H, T, T] each."""
+    problem = Problem("biased_attention", 1, 2, 8, 1024)
+    assert resident_growth(problem, "eager") >= 2 * 4 * 2 * 1024 * 1024 / 1e6
+
+
+WRONG = [off_by_a_percent, without_dv, parameters_frozen, nan_in_dk, one_wrong_row]
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, out_of_memory], ids=lambda peer: peer.__name__)
+def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None:
+    extra["right"], extra["wrong"] = right, wrong
+    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, None, lambda _: None)}
+    refused = records.pop("wrong")
+    assert [refused[key] for key in ("ms", "ratio", "peak_memory_mb")] == [None] * 3
+    assert refused["refusal"]
+    assert "\n" not in refused["refusal"]
+    assert (refused["error"] is None) == (wrong in (out_of_memory, nan_in_dk))
+    compiled = {"native"} if host.unavailable_reason() is None else set()
+    assert set(records) == {"eager", "chunked", "kept", "flash", "appendix", "right"} | compiled
+    assert all(record["ms"] and "refusal" not in record for record in records.values())
+
+
+def test_coarse_gradients_of_parameters_do_not_hide_a_wrong_output() -> None:
+    """In bfloat16 eager's own gradients of parameters err by a percent: an output that errs more is refused."""
+    problem, (output, parameters) = replace(PROBLEM, dtype=torch.bfloat16), PARTS
+    eager = peers(problem)["eager"]
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = eager(q, k, v)
+        return found + 0.05 * torch.cat([found[:, :1], 0 * found[:, 1:]], dim=1).detach()
+
+    verdicts = gate(problem, {"eager": eager, "wrong": wrong})
+    assert verdicts["eager"].refusal is None
+    assert verdicts["eager"].errors[parameters] > 0.005
+    assert verdicts["wrong"].refusal is not None
+    assert verdicts["wrong"].refusal.startswith(f"errs in {output} by ")
+
+
+@pytest.mark.parametrize("wanted", [["wrong"], ["wrong", "appendix"]])
+def test_a_long_problem_is_judged_at_a_shorter_one(
+    wanted: list[str], extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths.append(q.shape[2])
+        return q + k + v
+
+    extra["wrong"] = wrong
+    monkeypatch.setattr(attention_bench, "JUDGED_UP_TO", {"cpu": 6})
+    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, wanted, lambda _: None)}
+    assert sorted(records) == sorted(wanted)
+    assert {record["judged_at"] for record in records.values()} == {6}
+    assert {record["T"] for record in records.values()} == {12}
+    assert "errs in" in records.pop("wrong")["refusal"]
+    assert all("refusal" not in record for record in records.values())
+    assert all(record["ms"] and record["ratio"] is None for record in records.values())  # nothing of ours ran
+    assert lengths == [6]
+
+
+def test_a_peer_that_is_too_large_to_time_leaves_the_others(
+    extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = peers(replace(PROBLEM, length=6))["eager"]
+    extra["grows"] = lambda q, k, v: (short if q.shape[2] == 6 else out_of_memory)(q, k, v)
+    monkeypatch.setattr(attention_bench, "JUDGED_UP_TO", {"cpu": 6})
+    monkeypatch.setattr(error_gate.Gate, "_excess", lambda *_: 0.0)
+    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, None, lambda _: None)}
+    assert records["grows"]["ms"] is None
+    assert records["grows"]["refusal"].startswith("OutOfMemoryError: CUDA out of memory. Tried")
+    assert records["eager"]["ms"]
+
+
+def test_ours_wrong_is_no_measure_for_others(extra: dict[str, Attention]) -> None:
+    extra["triton"] = off_by_a_percent
+    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, None, lambda _: None)}
+    assert records["triton"]["ms"] is None
+    assert {record["ratio_to"] for record in records.values()} == {"native" if "native" in records else "chunked"}
+
+
+def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives up after eight versions of a function; FlexAttention, learned and frozen, has two per length."""
+    resets: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    attention_bench.bench(PROBLEM, 2, ["appendix"], lambda _: None)
+    assert resets == [1]
+
+
+def test_a_refused_peer_is_an_error_line_and_exit_code_1(
+    extra: dict[str, Attention], command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra["wrong"] = out_of_memory
+    files = {kind: tmp_path / name for kind, name in (("json", "a.json"), ("markdown", "a.md"), ("plot", "a.png"))}
+    words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert command(attention_bench, *TINY, "--lengths", "12", *words) == 1
+    assert capsys.readouterr().err == (
+        "error: wrong at T = 12: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
+    )
+    records: list[dict[str, Any]] = json.loads(files["json"].read_text(encoding="utf-8"))["records"]
+    assert [record["ms"] is None for record in records] == [record["peer"] == "wrong" for record in records]
+    assert "| cdape k=3 | 12 | 1 | 2 | float32 | wrong | — | — | — | — | — |  |" in files["markdown"].read_text(
+        encoding="utf-8"
+    )
+    assert files["plot"].is_file()
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, length: int, after: int) -> None:
+    """Ctrl-C at a length, after so many clocked passes there."""
+    clock, taken = attention_bench.clock, iter(range(99))
+
+    def interrupted(problem: Problem, *rest: Any) -> Timing:
+        if problem.length == length and next(taken) == after:
+            raise KeyboardInterrupt
+        return clock(problem, *rest)
+
+    monkeypatch.setattr(attention_bench, "clock", interrupted)
+
+
+@pytest.mark.usefixtures("extra")
+def test_an_interrupted_run_keeps_what_it_has_measured(
+    command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also the rounds of the problem it was at: a part of `make gpu-check` that is cut has something to tell."""
+    interrupt(monkeypatch, 16, 5)  # two passes warm up, two make a round, one more counts
+    words = ("--lengths", "12", "16", "20", "--peers", "eager", "chunked", "--json", str(tmp_path / "a.json"))
+    with pytest.raises(KeyboardInterrupt):
+        command(attention_bench, *TINY, *words)
+    records = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
+    assert [(record["T"], record["peer"], record["rounds"], record.get("cut")) for record in records] == [
+        (12, "eager", 2, None), (12, "chunked", 2, None), (16, "eager", 2, True), (16, "chunked", 1, True),
+    ]  # fmt: skip
+    assert all(record["ms"]["both"][1] > 0 and record["ratio"] for record in records)
+
+
+@pytest.mark.usefixtures("extra")
+def test_cut_before_a_round_counts_the_pass_that_warmed_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch, PROBLEM.length, 1)
+    first, last = attention_bench.bench(PROBLEM, 2, ["eager", "chunked"], lambda _: None)
+    assert (first["rounds"], last["rounds"]) == (1, 0)
+    assert first["ms"]
+    assert last["ms"] is None
+
+
+def test_the_gate_alone_takes_no_times(command: Run, tmp_path: Path) -> None:
+    words = ("--gate-only", "--op", "biased_attention", "cdape", "--dtype", "fp32", "bf16", "--lengths", "12",
+             "--peers", "chunked", "--json", str(tmp_path / "a.json"))  # fmt: skip
+    assert command(attention_bench, *TINY, *words) == 0
+    records = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
+    assert [(record["op"], record["dtype"]) for record in records] == [
+        ("biased_attention", "float32"), ("biased_attention", "bfloat16"), ("cdape", "float32"), ("cdape", "bfloat16"),
+    ]  # fmt: skip
+    for record in records:
+        assert record["ms"] is None
+        assert record["peak_memory_mb"] is None
+        assert record["rounds"] == 0
+        assert 0 < record["error"] < (ROUNDING if record["dtype"] == "float32" else 0.5)
+
+
+def test_judges_and_peers_compute_float32_in_full() -> None:
+    """PyTorch's default on GPUs is TF32 in convolutions: a judge of 10 bits passes everybody."""
+    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = True
+        gate(PROBLEM, {"right": right})
+        assert [switch.allow_tf32 for switch in switches] == [False, False]
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("op", "peer"), [("cdape", "appendix"), ("biased_attention", "sdpa mask")])
+def test_a_gpu_is_rehearsed(
+    op: str, peer: str, command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Events, memory and the stamp; cuDNN's attention, which no CPU has, is told and leaves the others."""
+    words = ("--device", "cuda", *TINY[2:], "--op", op, "--lengths", "12", "--json", str(tmp_path / "a.json"))
+    assert command(attention_bench, *words, "--peers", "triton", peer, "flash", "flash cudnn") == 1
+    result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert result["machine"].startswith("NVIDIA H200 (141 GiB), ")
+    records = {record["peer"]: record for record in result["records"]}
+    assert set(records) == {"triton", peer, "flash", "flash cudnn"}
+    assert records.pop("flash cudnn")["refusal"].startswith("RuntimeError: No viable backend")
+    for record in records.values():
+        assert "refusal" not in record
+        assert record["device"] == "cuda"
+        assert record["dtype"] == "bfloat16"
+        assert record["ratio_to"] == "triton"
+        assert record["ms"]["forward"][1] > 0
+        assert record["ms"]["backward"][1] > 0
+        assert record["peak_memory_mb"] == 5
+    assert "flash cudnn at T = 12" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu")
+def test_floors_are_there_in_the_types_that_their_kernels_take() -> None:
+    floors = {"flash", "flash cudnn"}
+    problem = replace(PROBLEM, device="cuda")
+    assert not floors & set(peers(problem))  # float32
+    assert floors < set(peers(replace(problem, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--op", "none"), "--op"),
+        (("--device", "tpu"), "must be cpu or cuda, not 'tpu'"),
+        (("--lengths", "0"), "--lengths: must be a whole number, at least 2, not '0'"),
+        (("--lengths", "many"), "not 'many'"),
+        (("--rounds", "1"), "--rounds: must be a whole number, at least 2"),
+        (("--kernel-size", "2"), "--kernel-size: must be odd, not 2"),
+        (("--peers", "nobody"), "nobody is not here; choose from eager, chunked"),
+        (("--kernel-size", "11", "--lengths", "5"), "11 leaves no row to compare at length 5"),
+        (("--plot", "a.docx"), "a.docx must end in .png, .svg, .pdf"),
+        (("--dtype", "int8"), "--dtype"),
+        (("--json", "no/such/folder/a.json"), "its folder does not exist"),
+        (("--plot", "."), "is a folder"),
+        (("--plot", "a.png", "--gate-only"), "there are no times to draw"),
+        (("--hurry",), "--hurry"),
+    ],
+)
+def test_a_bad_argument_is_one_line(words: tuple[str, ...], says: str, refuses: Callable[..., None]) -> None:
+    refuses(attention_bench, *TINY, *words, says=says)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu_is_one_line(refuses: Callable[..., None]) -> None:
+    refuses(attention_bench, "--device", "cuda", says="no CUDA device is here")
+
+
+def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool: Callable[..., Any]) -> None:
+    """torch, triton and numpy are enough."""
+    code = (
+        "import runpy, sys\n"
+        "class Bare:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'pydantic', 'deepspeed', 'rich', 'matplotlib'} or name == 'megatron.core':\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Bare())\n"
+        "sys.argv = ['tools/bench/attention.py', '--op', 'cdape', '--peers', 'nobody']\n"
+        "runpy.run_path('tools/bench/attention.py', run_name='__main__')\n"
+    )
+    done = run_tool("-c", code)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: argument --peers: nobody is not here; choose from eager, chunked")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,108 @@
+"""Every peer of the kernel benchmark computes the problem, in output and gradients: on a GPU they meet the same gate.
+
+FlexAttention and the compiled peers are rehearsed with the part of torch.compile that needs no GPU: Dynamo traces them
+whole and AOT autograd makes their backward pass, in PyTorch's own kernels.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+from tools.bench.attention_peers import COMPILER, FLOORS, FROZEN, Attention, Problem, compiled_peers, peers
+from tools.bench.error_gate import UNGATED, errors, gate, passes
+
+REHEARSAL = partial(COMPILER, backend="aot_eager")
+PROBLEMS = {
+    "biased_attention": Problem("biased_attention", 2, 3, 16, 24),
+    "cdape": Problem("cdape", 2, 3, 16, 24, width=5, kernel_size=3),
+}
+# Float64 rounds at 2^-53; gradients of parameters are sums of B·T·T = 1152 terms, which partly cancel.
+EXACT = 2.0**-53 * 2**14
+
+
+@pytest.fixture(autouse=True)
+def _compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # FlexAttention computes gradients on CPUs as soon as it does not refuse to.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def every_peer(problem: Problem) -> dict[str, Attention]:
+    return {**peers(problem), **compiled_peers(problem, REHEARSAL)}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_peers_equal_the_reference_in_float64(name: str) -> None:
+    problem = PROBLEMS[name].in_float64()
+    found = every_peer(problem)
+    expected = passes(problem, found["eager"])
+    assert len(expected) == (6 if name == "biased_attention" else 10)
+    for peer in sorted(set(found) - set(FLOORS)):
+        computed = passes(problem, found[peer])
+        for part, value in errors(problem, computed, expected).items():
+            assert value < EXACT or part in UNGATED.get(peer, ()), (peer, part)
+        if peer in FROZEN:
+            assert not any(gradient.any() for gradient in computed[-len(problem.parameters()) :])
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_peers_pass_the_gate_in_the_type_of_gpus(name: str) -> None:
+    problem = replace(PROBLEMS[name], dtype=torch.bfloat16)
+    verdicts = gate(problem, every_peer(problem))
+    assert {peer: verdict.refusal for peer, verdict in verdicts.items() if verdict.refusal} == {}
+    assert {peer for peer, verdict in verdicts.items() if verdict.error is None} == {"flash"}
+
+
+def functions(node: Any) -> set[str]:
+    """Names of what autograd will run from here on."""
+    found, waiting = set(), [node]
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {type(node).__name__ for node in found}
+
+
+@pytest.mark.parametrize(("op", "name"), [("biased_attention", "sdpa mask"), ("cdape", "appendix")])
+def test_no_peer_is_slow_by_the_bias_it_is_given(op: str, name: str) -> None:
+    """An indexed table's gradient adds T²/2 elements to one address, which on a GPU takes longer than the attention."""
+    problem = PROBLEMS[op]
+    run = functions(peers(problem)[name](*problem.inputs()).grad_fn)
+    assert any("Log1P" in function for function in run)
+    assert not [function for function in run if any(word in function for word in ("Index", "Gather", "Scatter"))]
+
+
+def test_the_exact_problem_has_the_numbers_as_the_type_rounds_them() -> None:
+    problem = Problem("cdape", 1, 2, 16, 8, width=4, dtype=torch.bfloat16)
+    exact = problem.in_float64()
+    for ours, theirs in zip(
+        [*problem.inputs(), problem.output_gradient(), *problem.parameters()],
+        [*exact.inputs(), exact.output_gradient(), *exact.parameters()],
+        strict=True,
+    ):
+        assert theirs.dtype == torch.float64
+        assert torch.equal(ours.double(), theirs)
+
+
+def test_inputs_are_the_same_numbers_as_new_leaves() -> None:
+    problem = PROBLEMS["biased_attention"]
+    first, second = problem.inputs(), problem.inputs()
+    first[0].sum().backward()
+    assert torch.equal(first[0], second[0])
+    assert second[0].is_leaf
+    assert second[0].grad is None
+
+
+def test_a_cpu_has_the_triton_peer_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU machine too: the backend would quietly compute CPU tensors in row blocks."""
+    monkeypatch.setattr("tools.bench.attention_peers.TritonBackend.unsupported_reason", lambda *_: None)
+    for interpreted in (False, True):
+        monkeypatch.setattr("tools.bench.attention_peers.interpreted", lambda here=interpreted: here)
+        assert ("triton" in peers(PROBLEMS["biased_attention"])) == interpreted

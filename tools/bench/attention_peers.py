@@ -1,0 +1,244 @@
+"""What the kernel benchmark compares: one problem, and the ways to compute it.
+
+B batch, H heads, T sequence, d head dimension, W processor width, k kernel size. A peer takes q, k, v [B, H, T, d] and
+gives the attention output of the same shape; all peers of a problem share one encoding and one processor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels.runtime import interpreted
+from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
+from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
+from megatron.attention.backends.registry import RowBlockBackend
+from megatron.attention.backends.triton import TritonBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import arange_distances
+from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims
+from megatron.position.numerics import promote_to_float32
+from megatron.position.processor import Processor
+from megatron.position.registry import build_encoding, build_processor
+from megatron.position.token_range import TokenRange
+from tools.bench.plain_gpt import AppendixCdape
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+OPS = ("biased_attention", "cdape")
+CHUNK = 64
+"""Query rows per block of the chunked backend: the fastest of 16, 32, 64 and 128 at T = 512 and 2048 on two cores."""
+FLOORS = {"flash": SDPBackend.FLASH_ATTENTION, "flash cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Peers that compute less than the problem, to show what it costs: they have no error. Plain attention by one named
+kernel each, FlashAttention-2 and cuDNN's: left to itself, PyTorch takes the one or the other by version and shape."""
+FROZEN = ("flex frozen",)
+"""Peers that give no gradient to the parameters: their error is that of the output and of dq, dk and dv."""
+COMPILER = partial(torch.compile, fullgraph=True, dynamic=False)
+"""Without fullgraph, past Dynamo's limit of recompilations, a peer would quietly run uncompiled."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention with kerple_log's bias and, for `cdape`, the processor on it."""
+
+    op: str
+    batch: int
+    heads: int
+    dim: int
+    length: int
+    width: int = 32
+    kernel_size: int = 3
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+    rounding: torch.dtype | None = None
+    """The type that the inputs are rounded to before they take the compute type."""
+
+    @cached_property
+    def methods(self) -> tuple[Encoding, Processor | None]:
+        """The encoding, with float32 parameters, and the processor in the compute type."""
+        shape = AttentionDims(self.heads, self.dim, self.heads * self.dim, self.length, self.length)
+        torch.manual_seed(self.seed)
+        encoding = build_encoding("kerple_log", shape).to(self.device)
+        if self.op != "cdape":
+            return encoding, None
+        options = {"width": self.width, "kernel_size": self.kernel_size}
+        processor = build_processor("cdape", shape, options, has_bias=True)
+        return encoding, processor.to(self.device, self.dtype)
+
+    @cached_property
+    def drawn(self) -> tuple[Tensor, ...]:
+        """q, k, v and dL/d(output), [B, H, T, d]: drawn once on the CPU, which takes longer than a GPU's pass."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        size = (self.batch, self.heads, self.length, self.dim)
+        drawn = [torch.randn(size, generator=generator) for _ in range(4)]
+        if self.op == "cdape" and self.kernel_size > 1:
+            drawn[3][:, :, -(self.kernel_size // 2) :] = 0
+        return tuple(x.to(self.device, self.rounding or self.dtype).to(self.dtype) for x in drawn)
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v as new leaves that want gradients, the same numbers every time."""
+        return [x.detach().requires_grad_() for x in self.drawn[:3]]
+
+    def output_gradient(self) -> Tensor:
+        """dL/d(output): none on the last k//2 rows, in which the published module depends on T."""
+        return self.drawn[3]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the encoding and the processor."""
+        encoding, processor = self.methods
+        return [*encoding.parameters(), *(processor.parameters() if processor is not None else ())]
+
+    def in_float64(self) -> "Problem":
+        """The same numbers, as this problem's type rounds them, computed exactly."""
+        exact = replace(self, dtype=torch.float64, rounding=self.dtype)
+        encoding, processor = self.methods
+        exact.methods[0].load_state_dict(encoding.state_dict())
+        exact.methods[0].double()
+        if processor is not None and exact.methods[1] is not None:
+            exact.methods[1].load_state_dict(processor.state_dict())
+        return exact
+
+    def bias_matrix(self) -> Tensor:
+        """The bias as a matrix [H, T, T] the way one writes it by hand: the formula on every element.
+
+        Indexing a table would be less to write, but its gradient would send all T²/2 elements above the diagonal, and
+        every diagonal below it, to one address each: a peer would be slow by what we handed it.
+        """
+        i = arange_distances(self.length, self.device)
+        n = (i[:, None] - i[None, :]).clamp(min=0)
+        return _bias_of(self.methods[0], n.flatten()).unflatten(1, n.shape)
+
+    def future(self) -> Tensor:
+        """Bool [T, T], True where the key is in the future."""
+        return torch.ones(self.length, self.length, dtype=torch.bool, device=self.device).triu(1)
+
+
+def peers(problem: Problem) -> dict[str, Attention]:
+    """Every way to compute the problem on its device; those in FLOORS leave out bias and processor."""
+    found: dict[str, Attention] = {
+        "eager": _backend(problem, EagerBackend()),
+        "chunked": _backend(problem, ChunkedBackend(CHUNK)),
+        **_floors(problem),
+    }
+    ours = TritonBackend(ChunkedBackend(CHUNK))
+    if problem.length <= MAX_KEYS_KEPT:  # beyond, these are chunked
+        found["kept"] = _backend(problem, RowBlockBackend(CHUNK))
+    native = NativeBackend(ChunkedBackend(CHUNK), is_requested=True)
+    on_host = problem.device == "cpu" and problem.dtype == torch.float32
+    if on_host and native.unsupported_reason(*problem.methods) is None:
+        found["native"] = _backend(problem, native)
+    here = problem.device != "cpu" or interpreted()
+    if here and problem.dtype != torch.float64 and ours.unsupported_reason(*problem.methods) is None:
+        found["triton"] = _backend(problem, ours)
+    if problem.op == "cdape":
+        found["appendix"] = _appendix(problem)
+    else:
+        found["sdpa mask"] = _masked(problem)
+    return found if problem.device == "cpu" else {**found, **compiled_peers(problem)}
+
+
+def compiled_peers(problem: Problem, compiler: Callable[..., Attention] = COMPILER) -> dict[str, Attention]:
+    """What torch.compile makes of the way one writes it by hand, and FlexAttention; they compile when first called."""
+    if problem.op == "cdape":
+        return {"appendix compiled": compiler(_appendix(problem))}
+    return {
+        "by hand compiled": compiler(_by_hand(problem)),
+        "flex learned": _flex(problem, compiler, learned=True),
+        "flex frozen": _flex(problem, compiler, learned=False),
+    }
+
+
+def _backend(problem: Problem, backend: AttentionBackend) -> Attention:
+    encoding, processor = problem.methods
+    span = TokenRange(0, problem.length)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return backend(AttentionInputs(q, k, v, span, span, encoding, processor))
+
+    return attention
+
+
+def _floors(problem: Problem) -> dict[str, Attention]:
+    """On GPUs both kernels, which take half types; on CPUs the one of that name there."""
+    if problem.device == "cpu":
+        return {"flash": partial(_plain, SDPBackend.FLASH_ATTENTION)}
+    half = problem.dtype in (torch.bfloat16, torch.float16)
+    return {name: partial(_plain, kernel) for name, kernel in FLOORS.items()} if half else {}
+
+
+def _plain(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(kernel):  # raises where that one cannot, instead of taking another
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _bias_of(encoding: Encoding, n: Tensor) -> Tensor:
+    bias = encoding.table(n).bias
+    assert bias is not None
+    return bias
+
+
+def _by_hand(problem: Problem) -> Attention:
+    """Whole score maps, for the compiler to fuse."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+        logits = promote_to_float32(scores) + problem.bias_matrix()
+        return torch.matmul(torch.softmax(logits.masked_fill(problem.future(), float("-inf")), dim=-1).to(v.dtype), v)
+
+    return attention
+
+
+def _masked(problem: Problem) -> Attention:
+    """PyTorch's attention with a dense learned mask."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = problem.bias_matrix().masked_fill(problem.future(), float("-inf"))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)[None])
+
+    return attention
+
+
+def _appendix(problem: Problem) -> Attention:
+    """DAPE V2's module as its appendix N prints it, with the same weights."""
+    processor = problem.methods[1]
+    assert processor is not None
+    module = AppendixCdape(problem.heads, problem.width, problem.kernel_size).to(problem.device, problem.dtype)
+    for ours, theirs in ((processor.hidden, module.mlp[0]), (processor.output, module.mlp[2])):
+        theirs.weight, theirs.bias = ours.weight, ours.bias
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+        bias = problem.bias_matrix().to(q.dtype)[None]
+        logits = promote_to_float32(module(scores, bias)).masked_fill(problem.future(), float("-inf"))
+        return torch.matmul(torch.softmax(logits, dim=-1).to(v.dtype), v)
+
+    return attention
+
+
+def _flex(problem: Problem, compiler: Callable[..., Attention], *, learned: bool) -> Attention:
+    """FlexAttention with the table captured in its score function; frozen, the table gets no gradient.
+
+    A captured tensor's gradient is added element by element. A table spreads that over T addresses per head; the
+    formula would send all of it to each head's two parameters, so the table is the faster way to write it.
+    """
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+    length = problem.length
+    compiled = compiler(flex_attention)
+
+    @cache
+    def mask() -> BlockMask:  # [T, T] for a moment: only where it is wanted
+        return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = _bias_of(problem.methods[0], arange_distances(length, problem.device))
+        table = bias if learned else bias.detach()
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask())
+
+    return attention

@@ -1,0 +1,147 @@
+"""What a checkpoint costs a run: how long training stands still, and how much slower the steps after it are.
+
+    python tools/bench/checkpoint_save.py --json docs/results/save.json
+
+Trains the 125M model in one process on the CPU. Rounds of three alternate, so that a noisy machine disturbs all alike:
+steps alone; a save and the steps during which it is written; a save that is waited for, as one without threads would.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_line  # noqa: E402
+
+if __name__ == "__main__":
+    tell_interrupts_in_a_line()
+
+from megatron.checkpoint import layout  # noqa: E402
+from megatron.config.load import load_config  # noqa: E402
+from megatron.data.corpus import prepare_corpus  # noqa: E402
+from megatron.distributed.hardware import LocalHardware  # noqa: E402
+from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
+from megatron.options.data import CorpusOptions  # noqa: E402
+from megatron.training.console import ConsoleReporter  # noqa: E402
+from megatron.training.resolve_run import resolve_run  # noqa: E402
+from megatron.training.train_state import build_state  # noqa: E402
+from megatron.training.trainer import Trainer  # noqa: E402
+from megatron.utils.signals import GracefulStop  # noqa: E402
+from tools.records import stamp  # noqa: E402
+
+SHAPES = {"125M": (12, 768, 12, 512, 50304), "tiny": (2, 64, 2, 64, 64)}
+"""Layers, width, heads, length, rows of the embedding."""
+
+
+def ready(shape: str, corpus: Path, save: Path) -> Trainer:
+    """A run of one micro-batch of one sequence per step, ready to step."""
+    layers, width, heads, length, rows = SHAPES[shape]
+    values = {
+        "num_layers": layers, "hidden_size": width, "num_attention_heads": heads, "seq_length": length,
+        "make_vocab_size_divisible_by": rows, "pos_emb": "rotary", "train_micro_batch_size_per_gpu": 1,
+        "train_iters": 1_000_000, "eval_interval": 0, "log_interval": 1_000_000, "keep_last_n_checkpoints": 1,
+        "train_data_paths": f"[{corpus / 'train_text_document'}]", "device": "cpu", "save": str(save),
+    }  # fmt: skip
+    config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
+    config = resolve_run(config, LocalHardware.detect()).config
+    run = build_state(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
+    run.engine.model.train()
+    return Trainer(run, time.perf_counter())
+
+
+def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
+    """Seconds of each kind, one per round or step; the first round warms up."""
+    prepare_corpus(CorpusOptions(sources=["python"]), place / "corpus")
+    loop = ready(shape, place / "corpus", place / "run")
+    saver = loop.saver
+    times: dict[str, list[float]] = {"step": [], "stall": [], "step_while_writing": [], "written": [], "waited_for": []}
+
+    def step(kind: str, stop: GracefulStop) -> None:
+        begun = time.perf_counter()
+        loop.train_step(stop)
+        times[kind].append(time.perf_counter() - begun)
+
+    with closing(loop.state), GracefulStop() as stop:
+        for number in range(rounds + 1):
+            step("step", stop)
+            step("step", stop)
+            begun = time.perf_counter()
+            loop._save_checkpoint()
+            times["stall"].append(time.perf_counter() - begun)
+            while saver.pending_step is not None:
+                step("step_while_writing", stop)
+            times["written"].append(time.perf_counter() - begun)
+            step("step", stop)
+            begun = time.perf_counter()
+            loop._save_checkpoint()
+            saver.finish()
+            times["waited_for"].append(time.perf_counter() - begun)
+            if number == 0:
+                first = times["stall"][0]
+                times = {kind: [] for kind in times}
+            if stop.signal is not None:
+                raise SystemExit(128 + stop.signal)
+        files = [path for path in layout.resolve_checkpoint_path(place / "run").rglob("*") if path.is_file()]
+    return {
+        "shape": shape,
+        "parameters": loop.state.parameters,
+        "bytes": sum(path.stat().st_size for path in files),
+        "first_stall": round(first, 4),
+        "medians": {kind: round(statistics.median(found), 4) for kind, found in times.items() if found},
+        "rounds": rounds,
+    }
+
+
+def page(record: dict[str, Any]) -> str:
+    """The record for people."""
+    at, machine = record["medians"], record["stamp"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    rows = (
+        ("a step", at["step"]),
+        ("what a save takes from the step before it: copying", at["stall"]),
+        ("the same for the first save, whose memory is fresh", record["first_stall"]),
+        ("a step while a checkpoint is written", at.get("step_while_writing", at["step"])),
+        ("from the save to the end of the step in which the checkpoint gets its name", at["written"]),
+        ("a save that is waited for", at["waited_for"]),
+    )
+    lines = "\n".join(f"| {what} | {seconds:.3f} | {seconds / at['step']:.2f} |" for what, seconds in rows)
+    return f"""# What a checkpoint costs
+
+The {record["shape"]} model ({record["parameters"]:,} parameters, float32, one sequence per step), one process on a CPU.
+A checkpoint has {record["bytes"] / record["parameters"]:.1f} bytes per parameter.
+Seconds are medians of {record["rounds"]} rounds, in which steps alone, steps during a save and a save that is waited
+for alternate.
+
+| what | seconds | in steps |
+|---|---|---|
+{lines}
+
+Recorded {machine["date"]} by `{machine["command"]}` at {machine["commit"]} on {machine["machine"]}; {versions}.
+"""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="125M")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--json", type=output_file, help="the record; its page goes beside it")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        found = measure(arguments.shape, arguments.rounds, Path(place))
+    record = {"stamp": stamp(__file__, "cpu"), **found}
+    print(page(record))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        arguments.json.with_suffix(".md").write_text(page(record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

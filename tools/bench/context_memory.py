@@ -1,0 +1,134 @@
+"""What a rank keeps between forward and backward when several share a sequence: bytes at C = 1, 2, 4.
+
+    python tools/bench/context_memory.py --json docs/results/context_memory.json
+
+Counted, not measured: every tensor that autograd saves for the backward pass, once per storage, without parameters.
+It is the same on every machine and for every device.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_line  # noqa: E402
+
+if __name__ == "__main__" and len(sys.argv) < 4:
+    tell_interrupts_in_a_line()
+
+from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
+from tools.launch_ranks import rank_main, run  # noqa: E402
+
+RANKS = (1, 2, 4)
+METHODS: dict[str, dict[str, Any]] = {
+    "rotary": {"pos_emb": "rotary"},
+    "kerple_log": {"pos_emb": "kerple_log"},
+    "cdape(kerple_log)": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+}
+MODEL = {
+    "num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "attention_backend": "chunked",
+    "make_vocab_size_divisible_by": 64,
+}  # fmt: skip
+
+
+def saved_bytes(job: dict[str, Any], meet: Callable[[], RankInfo]) -> list[int]:
+    """What this rank keeps of one sequence, of each method, with and without recomputed layers."""
+    import torch
+
+    from megatron.distributed.mesh import ParallelSizes
+    from megatron.distributed.process_groups import init_distributed
+    from megatron.model.build import build_model
+    from megatron.options.model import ModelOptions, PositionOptions
+
+    length, place = job["length"], meet()
+    processes = init_distributed(place, ParallelSizes(context=place.world_size), device="cpu", backend="gloo")
+    found = []
+    for method in METHODS.values():
+        for recomputed in (False, True):
+            options = ModelOptions(**MODEL, seq_length=length, checkpoint_activations=recomputed)
+            model = build_model(options, PositionOptions(**method), 64, groups=processes, seed=1).train()
+            own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+            kept: dict[int, int] = {}
+
+            def note(tensor: torch.Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    kept[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            tokens = torch.zeros(1, length // place.world_size, dtype=torch.int64)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                loss = model(tokens, labels=tokens).sum()
+            found.append(sum(kept.values()))
+            del loss
+    return found
+
+
+def main() -> None:
+    """Count, and write a record."""
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--length", type=at_least(8), default=4096, help="tokens of the sequence")
+    parser.add_argument("--json", type=output_file, help="the record; its table goes beside it")
+    arguments = parser.parse_args()
+    from tools.records import stamp
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            world: run(Path(__file__).resolve(), Path(folder) / str(world), world, {"length": arguments.length})
+            for world in RANKS
+        }
+    rows = []
+    for number, (method, recomputed) in enumerate((m, r) for m in METHODS for r in (False, True)):
+        rows.append(
+            {
+                "method": method,
+                "recomputed": recomputed,
+                "bytes": {str(world): max(rank[number] for rank in found[world]) for world in RANKS},
+            }
+        )
+    record = {"stamp": stamp(__file__, "cpu"), "length": arguments.length, "model": MODEL, "rows": rows}
+    print(table(record))
+    if arguments.json is not None:
+        path = Path(arguments.json)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(page(record), encoding="utf-8")
+
+
+def table(record: dict[str, Any]) -> str:
+    """MiB of the rank that keeps most, and the share of what one rank keeps."""
+    lines = ["| method | layers recomputed | C = 1 | C = 2 | C = 4 |", "|---|---|---|---|---|"]
+    for row in record["rows"]:
+        alone = row["bytes"]["1"]
+        cells = [f"{size / 2**20:.1f} MiB ({size / alone:.0%})" for size in row["bytes"].values()]
+        lines.append(f"| {row['method']} | {'yes' if row['recomputed'] else 'no'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(record: dict[str, Any]) -> str:
+    """The record for people."""
+    stamp, model = record["stamp"], record["model"]
+    return f"""# What context parallelism saves
+
+What one rank keeps between forward and backward of one sequence of {record["length"]:,} tokens when C ranks share it:
+{model["num_layers"]} layers, width {model["hidden_size"]}, {model["num_attention_heads"]} heads, float32,
+attention in recomputed row blocks (`attention_backend: chunked`).
+Counted are the bytes that autograd saves, parameters left out; the rank that keeps most is shown.
+The gathered keys and values of all places are among them, which is why kerple_log and cdape stay above a half
+unless layers are recomputed (`checkpoint_activations`).
+
+{table(record)}
+
+Recorded {stamp["date"]} by `{stamp["command"]}` at {stamp["commit"]}; torch {stamp["versions"]["torch"]}.
+"""
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4 and sys.argv[2].isdigit():
+        rank_main(saved_bytes)
+    else:
+        main()

@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Tokens per second of Farfield's training loop against a GPT in plain PyTorch of the same shape, in one process.
+
+    python tools/bench/train_loop.py --json docs/results/bench_train.json
+
+Both train on the same corpus with AdamW, clipping and a schedule. Farfield runs its own loop with everything that a
+run has (DeepSpeed engine, megatron-core model, indexed data, metrics); the plain model is plain_gpt.py in the loop
+one would write by hand. Blocks of steps alternate between the two, so that a noisy machine disturbs both alike;
+what counts is the median over blocks of the ratio. Records are written after each method; SIGTERM and Ctrl-C end it
+after the current step, with the records of the methods before.
+"""
+
+import json
+import logging
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import closing
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.arguments import Parser, at_least, output_file, some_of, tell_interrupts_in_a_line  # noqa: E402
+
+if __name__ == "__main__":
+    tell_interrupts_in_a_line()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+import torch  # noqa: E402
+
+from megatron.config.load import load_config  # noqa: E402
+from megatron.data.corpus import prepare_corpus  # noqa: E402
+from megatron.data.datasets import load_token_stream  # noqa: E402
+from megatron.distributed.hardware import LocalHardware  # noqa: E402
+from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
+from megatron.options.data import CorpusOptions  # noqa: E402
+from megatron.training.console import ConsoleReporter  # noqa: E402
+from megatron.training.resolve_run import resolve_run  # noqa: E402
+from megatron.training.train_state import build_state  # noqa: E402
+from megatron.training.trainer import Trainer  # noqa: E402
+from megatron.utils.signals import GracefulStop  # noqa: E402
+from tools.bench.plain_gpt import PlainGPT  # noqa: E402
+from tools.records import stamp  # noqa: E402
+
+SHAPES = {
+    "quickstart": {"layers": 4, "width": 128, "heads": 4, "length": 64, "batch": 32, "cdape_width": 16, "rows": 32,
+                   "floor": 0.85},
+    "medium": {"layers": 8, "width": 512, "heads": 8, "length": 512, "batch": 4, "cdape_width": 32, "rows": 64,
+               "floor": 0.95},
+}  # fmt: skip
+METHODS = {
+    "rotary": {"pos_emb": "rotary"},
+    "kerple_log": {"pos_emb": "kerple_log"},
+    "cdape": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+}
+
+
+def farfield(shape: dict, method: str, corpus: Path) -> Trainer:
+    """Farfield's loop, ready to step: the configuration that `./deepy.py train` would run."""
+    values = {
+        "num_layers": shape["layers"], "hidden_size": shape["width"], "num_attention_heads": shape["heads"],
+        "seq_length": shape["length"], "train_micro_batch_size_per_gpu": shape["batch"], "train_iters": 1_000_000,
+        "attention_chunk_rows": shape["rows"], "make_vocab_size_divisible_by": 1,
+        "lr_decay_style": "cosine", "warmup": 0.0, "eval_interval": 0,
+        "train_data_paths": f"[{corpus / 'train_text_document'}]", "log_interval": 1_000_000,
+        "optimizer.params.lr": 1e-3, "device": "cpu", **METHODS[method],
+    }  # fmt: skip
+    if "score_processor" in values:
+        values["score_processor_options.width"] = shape["cdape_width"]
+    config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
+    config = resolve_run(config, LocalHardware.detect()).config
+    run = build_state(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
+    run.engine.model.train()
+    return Trainer(run, time.perf_counter())
+
+
+class Plain:
+    """The loop one writes by hand."""
+
+    def __init__(self, shape: dict, method: str, corpus: Path, vocabulary: int) -> None:
+        self.shape = shape
+        config = load_config([], [*MINIMAL, f"train_data_paths=[{corpus / 'train_text_document'}]"]).config
+        self.data = torch.from_numpy(load_token_stream(config.data, "train").astype("int64"))
+        self.model = PlainGPT(
+            shape["layers"], shape["width"], shape["heads"], shape["length"], vocabulary, method, shape["cdape_width"]
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1_000_000)
+
+    def step(self) -> None:
+        length = self.shape["length"]
+        starts = torch.randint(0, len(self.data) - length - 1, (self.shape["batch"],))
+        window = torch.stack([self.data[s : s + length + 1] for s in starts.tolist()])
+        logits = self.model(window[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+
+
+MINIMAL = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=1"]
+
+
+class Stopped(Exception):
+    """A signal came; its number is the argument. Past it the loop would take no steps, in no time."""
+
+
+def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int) -> dict:
+    """Alternate blocks of steps; tokens per second of each and the median of the ratios.
+
+    Raises:
+        Stopped: the process was asked to end.
+    """
+    shape = SHAPES[shape_name]
+    loop = farfield(shape, method, corpus)
+    plain = Plain(shape, method, corpus, loop.state.vocabulary.size)
+    tokens = shape["batch"] * shape["length"] * steps
+    times: dict[str, list[float]] = {"farfield": [], "plain": []}
+    with closing(loop.state), GracefulStop() as stop:
+        takers = {"farfield": lambda: loop.train_step(stop), "plain": plain.step}
+        for block in range(blocks + 1):  # the first block warms up
+            for name in sorted(takers, reverse=bool(block % 2)):
+                begun = time.perf_counter()
+                for _ in range(steps):
+                    takers[name]()
+                    if stop.signal is not None:
+                        raise Stopped(stop.signal)
+                if block:
+                    times[name].append(time.perf_counter() - begun)
+    ratios = [p / f for f, p in zip(times["farfield"], times["plain"], strict=True)]
+    return {
+        "shape": shape_name,
+        "method": method,
+        **{k: shape[k] for k in ("layers", "width", "heads", "length", "batch")},
+        "parameters": {"farfield": sum(p.numel() for p in loop.state.engine.model.parameters()),
+                       "plain": sum(p.numel() for p in plain.model.parameters())},
+        "tokens_per_second": {name: round(tokens / statistics.median(t)) for name, t in times.items()},
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+        "floor": shape["floor"],
+        "blocks": blocks,
+        "steps_per_block": steps,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=some_of(SHAPES), default="quickstart,medium")
+    parser.add_argument("--methods", type=some_of(METHODS), default="rotary,kerple_log,cdape")
+    parser.add_argument("--blocks", type=at_least(2), default=9)
+    parser.add_argument("--json", type=output_file, help="write the records here")
+    arguments = parser.parse_args()
+    try:
+        compare(arguments.shapes, arguments.methods, arguments.blocks, arguments.json)
+    except Stopped as stopped:
+        number = stopped.args[0]
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        sys.exit(128 + number)
+
+
+def compare(shapes: list[str], methods: list[str], blocks: int, file: Path | None) -> None:
+    """Measure every method in every shape; print and write each record as soon as it is there."""
+    result = {**stamp(__file__, "cpu"), "records": []}
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "python"
+        prepare_corpus(CorpusOptions(sources=["python"]), corpus)
+        print(f"{'shape':<11} {'method':<11} {'farfield tok/s':>15} {'plain tok/s':>12} {'ratio':>6}   quartiles")
+        for shape in shapes:
+            for method in methods:
+                record = measure(shape, method, corpus, blocks, 15 if shape == "quickstart" else 1)
+                result["records"].append(record)
+                speed = record["tokens_per_second"]
+                low, high = record["ratio_quartiles"]
+                print(f"{shape:<11} {method:<11} {speed['farfield']:>15,} {speed['plain']:>12,} {record['ratio']:>6}"
+                      f"   {low} … {high}", flush=True)  # fmt: skip
+                if file is not None:
+                    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

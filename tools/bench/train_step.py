@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""Time of one training step of whole models, position methods side by side, on one device.
+
+    python tools/bench/train_step.py --shapes 125M:512 125M:2048 350M:512:1 --json docs/results/bench_step.json
+
+A step is forward, backward and a fused AdamW update in the compute type. The models are Farfield's (megatron-core's
+GPT with our attention), on GPUs with `sdpa` for rotary and `triton` for the others, and a GPT in plain PyTorch of the
+same shape with flash attention and rotary positions, compiled on GPUs. Rounds go through all of them in turn; medians
+and quartiles count. Memory is what a step adds to weights, gradients and optimizer state.
+
+`--layer` takes one layer of the model instead, forward and backward from hidden states to hidden states, which fits
+where the output layer's logits do not. What fails is told in its record, and the exit code is 1. Ctrl-C ends it with
+what the rounds so far have measured.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.arguments import Parser, at_least, device, output_file, tell_interrupts_in_a_line  # noqa: E402
+
+if __name__ == "__main__":
+    tell_interrupts_in_a_line()
+    warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+
+from kernels.runtime import interpreted  # noqa: E402
+from megatron.attention.segments import build_segments  # noqa: E402
+from megatron.distributed.process_groups import single_process  # noqa: E402
+from megatron.model.attention import AttentionContext  # noqa: E402
+from megatron.model.build import build_model  # noqa: E402
+from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
+from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
+from megatron.training.metrics import find_peak_tflops  # noqa: E402
+from tools.bench.error_gate import in_a_line, products_in_full  # noqa: E402
+from tools.bench.plain_gpt import PlainGPT  # noqa: E402
+from tools.bench.timing import quartiles  # noqa: E402
+from tools.records import stamp  # noqa: E402
+
+# layers, width, heads, as configs/model has them; "tiny" is for rehearsals
+MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
+VOCABULARY = 50304
+CDAPE = {"score_processor": "cdape", "pos_emb_per_layer": True}
+METHODS: dict[str, dict[str, Any]] = {
+    "rotary": {"pos_emb": "rotary"},
+    "kerple_log": {"pos_emb": "kerple_log"},
+    "cdape": {"pos_emb": "kerple_log", **CDAPE},
+}
+PEERS = (*METHODS, "plain")
+WARM = 2
+"""Rounds that only warm up and compile."""
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every candidate does."""
+
+    model: str
+    length: int
+    batch: int
+    dtype: str
+    device: str
+    layer: bool = False
+
+    @property
+    def cuda(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+@dataclass
+class Candidate:
+    """A model, what it has taken and why it takes no more."""
+
+    step: Step | None = None
+    flops: float = 0.0
+    """Per token, forward and backward."""
+    seconds: list[float] = field(default_factory=list)
+    memory: float | None = None
+    """MB."""
+    refusal: str | None = None
+
+
+def farfield(problem: Problem, method: str) -> Candidate:
+    """Farfield's model."""
+    layers, width, heads = MODELS[problem.model]
+    options = ModelOptions(
+        num_layers=1 if problem.layer else layers, hidden_size=width, num_attention_heads=heads,
+        seq_length=problem.length, make_vocab_size_divisible_by=128,
+    )  # fmt: skip
+    gpt = build_model(
+        options,
+        PositionOptions(**METHODS[method]),
+        128 if problem.layer else VOCABULARY,
+        groups=single_process(),
+        seed=1,
+        device=problem.device,
+        dtype=get_torch_dtype(problem.dtype),
+        backend="triton" if (problem.cuda or interpreted()) and method != "rotary" else "auto",
+    )
+    if problem.layer:
+        return Candidate(_layer_step(problem, gpt, width))
+    return Candidate(_model_step(problem, gpt, lambda x, y: gpt(x, y).mean()), gpt.flops_per_token(problem.length))
+
+
+def plain(problem: Problem) -> Candidate:
+    """A GPT written by hand, with rotary positions."""
+    layers, width, heads = MODELS[problem.model]
+    model = PlainGPT(layers, width, heads, problem.length, VOCABULARY, "rotary")
+    model = model.to(problem.device, get_torch_dtype(problem.dtype))
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
+
+    flops = 6.0 * 12 * layers * width**2 + 6.0 * VOCABULARY * width + 6.0 * layers * width * (problem.length + 1)
+    return Candidate(_model_step(problem, model, torch.compile(loss, dynamic=False) if problem.cuda else loss), flops)
+
+
+def _model_step(problem: Problem, model: torch.nn.Module, loss_of: Callable[..., torch.Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=problem.cuda)
+    tokens = torch.randint(VOCABULARY, (problem.batch, problem.length + 1)).to(problem.device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+        optimizer.step()
+
+    return step
+
+
+def _layer_step(problem: Problem, gpt: Any, width: int) -> Step:
+    layer = gpt.decoder.layers[0]
+    like: dict[str, Any] = {"dtype": get_torch_dtype(problem.dtype), "device": problem.device}
+    hidden = torch.randn(problem.length, problem.batch, width, **like).requires_grad_()
+    upstream = torch.randn(problem.length, problem.batch, width, **like)
+    wanted = [hidden, *layer.parameters(), *(gpt.position.parameters() if gpt.position is not None else ())]
+    reading = AttentionContext(build_segments(problem.length))
+
+    def step() -> None:
+        torch.autograd.grad(layer(hidden, reading), wanted, upstream, allow_unused=True)
+
+    return step
+
+
+def candidates(problem: Problem, names: list[str]) -> dict[str, Candidate]:
+    """By name; one that cannot be built is refused."""
+    torch.manual_seed(1)
+    found = {}
+    for name in (peer for peer in PEERS if peer in names):
+        try:
+            found[name] = plain(problem) if name == "plain" else farfield(problem, name)
+        except Exception as failure:  # the others still count
+            found[name] = Candidate(refusal=in_a_line(failure))
+    return found
+
+
+def bench(problem: Problem, rounds: int, names: list[str]) -> list[dict[str, Any]]:
+    """One record per candidate. Records of an interrupted problem say `cut`."""
+    torch.compiler.reset()  # every shape is compiled for itself
+    found = candidates(problem, names)
+    cut = False
+    try:
+        for _ in range(rounds + WARM):
+            for candidate in found.values():
+                if candidate.refusal is None:
+                    _take(problem, candidate)
+    except KeyboardInterrupt:
+        cut = True
+    for candidate in found.values():  # where it was cut while warming up, the last of that is what there is
+        candidate.seconds = candidate.seconds[WARM:] or candidate.seconds[-1:]
+    records = [_record(problem, name, found) | ({"cut": True} if cut else {}) for name in found]
+    for record in records:
+        print(line(record), flush=True)
+    return records
+
+
+def _take(problem: Problem, candidate: Candidate) -> None:
+    """One timed step."""
+    assert candidate.step is not None
+    if problem.cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    begun = time.perf_counter()
+    try:
+        candidate.step()
+        if problem.cuda:
+            torch.cuda.synchronize()
+    except Exception as failure:  # out of memory, or refused by a compiler
+        candidate.refusal = in_a_line(failure)
+        return
+    candidate.seconds.append(time.perf_counter() - begun)
+    if problem.cuda:
+        candidate.memory = (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def _record(problem: Problem, name: str, found: dict[str, Candidate]) -> dict[str, Any]:
+    candidate = found[name]
+    head = {
+        "op": "layer" if problem.layer else "train_step", "peer": name, "model": problem.model,
+        "device": problem.device, "dtype": problem.dtype, "B": problem.batch, "T": problem.length,
+    }  # fmt: skip
+    if candidate.refusal is not None or not candidate.seconds:
+        return {**head, "ms": None, "rounds": 0} | ({"refusal": candidate.refusal} if candidate.refusal else {})
+    middle = statistics.median(candidate.seconds)
+    tflops = candidate.flops * problem.tokens / middle / 1e12
+    peak = find_peak_tflops(torch.device(problem.device), problem.dtype, None)
+    ratios = {}
+    for other in ("rotary", "kerple_log", "plain"):
+        if other in found and found[other].refusal is None and found[other].seconds:
+            pairs = zip(candidate.seconds, found[other].seconds, strict=False)  # in a round that was cut, one has less
+            ratios[f"ratio_to_{other}"] = round(statistics.median(t / o for t, o in pairs), 4)
+    whole = {"tflops": round(tflops, 3), "mfu": None if peak is None else round(tflops / peak, 4)}
+    return {
+        **head, "ms": {"both": quartiles([1e3 * taken for taken in candidate.seconds], 3)},
+        "tokens_per_second": round(problem.tokens / middle), **ratios, **({} if problem.layer else whole),
+        "peak_memory_mb": None if candidate.memory is None else round(candidate.memory, 1),
+        "rounds": len(candidate.seconds),
+    }  # fmt: skip
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record as a line of the console."""
+    head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<11} "
+    if record["ms"] is None:
+        return head + f"{'—':>10}    {record.get('refusal', 'not measured')}"
+    ratios = "".join(f"   {record[key]:.3f} × {key[9:]}" for key in record if key.startswith("ratio_to_"))
+    return head + f"{record['ms']['both'][1]:>10.2f} ms {record['tokens_per_second']:>10,} tok/s{ratios}"
+
+
+def model_length_and_batch(text: str) -> tuple[str, int, int | None]:
+    """The type of MODEL:LENGTH or MODEL:LENGTH:BATCH."""
+    model, *sizes = text.split(":")
+    if model not in MODELS or len(sizes) not in (1, 2) or not all(s.isdecimal() and int(s) > 0 for s in sizes):
+        raise argparse.ArgumentTypeError(
+            f"must be MODEL:LENGTH or MODEL:LENGTH:BATCH with MODEL one of {', '.join(MODELS)}, not {text!r}"
+        )
+    return model, int(sizes[0]), int(sizes[1]) if len(sizes) == 2 else None
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--shapes",
+        type=model_length_and_batch,
+        nargs="+",
+        help="MODEL:LENGTH or MODEL:LENGTH:BATCH",
+        default=[("125M", 512, None), ("125M", 2048, None), ("350M", 512, None)],
+    )
+    parser.add_argument("--methods", nargs="+", default=None, choices=PEERS)
+    parser.add_argument("--tokens", type=at_least(1), default=16384, help="tokens per step where no batch is given")
+    parser.add_argument("--layer", action="store_true", help="one layer, forward and backward")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--rounds", type=at_least(2), default=15)
+    parser.add_argument("--json", type=output_file)
+    arguments = parser.parse_args()
+    if arguments.layer and "plain" in (arguments.methods or ()):
+        parser.error("argument --methods: plain is a whole model, not a layer")
+    arguments.methods = arguments.methods or list(METHODS if arguments.layer else PEERS)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    products_in_full()
+    result: dict[str, Any] = {**stamp(__file__, arguments.device), "records": []}
+    for model, length, batch in arguments.shapes:
+        batch = batch or max(1, arguments.tokens // length)
+        problem = Problem(model, length, batch, arguments.dtype, arguments.device, arguments.layer)
+        records = bench(problem, arguments.rounds, arguments.methods)
+        result["records"] += records
+        if arguments.json:  # after each shape: a run that is stopped leaves what it has
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if any("cut" in record for record in records):
+            raise KeyboardInterrupt
+    refused = [record for record in result["records"] if "refusal" in record]
+    for record in refused:
+        print(f"error: {record['peer']} at {record['model']}:{record['T']}: {record['refusal']}", file=sys.stderr)
+    sys.exit(1 if refused else 0)
+
+
+if __name__ == "__main__":
+    main()

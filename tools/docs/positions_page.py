@@ -1,0 +1,397 @@
+"""docs/positions.md: every position encoding and score processor, made from the registry.
+
+What a method says of itself (formula, source, advice) is printed; numbers of parameters are counted, and traits read
+off its code. A new file in `megatron/position/` has its section and its picture without an edit here.
+"""
+
+import inspect
+import math
+import sys
+from pathlib import Path
+from textwrap import TextWrapper
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config import neox_keys
+from megatron.config.reference import describe_default, describe_type, format_table
+from megatron.config.schema import list_config_keys
+from megatron.config.yaml_files import format_value
+from megatron.position import registry
+from megatron.position.encoding import Encoding
+from megatron.position.token_range import ALL_HEADS, TokenRange
+from tools.docs.position_panels import (
+    BASE,
+    FAR,
+    NEAR,
+    SEED,
+    SHAPE,
+    build_encoding,
+    build_processor,
+    of_encoding,
+    of_processor,
+    reach_of,
+)
+from tools.docs.position_plots import LOWEST, picture
+
+PAGE = Path("docs/positions.md")
+LAYERS = 12
+WRAPPED = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+HOOKS = {
+    "embed": "adds to the embeddings",
+    "rotate": "turns queries and keys",
+    "table": "a function of n alone (Toeplitz)",
+    "dense": "a function of (i, j)",
+    "contextual": "terms from queries and keys",
+}
+
+OPTIONS_OF_PROCESSORS = {
+    "width": "hidden channels W (DAPE's D_DAPE)",
+    "kernel_size": "keys under the convolutions' kernels, odd; 1 is `dape`",
+    "residual_bias": "add the bias to the result as well (equation 5); false leaves it to the convolutions "
+    "(equation 2)",
+    "zero_init": "start as S + B exactly, so that a trained model can be given a processor and keep its loss "
+    "(`finetune: true`)",
+}
+"""What the options in the registry mean; a test holds the names to it."""
+
+CONTRACT = """\
+## The attention contract
+
+Per layer and head, for query i and key j ≤ i at the distance n = i − j:
+
+1. `embed` adds a vector per position to the token embeddings, once; `rotate` turns q_i and k_j by their positions.
+2. S = weight(n) · q_i·k_j/√d + contextual terms. Bias and weight come from `table`, as functions of n alone, or
+   from `dense`.
+3. logits = processor(S, bias), or S + bias without a processor. The bias is added after the scaling by 1/√d.
+4. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
+5. The softmax is taken in float32, then comes the product with v. Positions are integers and distances are float32,
+   whatever the compute type.
+
+A hook that a method does not define adds nothing, so encodings and processors combine freely.
+`megatron/attention/reference.py` is this contract in executable form.
+"""
+
+CHOOSING = """\
+## Which one to take
+
+DAPE V2 advises (appendix A): take `kerple_log` if you do not know which, since it does well in almost all settings
+and has few parameters; `fire` may be better with longer training lengths or more tokens; do not take `alibi` unless
+necessary, since it soon becomes local attention. The best model of that paper is `cdape` on `kerple_log` with a set
+of parameters per layer (overlay `cdape_kerple_log`).
+
+Exploring Transformer Extrapolation proves (theorem 3.4) that a model is sure to extrapolate if the series
+Σ exp(bias(n)) converges. It converges for `alibi`, `type1`, `type2`, `kerple_power` and those heads of `kerple_log`
+whose r1 exceeds 1 (appendix B), but not for `inverse` and `inverse_nlogn`, the paper's counter-examples. The theorem
+is about the bias alone and says nothing of processors and contextual terms.
+
+Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and
+DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below
+are theirs, at their sizes and on their data. What this code measures at a small size is in
+[results/zoo.md](results/zoo.md).
+"""
+
+SHARING = f"""\
+## One set of parameters or one per layer
+
+`pos_emb_per_layer: false`, the default, gives all layers one set, as KERPLE does; `true` gives each layer its own,
+as DAPE does. What is added to the embeddings (`learned`, `sinusoidal`) is there once for all layers: asking for one
+set per layer is an error. Finetuning (`finetune: true`) may go from one set to one per layer: each layer then begins
+with a copy. A processor always has parameters of its own in each layer.
+
+Counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layers and a training length of
+{SHAPE.train_length} (the 125M model), made by building the method.
+"""
+
+ADDING = """\
+## Add a method
+
+1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `Encoding`: the hooks it needs (most need
+   only `table`), and `formula`, `parameters_summary`, `source` and `advice`. Options are keyword arguments of the
+   constructor, with defaults; learned scalars are `BoundedParameter`; `bias_tails` says how a bias ends. A processor is
+   the same in `processors/`.
+2. One overlay, `configs/position/NAME.yml`, with `pos_emb: NAME` (or `score_processor: NAME`).
+3. One test in `tests/position/test_formulas.py` against the paper's equation in float64; then `make docs`.
+
+The registry finds the file; the laws of `tests/position/test_laws.py`, `./deepy.py positions` and this page then
+cover it. [The tutorial](tutorial.md) does all of this step by step.
+"""
+
+PICTURES = f"""\
+## How to read the pictures
+
+All are drawn from the methods' own hooks at their start values (seed {SEED}), so the picture of a method with learned
+parameters shows where training begins, not where it ends. The dashed line is the training length,
+{SHAPE.train_length}; curves reach to {FAR:,}, with the distance on a logarithmic axis.
+Biases below −{-LOWEST:g}, a factor of {math.exp(LOWEST):.0e}, are cut off.
+Maps show the factor that a bias puts on the attention of query i to key j, exp(bias), or the weight on its score; on
+a logarithmic scale where they span more than a decade.
+
+- Added to the embeddings: the cosine between the vectors of two positions.
+- Rotated: the cosine between a query and a key that were both (1, …, 1) before they were turned.
+- Contextual terms: their values for queries and keys drawn from N(0, 1).
+- No hook at all: the attention of the causal mask when all scores are equal.
+- Processors: row {NEAR - 1} before and after, what is added to it, and what is added elsewhere when one score rises
+  by 1. They work on `{BASE}` here, with queries and keys drawn from N(0, 1); the last panel has no bias.
+"""
+
+
+READING = """\
+## How to read an entry
+
+Below the formula stand the parameters with their start values and the bounds that training keeps. For example,
+`r1 [H] ~ U(0, r1_below) ≥ 0.01` is one number per head, drawn uniformly between 0 and the option `r1_below` and never
+below 0.01; `in [0.01, 2]` bounds both sides. N(0, std²) is a normal distribution with the deviation `std`. Options go
+into `pos_emb_options` or `score_processor_options`. "Toeplitz" says that the bias is the same along every diagonal of
+the score map, since it depends on n = i − j alone.
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    records, _ = registry.describe_methods([*registry.list_encodings(), *registry.list_processors()])
+    encodings = [record for record in records if record["kind"] == "encoding"]
+    processors = [record for record in records if record["kind"] == "processor"]
+    return "\n".join(
+        [
+            _introduction(encodings, processors),
+            CONTRACT,
+            CHOOSING,
+            SHARING,
+            _processors_options(processors),
+            _windows(encodings),
+            _names(),
+            ADDING,
+            PICTURES,
+            READING,
+            "## Encodings\n",
+            *(_encoding(record) for record in encodings),
+            "## Processors\n",
+            *(_processor(record) for record in processors),
+        ]
+    )
+
+
+def _link(name: str) -> str:
+    return f"[`{name}`](#{name})"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _hooks(encoding: Encoding) -> list[str]:
+    return [hook for hook in type(encoding).traits() if hook in HOOKS]
+
+
+def _introduction(encodings: list[dict[str, Any]], processors: list[dict[str, Any]]) -> str:
+    rows = []
+    for record in encodings:
+        encoding = build_encoding(record["name"])
+        reach = "any" if encoding.max_length is None else "`max_position_embeddings`"
+        hooks = ", ".join(f"`{hook}`" for hook in _hooks(encoding)) or "none"
+        number = f"{_count(encoding):,}"
+        rows.append([_link(record["name"]), f"`{record['formula']}`", hooks, number, _yes(encoding.relative), reach])
+    headings = ["`pos_emb`", "formula", "hooks", "parameters", "relative", "length"]
+    processor_rows = [
+        [_link(record["name"]), f"`{record['formula']}`", f"{_count(build_processor(record['name'])):,}"]
+        for record in processors
+    ]
+    return f"""\
+# Position encodings and score processors
+
+<!-- Made by `make docs`; a test keeps it current. -->
+
+{len(encodings)} encodings (`pos_emb`) and {len(processors)} processors (`score_processor`), one file each; every
+encoding works with every processor. `./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the
+distance; H is the number of heads, d their dimension, D the hidden size and T the length of the sequence.
+
+{format_table(headings, rows)}
+- **hooks:** where the method acts; [the attention contract](#the-attention-contract) names the five places.
+- **parameters:** learned numbers of one set, for all layers or for each
+  (see [below](#one-set-of-parameters-or-one-per-layer)).
+- **relative:** whether moving all positions by the same amount changes nothing.
+- **length:** the longest sequence that the method is defined for, which does not say that it does well there.
+
+A score processor takes the scores S and biases B of all heads and computes new ones from them.
+
+{format_table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}"""
+
+
+def _options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
+    found = method.options()
+    return [
+        [f"`{name}`", format_value(default), describe_type(found[name].annotation)]
+        for name, default in defaults.items()
+    ]
+
+
+def _processors_options(processors: list[dict[str, Any]]) -> str:
+    rows: dict[str, list[str]] = {}
+    for record in processors:
+        for name, default, values in _options(registry.load_processor_class(record["name"]), record["options"]):
+            meaning = OPTIONS_OF_PROCESSORS.get(name.strip("`"), "")
+            rows.setdefault(name, [name, f"`{record['name']}`", default, values, meaning])
+            if f"`{record['name']}`" not in rows[name][1]:
+                rows[name][1] += f", `{record['name']}`"
+    headings = ["option", "of", "default", "values", "meaning"]
+    return (
+        f"## Options of the processors\n\nIn "
+        f"`score_processor_options`.\n\n{format_table(headings, list(rows.values()))}"
+    )
+
+
+def _windows(encodings: list[dict[str, Any]]) -> str:
+    known = list_config_keys()
+    rows = [
+        [f"`{key.name}`", describe_default(key), describe_type(key.field.annotation), key.doc]
+        for key in (known[("attention_window",)], known[("randomized_positions",)])
+    ]
+    deaf = " and ".join(
+        f"`{record['name']}`"
+        for record in encodings
+        if not registry.load_encoding_class(record["name"]).takes_positions
+    )
+    return f"""\
+## Windows and randomized positions
+
+A window combines with every method. Randomized positions combine with all but {deaf}: these are told no
+positions, so there is nothing to draw, and asking for it is an error.
+
+{format_table(["key", "default", "values", "meaning"], rows)}
+**A window** of w keys is a bias of 0 for n < w and of −∞ beyond. It has no weights, so finetuning may choose
+another, and `./deepy.py evaluate RUN --window w` reads a run within one that it was not trained with. A window is what
+a method has to beat past the training length: attention within a window extrapolates (Exploring Transformer
+Extrapolation, sections 2.3 and 2.4), but no layer looks beyond it. KERPLE makes the comparison for models trained on
+512 tokens and read on 4,096 (section 5.5). `kerple_log` has a lower perplexity when it sees all tokens
+than when a window of 512 hides the far ones, so it uses them; `alibi` has a higher one than `kerple_log` with that
+window at almost all positions.
+
+**Randomized positions** (Ruoss et al. 2023, Randomized positional encodings boost length generalization of
+transformers): the T tokens of a training sequence stand at T distinct positions of 0 … `randomized_positions` − 1,
+drawn anew for every optimizer step, in ascending order. Training thus meets the distances of long sequences. DAPE V2
+trains in this way on algorithmic tasks (section 4, appendix G). All sequences of a batch share one draw.
+Evaluation reads at drawn positions too; that draw depends on the length alone and is the same every time.
+A sequence with more tokens than there are positions is refused, and so are fewer positions than `seq_length`, or more
+than a table of absolute positions has rows.
+"""
+
+
+def _names() -> str:
+    rows = []
+    for name, alias in neox_keys.POSITION_ALIASES.items():
+        options = ", ".join(f"`{key}: {value}`" for key, value in alias.options.items())
+        rows.append(
+            [
+                f"`{name}`",
+                _link(alias.encoding) + (f" with {options}" if options else ""),
+                _link(alias.processor) if alias.processor else "",
+                "" if alias.per_layer is None else format_value(alias.per_layer),
+            ]
+        )
+    options = [
+        [
+            f"`{rule.key}`",
+            ", and ".join(
+                f"`{option.option}`{f' × `{option.divisor_key}`' if option.divisor_key else ''} of "
+                f"{', '.join(map(_link, option.methods))}"
+                for option in rule.options
+            ),
+        ]
+        for rule in neox_keys.METHOD_OPTION_ALIASES
+    ]
+    headings = ["their `pos_emb`", "`pos_emb`", "`score_processor`", "`pos_emb_per_layer`"]
+    return f"""\
+## Names in GPT-NeoX, KERPLE and DAPE
+
+The configuration files of these projects load as they are. A name that is not listed is the same here. An empty
+cell says that the name leaves the key to the file and its default.
+
+{format_table(headings, rows)}
+{format_table(["their key", "option"], options)}"""
+
+
+def _summary(method: type[Any]) -> str:
+    """The first paragraph of the file's docstring."""
+    text = inspect.getdoc(sys.modules[method.__module__]) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _parameters(record: dict[str, Any], encoding: Encoding) -> str:
+    number = _count(encoding)
+    if not number:
+        return "none"
+    if type(encoding).overrides_hook("embed"):  # not per layer
+        return f"{record['parameters']}: {number:,}"
+    return f"{record['parameters']}: {number:,} for all layers, {LAYERS * number:,} with a set per layer"
+
+
+@torch.no_grad()
+def _traits(encoding: Encoding) -> str:
+    said = [f"`{hook}`, {HOOKS[hook]}" for hook in _hooks(encoding)] or ["answers no hook"]
+    if type(encoding).overrides_hook("table"):
+        terms = encoding.table(torch.zeros(1))
+    else:
+        terms = encoding.dense(TokenRange(0, 1), TokenRange(0, 1), torch.zeros(()), ALL_HEADS)
+    given = [which for which, value in terms._asdict().items() if value is not None]
+    said += [f"gives a {' and a '.join(given)}"] if given else []
+    said.append("relative" if encoding.relative else "not relative: moving all positions changes the result")
+    if not encoding.takes_positions:
+        said.append("not told where tokens are")
+    said.append("any length" if encoding.max_length is None else "at most `max_position_embeddings` positions")
+    return "; ".join(said)
+
+
+def _facts(facts: dict[str, str]) -> str:
+    return "".join(WRAPPED.fill(f"- **{name}:** {text}") + "\n" for name, text in facts.items() if text)
+
+
+def _options_text(method: type[Any], defaults: dict[str, Any]) -> str:
+    rows = _options(method, defaults)
+    return ", ".join(f"{name} = {default} ({values})" for name, default, values in rows) or "none"
+
+
+def _shown(name: str, titles: list[str], note: str) -> str:
+    # Relative to the page's folder.
+    image = f"![{name}: {'; '.join(titles)}]({picture(name).relative_to(PAGE.parent).as_posix()})\n"
+    return f"{image}\n{note}\n" if note else image
+
+
+def _encoding(record: dict[str, Any]) -> str:
+    name = record["name"]
+    encoding = build_encoding(name)
+    facts = {
+        "Parameters": _parameters(record, encoding),
+        "Options": _options_text(type(encoding), record["options"]),
+        "Traits": _traits(encoding),
+        "When": record["advice"],
+        "Source": record["source"],
+    }
+    panels, note = of_encoding(encoding)
+    image = _shown(name, [panel.title for panel in panels], note)
+    return f"### {name}\n\n{_summary(type(encoding))}\n\n    {record['formula']}\n\n{_facts(facts)}\n{image}"
+
+
+def _processor(record: dict[str, Any]) -> str:
+    name = record["name"]
+    processor, alone = (build_processor(name, has_bias=has_bias) for has_bias in (True, False))
+    number, fewer, reach = _count(processor), _count(alone), reach_of(alone)
+    facts = {
+        "Parameters": f"{record['parameters']}: {number:,} per layer, {LAYERS * number:,} in {LAYERS} layers; "
+        f"{fewer:,} and {LAYERS * fewer:,} without a bias",
+        "Options": _options_text(type(processor), record["options"]),
+        "Traits": f"mixes the heads of a row, and keys up to {reach} apart"
+        if reach
+        else "mixes heads, each key by itself",
+        "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer, all heads together; "
+        f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}",
+        "When": record["advice"],
+        "Source": record["source"],
+    }
+    image = _shown(name, [panel.title for panel in of_processor(name)], "")
+    return f"### {name}\n\n{_summary(type(processor))}\n\n    {record['formula']}\n\n{_facts(facts)}\n{image}"

@@ -1,0 +1,124 @@
+"""Every encoding, processor and window exported, and read back where this project cannot be imported.
+
+    python tools/export/compare.py --json docs/results/export.json
+    python tools/export/compare.py --python ~/transformers4/bin/python       read by another version of transformers
+
+Writes a record and, beside it, a page. The exit code is 1 if anything differs by more than rounding.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from tools.arguments import Parser, output_file, tell_interrupts_in_a_line  # noqa: E402
+
+if __name__ == "__main__":
+    tell_interrupts_in_a_line()
+
+from megatron.conversion.export_model import export_model  # noqa: E402
+from tools.export.cases import FAR, LENGTH, LENGTHS, Case, methods, places, shapes, tolerance, write_case  # noqa: E402
+
+READER = ROOT / "tools/export/reader.py"
+
+
+def differences(cases: Sequence[Case], folder: Path, python: str = sys.executable) -> dict[Case, dict[str, float]]:
+    """By how much each way to read each export is apart from this project, relative to the largest logit.
+
+    Args:
+        python: the interpreter that reads them, with torch and transformers.
+    """
+    written = []
+    for number, case in enumerate(cases):
+        place = folder / f"case_{number}"
+        export_model(write_case(case, place), place / place.name, log=lambda line: None)
+        written.append(str(place))
+    copy = folder / "reader.py"  # beside nothing of this project
+    copy.write_text(READER.read_text(encoding="utf-8"), encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "-W", "ignore", str(copy), *written],
+        cwd=folder,
+        env={**environment, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"error: an export cannot be read: {done.stderr[-3000:]}")
+    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def beyond_rounding(found: Mapping[Case, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
+    """The cases, by title, of which a difference is larger than rounding allows, or no number."""
+    allowed = tolerance()
+    return {case.title: apart for case, apart in found.items() if not all(each <= allowed for each in apart.values())}
+
+
+def versions(python: str) -> dict[str, str]:
+    """Of torch and transformers, as an interpreter has them."""
+    asked = ("torch", "transformers")
+    script = f"from importlib.metadata import version; print(*map(version, {asked}))"
+    printed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout
+    return dict(zip(asked, printed.split(), strict=True))
+
+
+def page(record: dict[str, Any]) -> str:
+    """The record for people."""
+    stamp, rows = record["stamp"], record["rows"]
+    columns = list(dict.fromkeys(way for row in rows for way in row["apart"]))
+    lines = [f"| model | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    for row in rows:
+        cells = (f"{row['apart'][way]:.1e}" if way in row["apart"] else "refused" for way in columns)
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    worst = max(rows, key=lambda row: max(row["apart"].values()))
+    versions = ", ".join(f"{name} {number}" for name, number in stamp["versions"].items())
+    return f"""# Exports against this project
+
+Each row is one model with random weights, exported by `./deepy.py export` and loaded with
+`AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)` in a process that cannot import this project.
+A number is the largest difference of any logit from this project's, relative to the largest logit.
+The training length is {LENGTH} tokens; 1x and 4x are {LENGTH} and {FAR} tokens.
+`cached` reads in three parts; `padded` is a batch of sequences of {", ".join(map(str, LENGTHS))} tokens, padded on the
+left, each compared with the sequence alone.
+The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(worst["apart"].values()):.1e}
+({worst["model"]}); rounding allows {record["allowed"]:.1e}.
+
+{chr(10).join(lines)}
+
+Recorded {stamp["date"]} by `{stamp["command"]}` at {stamp["commit"]} on {stamp["machine"]}; {versions}.
+"""
+
+
+def main() -> None:
+    """Export, read, compare, write."""
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=output_file, help="the record; its page goes beside it")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that reads the exports")
+    arguments = parser.parse_args()
+    from tools.records import stamp
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = differences([*methods(), *places(), *shapes()], Path(folder), arguments.python)
+    rows = [{"model": case.title, "apart": apart} for case, apart in found.items()]
+    head = stamp(__file__, "cpu")
+    head["versions"] |= versions(arguments.python)
+    record = {"stamp": head, "allowed": tolerance(), "rows": rows}
+    worst = max(max(row["apart"].values()) for row in rows)
+    print(f"{len(rows)} exports; the largest difference is {worst:.1e}, rounding allows {tolerance():.1e}")
+    if arguments.json is not None:
+        path = Path(arguments.json)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    if beyond_rounding(found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
