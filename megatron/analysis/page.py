@@ -91,9 +91,13 @@ def _draw_block(block: Block) -> PageBlock:
     if isinstance(block, str):
         return PageBlock(paragraph=block)
     if isinstance(block, Figure):
-        return PageBlock(picture=encode_picture(block.draw, block.alt))
+        return PageBlock(picture=_draw_figure(block))
     summary = f"{block.caption or 'Table'} ({len(block.rows):,} rows)" if block.folded else None
     return PageBlock(table=_build_html_table(block), summary=summary)
+
+
+def _draw_figure(figure: Figure) -> HtmlPicture:
+    return encode_picture(figure.draw, figure.alt)
 
 
 def _build_html_table(table: Table) -> HtmlTable:

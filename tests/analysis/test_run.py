@@ -29,6 +29,7 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.data.vocabulary import read_vocabulary
 from megatron.evaluation.texts import load_text
 from megatron.options.analysis import AnalysisOptions
+from megatron.reports.html_page import HtmlPicture
 from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +54,7 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """What was to be drawn, which takes longer than all else."""
     asked: list[Figure] = []
     monkeypatch.setattr(
-        page, "_render_figure", lambda picture: (asked.append(picture), f"<img alt='{picture.alt}'>")[1]
+        page, "_draw_figure", lambda picture: (asked.append(picture), HtmlPicture("", "", picture.alt))[1]
     )
     return asked
 
@@ -198,7 +199,9 @@ def test_windows_are_seen(place: Path, corpus: Path, pictures: list[Figure]) -> 
 def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(
-        page, "_render_figure", lambda picture: (drawn.append((picture.draw(False), picture.draw(True))), "")[1]
+        page,
+        "_draw_figure",
+        lambda picture: (drawn.append((picture.draw(False), picture.draw(True))), HtmlPicture("", "", ""))[1],
     )
     analyzed([make_run("runs/a", corpus, **CDAPE)], layers=[0], heads=[1])
     assert len(drawn) >= 7
