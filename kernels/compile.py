@@ -2,11 +2,11 @@
 
     python -m kernels.compile [OP …] [--arch 80 90] [--sample N] [--json FILE]
 
-compiles the configurations that `kernels/OP/compiled.py` yields (`list_configurations() -> Iterator[Configuration]`)
-and prints a table, to a file with --json; without OP those of every folder that has a compiled.py. Speed cannot be told
-without a GPU, but a kernel can that no longer compiles, asks for more shared memory than the chip has (Triton notices
-only at launch) or spills more registers than its budget. These are limits, not a record: registers and spills change
-with every version of Triton and of ptxas, within them.
+compiles the configurations that `kernels/OP/aot_configs.py` yields (`list_configurations() -> Iterator[KernelConfig]`)
+and prints a table, to a file with --json; without OP those of every folder that has an aot_configs.py. Speed cannot be
+told without a GPU, but a kernel can that no longer compiles, asks for more shared memory than the chip has (Triton
+notices only at launch) or spills more registers than its budget. These are limits, not a record: registers and spills
+change with every version of Triton and of ptxas, within them.
 """
 
 import argparse
@@ -16,8 +16,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.runtime import interpreted
+from kernels.runtime import is_interpreted
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
@@ -42,7 +43,7 @@ SPILL_BUDGET_FLOAT32 = 2048
 
 
 @dataclass(frozen=True)
-class Resources:
+class KernelResources:
     """What one compiled kernel uses. Bytes of shared memory per block; registers, and bytes of the rest, per thread."""
 
     shared: int
@@ -53,38 +54,42 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class KernelConfig:
     """A kernel as it is launched for one shape."""
 
     name: str
     """Unique within its op, for example "forward H=12 d=64 bf16"."""
     kernel: Any
+    """A function decorated with `triton.jit`, in a process without TRITON_INTERPRET."""
     signature: dict[str, str]
+    """A type for each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an integer that
+    is divisible by 16. Pointers are taken as aligned to 16 bytes, as PyTorch's tensors are."""
     constexprs: dict[str, Any]
+    """The values of the constexpr arguments; None for a pointer that is absent."""
     options: dict[str, Any]
     """Of the compiler, as it is launched: `Tile.options`."""
     arches: tuple[int, ...] = field(default=(80, 90))
-    spill: int = SPILL_BUDGET
+    spill_budget: int = SPILL_BUDGET
 
-    def excess(self, used: Resources, arch: int) -> str | None:
-        """What it uses beyond its limits on a chip of compute capability `arch`, in words."""
+    def exceeded_limit(self, used: KernelResources, arch: int) -> str | None:
+        """What it uses beyond its limits on a chip of compute capability `arch`, in words; None if nothing."""
         if used.shared > SHARED_LIMIT[arch]:
             return f"needs {used.shared} bytes of shared memory; the chip has {SHARED_LIMIT[arch]}"
-        if max(used.spill_stores, used.spill_loads) > self.spill:
+        if max(used.spill_stores, used.spill_loads) > self.spill_budget:
             spilled = f"{used.spill_stores} bytes written and {used.spill_loads} read"
-            return f"spills registers, {spilled} by each thread; its budget is {self.spill}"
+            return f"spills registers, {spilled} by each thread; its budget is {self.spill_budget}"
         return None
 
 
-FLOATS = ("scale", "above", "largest")
+FLOAT_ARGUMENTS = ("scale", "above", "largest")
 """Arguments that are float32 numbers."""
 
 
-def signature_of(
+def build_signature(
     kernel: Any, constexprs: Collection[str], kind: str, float32: Collection[str], aligned: Collection[str] = ()
 ) -> dict[str, str]:
     """The types of a kernel's arguments, read off their names: what ends in `_ptr` is a pointer, a stride is divisible
-    by 16, and the rest are integers but for FLOATS.
+    by 16, and the rest are integers but for FLOAT_ARGUMENTS.
 
     Args:
         constexprs: names that have no type.
@@ -96,52 +101,32 @@ def signature_of(
     def type_of(name: str) -> str:
         if name.endswith("_ptr"):
             return "*fp32" if name in float32 else f"*{kind}"
-        if name in FLOATS:
+        if name in FLOAT_ARGUMENTS:
             return "fp32"
         return "i32:16" if name.startswith("stride_") or name in aligned else "i32"
 
     return {name: type_of(name) for name in kernel.arg_names if name not in constexprs}
 
 
-def resources(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    *,
-    arch: int,
-    options: Mapping[str, Any],
-) -> Resources:
-    """Compile `kernel` as `compiled` does and read its resources."""
-    code = compiled(kernel, signature, constexprs, arch=arch, options=options)
-    return Resources(shared=code.metadata.shared, **_assembled(code.asm["ptx"], arch))
+def measure_resources(config: KernelConfig, arch: int) -> KernelResources:
+    """Compile a kernel as `compile_kernel` does and read what it uses."""
+    code = compile_kernel(config, arch)
+    return KernelResources(shared=code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch))
 
 
-def compiled(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    *,
-    arch: int,
-    options: Mapping[str, Any],
-) -> Any:
-    """Compile `kernel` for compute capability `arch` (80 or 90) with Triton, whose result this is. Needs no GPU.
-
-    Args:
-        kernel: a function decorated with `triton.jit`, in a process without TRITON_INTERPRET.
-        signature: a type for each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an
-            integer that is divisible by 16. Pointers are taken as aligned to 16 bytes, as PyTorch's tensors are.
-        constexprs: the values of the constexpr arguments; None for a pointer that is absent.
-        options: of the compiler, as `Tile.options` has them.
+def compile_kernel(config: KernelConfig, arch: int) -> Any:
+    """Compile for compute capability `arch` (80 or 90) with Triton, whose result this is. Needs no GPU.
 
     Raises:
         RuntimeError: the process runs the interpreter, so there is nothing to compile.
         ValueError: signature and constexprs do not name every argument exactly once.
     """
+    kernel, signature, constexprs = config.kernel, config.signature, config.constexprs
     if not isinstance(kernel, JITFunction):
         raise RuntimeError(f"{getattr(kernel, '__name__', kernel)} is interpreted; compile without TRITON_INTERPRET")
-    given = [*signature, *constexprs]
-    if sorted(given) != sorted(kernel.arg_names):
-        wrong = sorted(set(given) ^ set(kernel.arg_names)) or sorted(set(signature) & set(constexprs))
+    named = [*signature, *constexprs]
+    if sorted(named) != sorted(kernel.arg_names):
+        wrong = sorted(set(named) ^ set(kernel.arg_names)) or sorted(set(signature) & set(constexprs))
         raise ValueError(f"{kernel.__name__}: arguments named in neither or wrongly: {', '.join(wrong)}")
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     attributes = {
@@ -151,13 +136,13 @@ def compiled(
     }
     types = {name: text.removesuffix(":16") for name, text in types.items()}
     return triton.compile(
-        ASTSource(kernel, types, constexprs=dict(constexprs), attrs=attributes),
+        ASTSource(kernel, types, constexprs=constexprs, attrs=attributes),
         target=GPUTarget("cuda", arch, 32),
-        options=dict(options),
+        options=config.options,
     )
 
 
-def _assembled(ptx: str, arch: int) -> dict[str, int]:
+def _assemble_ptx(ptx: str, arch: int) -> dict[str, int]:
     """Registers, stack and spills from `ptxas -v`: the program that Triton takes, with the flags it passes."""
     ptxas = get_ptxas(arch).path
     target = re.search(r"^\.target (\S+?),?\s", ptx, re.MULTILINE)
@@ -173,17 +158,17 @@ def _assembled(ptx: str, arch: int) -> dict[str, int]:
         "spill_stores": r"(\d+) bytes spill stores",
         "spill_loads": r"(\d+) bytes spill loads",
     }
-    found = {name: [int(number) for number in re.findall(pattern, log)] for name, pattern in patterns.items()}
-    assert all(found.values()), log
-    return {name: max(numbers) for name, numbers in found.items()}
+    counts = {name: [int(number) for number in re.findall(pattern, log)] for name, pattern in patterns.items()}
+    assert all(counts.values()), log
+    return {name: max(numbers) for name, numbers in counts.items()}
 
 
-def all_ops() -> list[str]:
-    """The ops whose kernels can be compiled here: the folders beside this file that have a compiled.py."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/compiled.py"))
+def list_ops() -> list[str]:
+    """The ops whose kernels can be compiled here: the folders beside this file that have an aot_configs.py."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/aot_configs.py"))
 
 
-def table(
+def measure_ops(
     ops: Iterable[str], arches: Iterable[int] = (80, 90), sample: int = 1
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
     """({"OP/NAME sm_80": resources}, what is beyond its limits) of every `sample`-th configuration, printed as it goes.
@@ -192,53 +177,52 @@ def table(
         RuntimeError: two configurations have the same name.
     """
     rows: dict[str, dict[str, int]] = {}
-    beyond = []
-    sampled = [wanted for op in ops for wanted in _wanted(op, arches)[::sample]]
-    for op, one, arch in sampled:
-        used = resources(one.kernel, one.signature, one.constexprs, arch=arch, options=one.options)
-        key = f"{op}/{one.name} sm_{arch}"
+    complaints = []
+    for op, config, arch in chain.from_iterable(_list_targets(op, arches)[::sample] for op in ops):
+        used = measure_resources(config, arch)
+        key = f"{op}/{config.name} sm_{arch}"
         if key in rows:
             raise RuntimeError(f"two configurations are called {key}")
         rows[key] = asdict(used)
         print(f"{key}: {', '.join(f'{name} {value}' for name, value in rows[key].items())}", flush=True)
-        if (excess := one.excess(used, arch)) is not None:
-            beyond.append(f"{key} {excess}")
-    return rows, beyond
+        if (complaint := config.exceeded_limit(used, arch)) is not None:
+            complaints.append(f"{key} {complaint}")
+    return rows, complaints
 
 
-def _wanted(op: str, arches: Iterable[int]) -> list[tuple[str, Configuration, int]]:
+def _list_targets(op: str, arches: Iterable[int]) -> list[tuple[str, KernelConfig, int]]:
     """Each configuration of an op with each of the architectures that it is for."""
-    configurations = importlib.import_module(f"kernels.{op}.compiled").list_configurations()
-    return [(op, one, arch) for one in configurations for arch in arches if arch in one.arches]
+    configurations = importlib.import_module(f"kernels.{op}.aot_configs").list_configurations()
+    return [(op, config, arch) for config in configurations for arch in arches if arch in config.arches]
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse, before minutes of compiling, what could not be compiled or written."""
-    if unknown := [op for op in options.ops if op not in all_ops()]:
-        parser.error(f"{unknown[0]} is no op; choose from {', '.join(all_ops())}")
+    if unknown := [op for op in options.ops if op not in list_ops()]:
+        parser.error(f"{unknown[0]} is no op; choose from {', '.join(list_ops())}")
     if options.sample < 1:
         parser.error(f"--sample is {options.sample}; it must be at least 1")
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: its folder does not exist")
-    if interpreted():
+    if is_interpreted():
         parser.error("kernels are interpreted: unset TRITON_INTERPRET")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.compile", description="Compile kernels; report resources.")
-    ops_help = "folders in kernels/, for example biased_attention; all that have a compiled.py if none is named"
-    parser.add_argument("ops", nargs="*", metavar="OP", default=all_ops(), help=ops_help)
+    ops_help = "folders in kernels/, for example biased_attention; all that have an aot_configs.py if none is named"
+    parser.add_argument("ops", nargs="*", metavar="OP", default=list_ops(), help=ops_help)
     parser.add_argument("--arch", nargs="+", type=int, default=[80, 90], choices=sorted(SHARED_LIMIT))
     parser.add_argument("--sample", type=int, default=1, help="every n-th configuration of each op only")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
-    _check(parser, options)
-    rows, beyond = table(options.ops, options.arch, options.sample)
+    _check_options(parser, options)
+    rows, complaints = measure_ops(options.ops, options.arch, options.sample)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    for line in beyond:
+    for line in complaints:
         print(f"beyond its limits: {line}", file=sys.stderr)
-    return int(bool(beyond))
+    return int(bool(complaints))
 
 
 if __name__ == "__main__":

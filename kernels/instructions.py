@@ -7,8 +7,8 @@ bound by neither memory nor latency takes at least (instructions × warps / 4) c
 computes in them. A score here is a pair of a row and a column, with all heads. Of a kernel that loops over rows or
 columns the body of the loop that runs most is counted, and not what comes once before and after it.
 
-`kernels/OP/compiled.py` says which kernels a step launches (`passes(arch) -> dict[str, list[Launch]]`: the op's forward
-and backward pass, by what it computes).
+`kernels/OP/aot_configs.py` says which kernels a step launches (`list_passes(arch) -> dict[str, list[PassKernel]]`: the
+op's forward and backward pass, by what it computes).
 """
 
 import argparse
@@ -18,37 +18,36 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
 
-from kernels.compile import SHARED_LIMIT, Configuration, compiled
+from kernels.compile import SHARED_LIMIT, KernelConfig, compile_kernel
 
-PARTS = 4
-"""Of a processor, each with a scheduler of its own (NVIDIA A100 and H100 whitepapers)."""
+SCHEDULERS = 4
+"""Of a streaming multiprocessor (NVIDIA A100 and H100 whitepapers)."""
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
-PRODUCT = re.compile(r"\bH?G?MMA\b")
-"""Of matrices: HMMA on sm_80, HGMMA on sm_90."""
+MATRIX_PRODUCT = re.compile(r"\bH?G?MMA\b")
+"""HMMA on sm_80, HGMMA on sm_90."""
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_[\w.]+)\)")
 
 
 @dataclass(frozen=True)
-class Launch:
+class PassKernel:
     """A kernel of a forward and backward pass."""
 
-    configuration: Configuration
+    config: KernelConfig
     scores: float
-    """That a program computes: in a turn of its loop if `looped`, else in all."""
-    looped: bool
-    times: int = 1
+    """That a program computes: in a turn of its loop if `has_loop`, else in all."""
+    has_loop: bool
+    launches: int = 1
     """In the pass."""
 
 
-def count(disassembly: str, *, looped: bool) -> int:
+def count_instructions(disassembly: str, *, has_loop: bool) -> int:
     """Instructions of the loop that runs most, or of the whole program; NOPs are not counted.
 
     Of the loops that multiply matrices that is the shortest: others contain it, or mask the ends of a row besides.
@@ -56,35 +55,35 @@ def count(disassembly: str, *, looped: bool) -> int:
     Raises:
         ValueError: there is no loop.
     """
-    places: list[int] = []
+    addresses: list[int] = []
     products: list[int] = []
     labels: dict[str, int] = {}
     branches: list[tuple[int, str]] = []
-    waiting: list[str] = []
+    pending_labels: list[str] = []
     for line in disassembly.splitlines():
         if (label := LABEL.match(line)) is not None:
-            waiting.append(label[1])
-        elif (found := INSTRUCTION.match(line)) is not None:
-            place = int(found[1], 16)
-            labels |= dict.fromkeys(waiting, place)
-            waiting = []
-            if not found[2].startswith("NOP"):
-                places.append(place)
-            if PRODUCT.search(found[2]) is not None:
-                products.append(place)
-            if (branch := BRANCH.search(found[2])) is not None:
-                branches.append((place, branch[1]))
-    if not looped:
-        return len(places)
+            pending_labels.append(label[1])
+        elif (instruction := INSTRUCTION.match(line)) is not None:
+            address, text = int(instruction[1], 16), instruction[2]
+            labels |= dict.fromkeys(pending_labels, address)
+            pending_labels = []
+            if not text.startswith("NOP"):
+                addresses.append(address)
+            if MATRIX_PRODUCT.search(text) is not None:
+                products.append(address)
+            if (branch := BRANCH.search(text)) is not None:
+                branches.append((address, branch[1]))
+    if not has_loop:
+        return len(addresses)
     # Code ends in a branch to itself, which is no loop.
-    loops = [(labels[label], place) for place, label in branches if labels.get(label, place) < place]
-    loops = [(first, last) for first, last in loops if any(first <= place <= last for place in products)]
+    loops = [(labels[label], address) for address, label in branches if labels.get(label, address) < address]
+    loops = [(first, last) for first, last in loops if any(first <= address <= last for address in products)]
     if not loops:
         raise ValueError("there is no loop with matrix products in it")
-    return min(sum(first <= place <= last for place in places) for first, last in loops)
+    return min(sum(first <= address <= last for address in addresses) for first, last in loops)
 
 
-def disassembled(code: Any) -> str:
+def disassemble(code: Any) -> str:
     """What Triton compiled, as the processor's instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code.asm["cubin"])
@@ -93,17 +92,10 @@ def disassembled(code: Any) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def clocks(launch: Launch, arch: int) -> float:
+def count_clocks(kernel: PassKernel, arch: int) -> float:
     """The least clocks of a processor for a score, in one launch."""
-    one = launch.configuration
-    code = compiled(one.kernel, one.signature, one.constexprs, arch=arch, options=one.options)
-    return count(disassembled(code), looped=launch.looped) * one.options["num_warps"] / PARTS / launch.scores
-
-
-def table(launches: Iterable[Launch], arch: int) -> Iterator[tuple[str, int, float]]:
-    """Name, how often it runs, and clocks of each kernel of a pass."""
-    for launch in launches:
-        yield launch.configuration.name, launch.times, clocks(launch, arch)
+    instructions = count_instructions(disassemble(compile_kernel(kernel.config, arch)), has_loop=kernel.has_loop)
+    return instructions * kernel.config.options["num_warps"] / SCHEDULERS / kernel.scores
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -117,14 +109,18 @@ def main(arguments: list[str] | None = None) -> int:
     record: dict[str, Any] = {"triton": triton.__version__, "unit": "clocks of a processor for a score, at least"}
     for arch in options.arch:
         record[f"sm_{arch}"] = {}
-        for name, launches in importlib.import_module(f"kernels.{options.op}.compiled").list_passes(arch).items():
-            rows = list(table(launches, arch))
-            for kernel, times, least in rows:
-                print(f"sm_{arch} {kernel}: {least:.2f}{'' if times == 1 else f', {times} times'}", flush=True)
-            total = sum(times * least for _, times, least in rows)
-            print(f"sm_{arch} {name}, forward and backward: {total:.1f}", flush=True)
-            counted = {kernel: {"times": times, "clocks": round(least, 2)} for kernel, times, least in rows}
-            record[f"sm_{arch}"][name] = counted
+        for pass_name, kernels in (
+            importlib.import_module(f"kernels.{options.op}.aot_configs").list_passes(arch).items()
+        ):
+            total, rows = 0.0, {}
+            for kernel in kernels:
+                clocks, name = count_clocks(kernel, arch), kernel.config.name
+                times = "" if kernel.launches == 1 else f", {kernel.launches} times"
+                print(f"sm_{arch} {name}: {clocks:.2f}{times}", flush=True)
+                total += kernel.launches * clocks
+                rows[name] = {"times": kernel.launches, "clocks": round(clocks, 2)}
+            print(f"sm_{arch} {pass_name}, forward and backward: {total:.1f}", flush=True)
+            record[f"sm_{arch}"][pass_name] = rows
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -1,28 +1,58 @@
-"""Where kernels run: on a CUDA device, or on CPU tensors inside Triton's interpreter."""
+"""How and where kernels are launched: on a CUDA device, or on CPU tensors inside Triton's interpreter.
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+The same tiles and options launch a kernel and compile it for a GPU that is not here (`aot_configs.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What kernels compute in; they accumulate in float32."""
+INPUT_PRECISION = "ieee"
+"""Of matrix products of float32: exact to the type, no TF32. Half types are not affected."""
 
 
-def interpreted() -> bool:
+@dataclass(frozen=True)
+class Tile:
+    """The block of one program, and what computes it."""
+
+    block_m: int
+    """Rows."""
+    block_n: int
+    """Columns; in CDAPE's mixer and in sums over diagonals, distances."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """As constants of the kernel."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told. Multiply and add in one rounding: Triton's default depends on its version."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+
+def is_interpreted() -> bool:
     """Does this process run kernels in the interpreter (TRITON_INTERPRET was set before triton was imported)?"""
     return bool(triton.knobs.runtime.interpret)
 
 
-def capability(x: Tensor) -> int | None:
+def get_arch(x: Tensor) -> int | None:
     """Compute capability of the tensor's device as major · 10 + minor; None in the interpreter.
 
     Raises:
         RuntimeError: a kernel cannot run where the tensor is, or not in its type.
     """
-    if interpreted():
+    if is_interpreted():
         if x.dtype == torch.bfloat16:
             raise RuntimeError("Triton's interpreter computes bfloat16 wrongly: choose float32 or float16")
         return None
@@ -32,33 +62,56 @@ def capability(x: Tensor) -> int | None:
     return major * 10 + minor
 
 
-class Machine(NamedTuple):
-    """What the size of a workspace depends on."""
+class DeviceProperties(NamedTuple):
+    """What the size of a workspace depends on, as PyTorch names it."""
 
-    memory: int
+    total_memory: int
     """Bytes."""
-    processors: int
-    """Streaming multiprocessors."""
+    multi_processor_count: int
 
 
-SMALLEST = Machine(40 << 30, 108)
+A100_40GB = DeviceProperties(40 << 30, 108)
 """The smaller A100; taken where there is no GPU."""
 
 
-def machine_of(x: Tensor) -> Machine:
+def get_device_properties(x: Tensor) -> DeviceProperties:
     """The tensor's device."""
     if x.device.type != "cuda":
-        return SMALLEST
-    found = torch.cuda.get_device_properties(x.device)
-    return Machine(found.total_memory, found.multi_processor_count)
+        return A100_40GB
+    properties = torch.cuda.get_device_properties(x.device)
+    return DeviceProperties(properties.total_memory, properties.multi_processor_count)
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+def launch_context(x: Tensor) -> AbstractContextManager[object]:
     """Kernels launch on the current device; make it the tensor's. The interpreter does only what is needed."""
     if x.device.type == "cuda":
         return torch.cuda.device(x.device)
-    if interpreted():
-        from kernels.interpreter import lean
+    return fast_interpreter() if is_interpreted() else nullcontext()
 
-        return lean()
-    return nullcontext()
+
+@contextmanager
+def fast_interpreter() -> Iterator[None]:
+    """Triton's interpreter without two things that take two thirds of its time and change nothing that it computes.
+
+    Integers are computed a second time in 64 bits for an assertion about overflow, which is then dropped unless Triton
+    debugs; and at each call of a device function Triton's language is searched for what the interpreter replaces in it,
+    though the launch around the call has replaced it.
+    """
+    from triton.runtime import interpreter  # it takes its time, and a GPU needs none of it
+
+    builder, function = interpreter.interpreter_builder, interpreter.InterpretedFunction
+    options, call = builder.options, function.__call__
+    # A launch replaces what its kernel's file names `tl`; Triton's own device functions know the language as `core`.
+    core = interpreter._patch_lang(tl.zeros.fn)
+    builder.options = replace(options, sanitize_overflow=options.debug)
+    function.__call__ = _call_interpreted
+    try:
+        yield
+    finally:
+        builder.options, function.__call__ = options, call
+        core.restore()
+
+
+def _call_interpreted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A device function's call inside a launch."""
+    return function.rewrite()(*args, **kwargs)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from kernels.launch import Tile
-from kernels.rows import padded
+from kernels.head_dim import pad_for_dot
+from kernels.runtime import Tile
 
 NUM_WARPS, NUM_STAGES = 4, 2
 TOEPLITZ_FWD = Tile(32, 128, NUM_WARPS, NUM_STAGES)
@@ -31,12 +31,12 @@ def launch_options(arch: int | None, tile: Tile) -> Tile:
 
 def fire_fwd_constants(tile: Tile, heads: int) -> dict[str, int]:
     """The constants of FIRE's forward kernel."""
-    return {"BLOCK_N": tile.block_n, "BLOCK_H": padded(heads)}
+    return {"BLOCK_N": tile.block_n, "BLOCK_H": pad_for_dot(heads)}
 
 
 def fire_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
     """The constants of FIRE's backward kernel."""
-    block_h, block_w = padded(heads), padded(width)
+    block_h, block_w = pad_for_dot(heads), pad_for_dot(width)
     return {"BLOCK_N": min(tile.block_n, FIRE_PRODUCTS // (block_h * block_w)), "BLOCK_H": block_h, "BLOCK_W": block_w}
 
 

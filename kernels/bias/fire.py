@@ -1,12 +1,73 @@
-"""FIRE's network 1 → W → H at x = u(n) / z(i), per row and column, so that [R, C, W] is never in memory.
+"""The operator `fire_bias`, differentiable, without atomics: FIRE's network 1 → W → H at x = u(n) / z(i).
 
+It is computed per row and column, so that [R, C, W] is never in memory.
 H heads, R query rows, C key columns, N distances, W width, G groups of rows; BLOCK_H and BLOCK_W are H and W as powers
 of two; `x_ptr` points to x. u[n] = log(1 + c·n) and z[r] = log(1 + c·max(L, i)) + 1e-6 are
 made in PyTorch, which carries their gradients on to c and the multiplier: both are linear in the length.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kernels.bias import configs
+from kernels.bias.toeplitz import check_sizes, sum_diagonals
+from kernels.runtime import get_arch, launch_context
+
+
+def fire_bias(
+    c: Tensor,
+    multiplier: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    rows: int,
+    columns: int,
+    *,
+    half_length: float,
+    offset: int = 0,
+    first_column: int = 0,
+    dtype: torch.dtype = torch.float32,
+    above: float = 0.0,
+) -> Tensor:
+    """FIRE's bias [H, R, C] (Li et al. 2023, equation 3) with the gradients of all its parameters.
+
+    f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), j = first_column + column, n = offset + r − column, i = j + n,
+    L = multiplier · half_length.
+
+    Args:
+        c, multiplier: float32 [1].
+        weight1, bias1: the first layer, float32 [W, 1] and [W], W at most 64.
+        weight2, bias2: the second layer, float32 [H, W] and [H], H at most 64.
+        rows, columns, offset, dtype, above: as in `toeplitz_bias`; values are not limited in float16.
+        half_length: half the training length.
+        first_column: position of column 0, where the columns before it have been left out.
+
+    Returns:
+        [H, R, C] in `dtype`. In memory besides it, and backward: one float32 [R, C]; never [R, C, W].
+
+    Raises:
+        ValueError, RuntimeError: as in `toeplitz_bias`.
+    """
+    check_sizes(rows, columns, offset, dtype)
+    heads, width = weight2.shape
+    if heads > configs.MAX_HEADS or width > configs.MAX_WIDTH:
+        raise ValueError(
+            f"{heads} heads and width {width}; at most {configs.MAX_HEADS} and {configs.MAX_WIDTH} are possible"
+        )
+    shapes = {"weight1": (weight1, (width, 1)), "bias1": (bias1, (width,)), "bias2": (bias2, (heads,))}
+    shapes |= {"weight2": (weight2, (heads, width)), "c": (c, (1,)), "multiplier": (multiplier, (1,))}
+    for name, (x, shape) in shapes.items():
+        if x.dtype != torch.float32 or x.shape != shape:
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; it must be float32 {list(shape)}")
+    i = first_column + torch.arange(offset, offset + rows, dtype=torch.float32, device=c.device)
+    u = torch.log1p(c * torch.arange(offset + rows, dtype=torch.float32, device=c.device))
+    z = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
+    return _fire(u, z, weight1.squeeze(1), bias1, weight2, bias2, columns, offset, dtype, float(above))
 
 
 @triton.jit
@@ -109,3 +170,92 @@ def _fire_bwd_kernel(
     tl.store(db1_ptr + group * W + width, db1, mask=width < W)
     tl.store(dw2_ptr + group * H * W + at, dw2, mask=inside)
     tl.store(db2_ptr + group * H + heads, db2, mask=heads < H)
+
+
+@torch.library.custom_op("farfield::fire_bias", mutates_args=())
+def _fire(
+    u: Tensor,
+    z: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    columns: int,
+    offset: int,
+    dtype: torch.dtype,
+    above: float,
+) -> Tensor:
+    u, z, w1, b1, w2, b2 = (x.contiguous() for x in (u, z, w1, b1, w2, b2))
+    (heads, width), rows = w2.shape, z.shape[0]
+    out = torch.empty(heads, rows, columns, dtype=dtype, device=u.device)
+    tile = configs.launch_options(get_arch(u), configs.FIRE_FWD)
+    with launch_context(u):
+        _fire_fwd_kernel[(rows, triton.cdiv(columns, tile.block_n))](
+            *(u, z, w1, b1, w2, b2, out, heads, rows, columns, width, offset, above),
+            **configs.fire_fwd_constants(tile, heads),
+            **tile.options,
+        )
+    return out
+
+
+@_fire.register_fake
+def _(
+    u: Tensor,
+    z: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    columns: int,
+    offset: int,
+    dtype: torch.dtype,
+    *rest: Any,
+) -> Tensor:
+    return u.new_empty(w2.shape[0], z.shape[0], columns, dtype=dtype)
+
+
+@torch.library.custom_op("farfield::fire_bias_backward", mutates_args=())
+def _fire_backward(
+    grad: Tensor, u: Tensor, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, offset: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad, u, z, w1, b1, w2 = (x.contiguous() for x in (grad, u, z, w1, b1, w2))
+    heads, rows, columns = grad.shape
+    width = w2.shape[1]
+    groups = min(rows, configs.MAX_PARTS)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=grad.device)
+
+    dx, dz = empty(1, rows, columns), empty(rows)
+    sums = (empty(groups, width), empty(groups, width), empty(groups, heads, width), empty(groups, heads))
+    tile = configs.launch_options(get_arch(grad), configs.FIRE_BWD)
+    with launch_context(grad):
+        _fire_bwd_kernel[(groups,)](
+            *(grad, u, z, w1, b1, w2, dx, dz, *sums, heads, rows, columns, width, offset),
+            **configs.fire_bwd_constants(tile, heads, width),
+            **tile.options,
+        )
+    du = sum_diagonals(dx, 1 / z, u.shape[0], offset)[0]
+    dw1, db1, dw2, db2 = (x.sum(0) for x in sums)
+    return du, dz, dw1, db1, dw2, db2
+
+
+@_fire_backward.register_fake
+def _(
+    grad: Tensor, u: Tensor, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shapes = (u.shape, z.shape, w1.shape, b1.shape, w2.shape, w2.shape[:1])
+    first, second, third, fourth, fifth, sixth = (u.new_empty(shape) for shape in shapes)
+    return first, second, third, fourth, fifth, sixth
+
+
+def _fire_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    u, z, w1, b1, w2, _, _, ctx.offset, _, _ = inputs
+    ctx.save_for_backward(u, z, w1, b1, w2)
+
+
+def _fire_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_fire_backward(grad, *ctx.saved_tensors, ctx.offset), None, None, None, None
+
+
+_fire.register_autograd(_fire_gradients, setup_context=_fire_context)

@@ -1,10 +1,57 @@
-"""Kernels between a table over distances and a matrix over rows and columns.
+"""The operator `toeplitz_bias`, differentiable, without atomics: from a table over distances to a matrix and back.
 
 H heads, R query rows, C key columns, N distances, S parts that the rows are split into; `x_ptr` points to x.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kernels.bias import configs
+from kernels.runtime import DTYPES, get_arch, launch_context
+
+
+def toeplitz_bias(
+    table: Tensor,
+    rows: int,
+    columns: int,
+    *,
+    offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    above: float = 0.0,
+) -> Tensor:
+    """The matrix [H, R, C] of table[h, n], n = offset + r − c, for attention that takes a bias as a matrix.
+
+    Args:
+        table: float32 [H, N], N ≥ offset + R.
+        rows, columns: R and C.
+        offset: position of the first row, counted from column 0; at least 0.
+        dtype: of the result. In float16, finite values beyond ±65504 become ±65504 instead of infinite.
+        above: what stands where c > offset + r, usually 0 or −inf. It has no gradient.
+
+    Returns:
+        [H, R, C] in `dtype`. The gradient of the table is the sum over each diagonal, in float32.
+
+    Raises:
+        ValueError: sizes or types that do not fit.
+        RuntimeError: tensors on the CPU outside Triton's interpreter.
+    """
+    check_sizes(rows, columns, offset, dtype)
+    if table.dim() != 2 or table.dtype != torch.float32 or table.shape[1] < offset + rows:
+        raise ValueError(
+            f"table is {table.dtype} {list(table.shape)}; it must be float32 [heads, at least {offset + rows}]"
+        )
+    return _toeplitz(table, rows, columns, offset, dtype, float(above))
+
+
+def check_sizes(rows: int, columns: int, offset: int, dtype: torch.dtype) -> None:
+    if rows < 1 or columns < 1 or offset < 0:
+        raise ValueError(f"rows {rows}, columns {columns}, offset {offset}; at least 1, 1 and 0 are needed")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype}; choose from float16, bfloat16, float32")
 
 
 @triton.jit
@@ -66,3 +113,60 @@ def _toeplitz_bwd_kernel(
             value *= tl.load(factor_ptr + rows, mask=rows < last, other=0.0)
         total += value
     tl.store(partial_ptr + (part * H + h) * N + n, tl.sum(total, 0), mask=n < N)
+
+
+def sum_diagonals(grad: Tensor, factor: Tensor | None, size: int, offset: int) -> Tensor:
+    """float32 [H, size]: sums over the diagonals of grad [H, R, C], each row times its factor."""
+    heads, rows, columns = grad.shape
+    tile = configs.launch_options(get_arch(grad), configs.TOEPLITZ_BWD)
+    blocks = triton.cdiv(size, tile.block_n)
+    count, each = configs.split_rows(blocks * heads, rows)
+    partial = torch.empty(count, heads, size, dtype=torch.float32, device=grad.device)
+    with launch_context(grad):
+        _toeplitz_bwd_kernel[(blocks, heads, count)](
+            *(grad, factor, partial, heads, rows, columns, size, offset, each), **tile.blocks, **tile.options
+        )
+    return partial.sum(0)
+
+
+@torch.library.custom_op("farfield::toeplitz_bias", mutates_args=())
+def _toeplitz(table: Tensor, rows: int, columns: int, offset: int, dtype: torch.dtype, above: float) -> Tensor:
+    table = table.contiguous()
+    heads = table.shape[0]
+    out = torch.empty(heads, rows, columns, dtype=dtype, device=table.device)
+    tile = configs.launch_options(get_arch(table), configs.TOEPLITZ_FWD)
+    largest = torch.finfo(dtype).max
+    with launch_context(table):
+        _toeplitz_fwd_kernel[(triton.cdiv(rows, tile.block_m), triton.cdiv(columns, tile.block_n), heads)](
+            *(table, out, rows, columns, table.shape[1], offset, above, largest),
+            SATURATE=dtype == torch.float16,
+            **tile.blocks,
+            **tile.options,
+        )
+    return out
+
+
+@_toeplitz.register_fake
+def _(table: Tensor, rows: int, columns: int, offset: int, dtype: torch.dtype, above: float) -> Tensor:
+    return table.new_empty(table.shape[0], rows, columns, dtype=dtype)
+
+
+@torch.library.custom_op("farfield::toeplitz_bias_backward", mutates_args=())
+def _toeplitz_backward(grad: Tensor, size: int, offset: int) -> Tensor:
+    return sum_diagonals(grad.contiguous(), None, size, offset)
+
+
+@_toeplitz_backward.register_fake
+def _(grad: Tensor, size: int, offset: int) -> Tensor:
+    return grad.new_empty(grad.shape[0], size, dtype=torch.float32)
+
+
+def _toeplitz_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.size, ctx.offset = inputs[0].shape[1], inputs[3]
+
+
+def _toeplitz_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _toeplitz_backward(grad, ctx.size, ctx.offset), None, None, None, None, None
+
+
+_toeplitz.register_autograd(_toeplitz_gradients, setup_context=_toeplitz_context)

@@ -9,9 +9,8 @@ dbias[n] = sum of dS over the diagonal n; dweight[n] = sum of dS ∘ scale·q·k
 import triton
 import triton.language as tl
 
-from kernels.biased_attention.forward import LOG2E
-from kernels.biased_attention.tiles import column_ranges, load_table_tile, visible_mask
-from kernels.rows import load_rows, store_rows
+from kernels.biased_attention.forward import LOG2E, column_ranges, load_table_tile, visible_mask
+from kernels.head_dim import load_rows, store_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 

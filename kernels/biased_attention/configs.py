@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kernels.launch import INPUT_PRECISION, Tile
-from kernels.rows import head_dim_constants, padded
+from kernels.head_dim import head_dim_constants, pad_for_dot
+from kernels.runtime import INPUT_PRECISION, Tile
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def tile_constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, An
 
 def fit_tile_to_rows(tile: Tile, rows: int) -> Tile:
     """A tile of the forward pass: a few rows (decoding) do not need the whole of it, of which a dot needs 16."""
-    return replace(tile, block_m=padded(min(rows, tile.block_m)))
+    return replace(tile, block_m=pad_for_dot(min(rows, tile.block_m)))
 
 
 def count_row_groups(rows: int, block: int, pairs: int, partial: bool) -> int:

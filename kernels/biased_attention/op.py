@@ -14,8 +14,8 @@ from torch import Tensor
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import _fwd_kernel
-from kernels.rows import MAX_HEAD_DIM
-from kernels.runtime import DTYPES, capability, on_device_of
+from kernels.head_dim import MAX_HEAD_DIM
+from kernels.runtime import DTYPES, get_arch, launch_context
 
 
 def biased_attention(
@@ -160,14 +160,14 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output, and log2 of the softmax's denominator [B, H, R]."""
-    arch = capability(q)
+    arch = get_arch(q)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight = _contiguous(bias), _contiguous(weight)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_config(arch, q.dtype, dim).fwd, rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    with on_device_of(q):
+    with launch_context(q):
         _fwd_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
             *(q, k, v, bias, weight, out, lse),
             *_strides(q, k, v),
@@ -201,7 +201,7 @@ def _backward(
     weight_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the two tables; [0] for a table that is absent or wants none."""
-    arch = capability(q)
+    arch = get_arch(q)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
     batch, heads, rows, dim = q.shape
@@ -216,7 +216,7 @@ def _backward(
     ]
     sizes = (*_strides(q, k, v, grad), scale, heads, rows, columns, size, offset, window or 0)
     windowed = window is not None
-    with on_device_of(q):
+    with launch_context(q):
         _bwd_dq_kernel[(groups, batch * heads)](
             *(q, k, v, bias, weight, out, lse, grad, grad_lse, dq, delta, *partial),
             *sizes,

@@ -1,15 +1,15 @@
 """Backward mixer kernels: gradient of the logits of a chunk → gradients of scores, tables and weights.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles as in `tiles.py`, maps as in
-`heads.py`. Every sum over rows, batch and programs has one order: a program adds up its own rows, PyTorch adds up the
-programs. No atomics.
+p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles as in `forward.py`, maps as
+in `scores.py`. Every sum over rows, batch and programs has one order: a program adds up its own rows, PyTorch adds up
+the programs. No atomics.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.tiles import (
+from kernels.cdape_attention.forward import (
     LARGEST,
     SLOPE,
     compute_hidden_tile,

@@ -1,8 +1,8 @@
 """Tile sizes by shape: a static table, so that all ranks of a run agree.
 
-Chosen by compiling for sm_80 and sm_90 (`compiled.py`): of the tiles that spill little, the one that takes the fewest
-instructions for a score (`kernels/instructions.py`). One table serves both, since no speed has been measured on either;
-what differs between chips belongs here once it has.
+Chosen by compiling for sm_80 and sm_90 (`aot_configs.py`): of the tiles that spill little, the one that takes the
+fewest instructions for a score (`kernels/instructions.py`). One table serves both, since no speed has been measured on
+either; what differs between chips belongs here once it has.
 
 H heads, D processor width, k kernel size, p = k//2, R query rows.
 """
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from kernels.cdape_attention.heads import padded_channels
-from kernels.launch import INPUT_PRECISION, Tile
-from kernels.rows import head_dim_constants, padded
-from kernels.runtime import Machine
+from kernels.cdape_attention.scores import padded_channels
+from kernels.head_dim import head_dim_constants, pad_for_dot
+from kernels.runtime import INPUT_PRECISION, DeviceProperties, Tile
 
 STAGES = 1
 """Of the mixer's kernels: their loops recompute rather than stream, so loading ahead gains nothing and costs memory."""
@@ -28,13 +27,13 @@ def mixer_tile(kernel: str, heads: int, width: int, size: int, rows: int, dtype:
         kernel: mix_fwd, mix_bwd or mix_bwd_dw.
         rows: query rows of a chunk; few rows (decoding) are covered by flat, wide tiles.
     """
-    wide = padded(heads) * padded(width) > 512
-    distances = max(64, padded(2 * size))
+    wide = pad_for_dot(heads) * pad_for_dot(width) > 512
+    distances = max(64, pad_for_dot(2 * size))
     if kernel == "mix_fwd":
         chosen = Tile(2 if wide and size > 3 else 4, distances, 4, STAGES)
     elif kernel == "mix_bwd":
         chosen = Tile(1, distances, 4, STAGES)
-    elif padded(padded_channels(heads) * size) * padded(width) > 2048:
+    elif pad_for_dot(padded_channels(heads) * size) * pad_for_dot(width) > 2048:
         chosen = Tile(1, distances // 2, 8, STAGES)
     else:
         chosen = Tile(2, distances // 2, 4, STAGES)
@@ -85,14 +84,14 @@ def mixer_constants(
         "CHANNELS": padded_channels(heads),
         "D": width,
         "K": size,
-        "BLOCK_D": padded(width),
+        "BLOCK_D": pad_for_dot(width),
         **tile.blocks,
         "SATURATE": dtype == torch.float16,
         "INPUT_PRECISION": INPUT_PRECISION,
     }
     if kernel == "mix_bwd_dw":
-        return constants | {"BLOCK_KC": padded(size * padded_channels(heads))}
-    return constants | {"BLOCK_H": padded(heads), "HAS_BIAS": has_bias}
+        return constants | {"BLOCK_KC": pad_for_dot(size * padded_channels(heads))}
+    return constants | {"BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
 
 
 def attend_constants(dim: int, tile: Tile) -> dict[str, Any]:
@@ -124,16 +123,18 @@ def max_chunk_rows(heads: int, columns: int) -> int:
     return ((1 << 31) - 1) // (padded_channels(heads) * columns)
 
 
-def choose_chunk_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, machine: Machine) -> int:
+def choose_chunk_rows(
+    batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, device: DeviceProperties
+) -> int:
     """Query rows per chunk.
 
     So many that the softmax, which has a program for a head's block of rows, keeps the processors busy, and fewer where
     the maps would be large, so that memory stays linear in C.
     """
     chunk, block = DEFAULT_ROWS, attend_tile("attend_fwd", DEFAULT_ROWS, dtype).block_m
-    while chunk < MAX_ROWS and batch * heads * (chunk // block) < machine.processors:
+    while chunk < MAX_ROWS and batch * heads * (chunk // block) < device.multi_processor_count:
         chunk *= 2
-    room = int(machine.memory * WORKSPACE_FRACTION) // (batch * columns * map_bytes(heads, dtype))
+    room = int(device.total_memory * WORKSPACE_FRACTION) // (batch * columns * map_bytes(heads, dtype))
     while chunk > MIN_ROWS and chunk > min(room, max_chunk_rows(heads, columns)):
         chunk //= 2
     return max(min(chunk, rows), 1)

@@ -1,20 +1,98 @@
-"""Forward mixer kernel: scores and bias of a chunk of rows → logits.
+"""Forward mixer kernel: scores and bias of a chunk of rows → logits. Before it stands what the backward kernels share
+with it: skewed tiles, and the hidden values on one.
 
-B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`. Tiles as in `tiles.py`.
+B batch, H heads, R query rows of a chunk, C columns of a chunk's maps, D processor width, k kernel size, p = k//2.
+BLOCK_H and BLOCK_D are H and D padded for `tl.dot`. A tile is BLOCK_M rows by BLOCK_N distances, flattened to
+PIXELS = BLOCK_M·BLOCK_N: pixel (row, m) stands at distance n = top − m and column j = i − n, so that j grows with m and
+one table entry serves a column of the tile. A tap t reads column j + t − p, at distance n − t + p.
+
+Device functions take as tuples what belongs together: `pixels` is (row, n, j, alive), alive being the pixels that have
+a hidden value; `extent` is (R, C, first_column, share_count, edge_row, window), the runtime sizes.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.tiles import (
-    compute_hidden_tile,
-    is_visible_pixel,
-    leaky_relu,
-    load_map_tile,
-    saturate,
-    shift_pixels,
-)
+SLOPE = tl.constexpr(0.01)  # of LeakyReLU, below zero
+LARGEST = tl.constexpr(65504.0)  # of float16
+
+
+@triton.jit
+def saturate(x, SATURATE: tl.constexpr):
+    """x held within float16's range where the compute type is float16."""
+    if SATURATE:
+        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    return x
+
+
+@triton.jit
+def leaky_relu(x):
+    """LeakyReLU, for a slope below 1."""
+    return tl.maximum(x, x * SLOPE)
+
+
+@triton.jit
+def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """x [PIXELS, BLOCK_H] read `by` pixels further on. What crosses a row's end lands in the halo, not kept."""
+    pixel = tl.minimum(tl.maximum(tl.arange(0, PIXELS) + by, 0), PIXELS - 1)
+    return tl.gather(x, tl.broadcast_to(pixel[:, None], (PIXELS, BLOCK_H)), 0)
+
+
+@triton.jit
+def is_visible_pixel(row, n, j, R, window):
+    """May the row see the column: within the chunk, the triangle, the window and the sequence."""
+    return (row < R) & (n >= 0) & (n < window) & (j >= 0)
+
+
+@triton.jit
+def load_map_tile(map_ptr, row, j, seen, C, first_column, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Entries (row, j) of a map [R, C, CHANNELS] as [PIXELS, BLOCK_H], zero where not seen."""
+    channel = tl.arange(0, BLOCK_H)
+    place = (row * C + j - first_column) * CHANNELS
+    there = seen[:, None]
+    if CHANNELS < BLOCK_H:
+        there = there & (channel < CHANNELS)[None, :]
+    return tl.load(map_ptr + place[:, None] + channel[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def load_contribution_tile(
+    shares_ptr, row, n, j, alive, share_count, edge_row, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Conv1's bias half and constant as [PIXELS, BLOCK_D]: by distance, by row and column at the left edge."""
+    width = tl.arange(0, BLOCK_D)
+    entry = tl.where(j < PADDING, share_count + (edge_row + row) * PADDING + j, n + PADDING)
+    place = entry.to(tl.int64) * D
+    return tl.load(shares_ptr + place[:, None] + width[None, :], mask=alive[:, None] & (width < D)[None, :], other=0.0)
+
+
+@triton.jit
+def compute_hidden_tile(
+    scores_ptr,
+    shares_ptr,
+    w1_ptr,
+    pixels,
+    extent,
+    CHANNELS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Conv1 on a tile, float32 [PIXELS, BLOCK_D], before saturation and LeakyReLU."""
+    row, n, j, alive = pixels
+    R, C, first_column, share_count, edge_row, window = extent
+    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    hidden = load_contribution_tile(shares_ptr, row, n, j, alive, share_count, edge_row, K // 2, D, BLOCK_D)
+    for tap in tl.static_range(K):
+        reach = tap - K // 2
+        seen = is_visible_pixel(row, n - reach, j + reach, R, window)
+        taken = load_map_tile(scores_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
+        weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[:, None] * BLOCK_D + width[None, :])
+        hidden = tl.dot(taken, weight, hidden, input_precision=INPUT_PRECISION)
+    return hidden
+
 
 RUNTIME = ["R", "C", "first_row", "first_column", "share_count", "edge_row", "bias_count", "window"]
 
@@ -23,7 +101,7 @@ RUNTIME = ["R", "C", "first_row", "first_column", "share_count", "edge_row", "bi
 def _mix_fwd_kernel(
     scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
     logits_ptr,  # [B, H, R, C] float32, written where a row sees a column
-    shares_ptr,  # [p + N + rows·p, D] float32, from tables.shares
+    shares_ptr,  # [p + N + rows·p, D] float32, from bias_term.bias_contributions
     bias_ptr,  # [H, bias_count] float32, added to the logits
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type

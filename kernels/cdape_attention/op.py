@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import chunks
+from kernels.cdape_attention import driver
+from kernels.cdape_attention.args import check_shapes
+from kernels.cdape_attention.bias_term import bias_contributions as make_shares
 from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
 from kernels.cdape_attention.reference import at_least_float32
-from kernels.cdape_attention.shapes import check_shapes
-from kernels.cdape_attention.tables import bias_contributions as make_shares
-from kernels.rows import MAX_HEAD_DIM
-from kernels.runtime import DTYPES, capability, machine_of, on_device_of
+from kernels.head_dim import MAX_HEAD_DIM
+from kernels.runtime import DTYPES, get_arch, get_device_properties, launch_context
 
 MAX_PROCESSOR_WIDTH = 64
 """Widths beyond would need other tiles."""
@@ -77,9 +77,9 @@ def cdape_attention(
         w2[:, :, 0],
         b2,
         offset,
-        chunks.UNBOUNDED if window is None else min(window, chunks.UNBOUNDED),
+        driver.UNBOUNDED if window is None else min(window, driver.UNBOUNDED),
         dim**-0.5 if scale is None else scale,
-        choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, machine_of(q))
+        choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
         if chunk is None
         else min(chunk, rows),
     )[0]
@@ -107,8 +107,8 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
 
 def _build_args(
     shares: Tensor, residual: Tensor, w1: Tensor, w2: Tensor, b2: Tensor, q: Tensor, offset: int, window: int
-) -> chunks.CdapeArgs:
-    return chunks.CdapeArgs(
+) -> driver.CdapeArgs:
+    return driver.CdapeArgs(
         shares=at_least_float32(shares).contiguous(),
         bias=residual.contiguous(),
         w1=w1,
@@ -138,12 +138,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Output, and the softmax's maximum and sum [2, B, H, R].
 
-    `shares` is from tables.shares, `residual` float32 [H, N or 0], `w1` [D, H, k] the scores' half, `w2` [H, D, k].
+    `shares` is from `bias_term.bias_contributions`, `residual` float32 [H, N or 0], `w1` [D, H, k] the scores' half,
+    `w2` [H, D, k].
     """
-    capability(q)  # raises where no kernel can run
+    get_arch(q)  # raises where no kernel can run
     problem = _build_args(shares, residual, w1, w2, b2, q, offset, window)
-    with on_device_of(q):
-        return chunks.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
+    with launch_context(q):
+        return driver.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
 
 
 @_attention.register_fake
@@ -169,10 +170,10 @@ def _attention_backward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, shares, residual, w1 and w2."""
-    capability(q)  # raises where no kernel can run
+    get_arch(q)  # raises where no kernel can run
     problem = _build_args(shares, residual, w1, w2, b2, q, offset, window)
-    with on_device_of(q):
-        dq, dk, dv, dshares, dresidual, dw1, dw2 = chunks.backward(
+    with launch_context(q):
+        dq, dk, dv, dshares, dresidual, dw1, dw2 = driver.backward(
             dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), stats, problem, scale, chunk
         )
     return dq, dk, dv, dshares, dresidual, dw1.to(w1.dtype), dw2.to(w2.dtype).contiguous()

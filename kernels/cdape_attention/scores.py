@@ -1,14 +1,87 @@
-"""Scores of all heads of a chunk, S = q·k, heads last (`heads.py`).
+"""Scores of all heads of a chunk, S = q·k, and maps in which heads lie last: [B, R, C, channels], channels = 8·⌈H/8⌉.
 
-B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension.
+B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as in
+`kernels.head_dim`. The mixer reads all heads of a pixel at once; where they lie side by side, 16 bytes are one load
+instead of eight. A tile holds rows by columns of each head, as a matrix product leaves them, and is stored eight heads
+at a time: `join_tiles` moves nothing between threads.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.heads import GROUP, head_products, is_visible, join_tiles, store_group
+from kernels.head_dim import load_rows
 
 RUNTIME = ["R", "C", "first_row", "first_column", "window", "R_total", "C_total"]
+GROUP = tl.constexpr(8)
+"""Heads that are stored together."""
+
+
+def padded_channels(heads: int) -> int:
+    """Of a map: the heads, and what fills up their last group, which is zero."""
+    return -(-heads // GROUP.value) * GROUP.value
+
+
+@triton.jit
+def join_tiles(tiles):
+    """Eight tiles [BLOCK_M, BLOCK_N] as one, [BLOCK_M, BLOCK_N, 8]."""
+    even = tl.join(tl.join(tiles[0], tiles[4]), tl.join(tiles[2], tiles[6]))
+    odd = tl.join(tl.join(tiles[1], tiles[5]), tl.join(tiles[3], tiles[7]))
+    return tl.reshape(tl.join(even, odd), (tiles[0].shape[0], tiles[0].shape[1], 8))
+
+
+@triton.jit
+def head_products(
+    a_ptr,
+    b_ptr,
+    row,
+    column,
+    R,
+    C,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Rows of a [R, d] from `row` on times rows of b [C, d] from `column` on: float32 [BLOCK_M, BLOCK_N]."""
+    a = load_rows(a_ptr, row, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    b = load_rows(b_ptr, column, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    found = tl.dot(a, tl.trans(b), input_precision=INPUT_PRECISION)
+    if BLOCK_DB:
+        a = load_rows(a_ptr, row, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+        b = load_rows(b_ptr, column, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+        found = tl.dot(a, tl.trans(b), found, input_precision=INPUT_PRECISION)
+    return found
+
+
+@triton.jit
+def store_group(
+    map_ptr,
+    group,
+    row,
+    column,
+    R,
+    C,
+    GROUP_INDEX: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`group` [BLOCK_M, BLOCK_N, 8] as these channels of a map [R, C, CHANNELS], from a row and a column on."""
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    stored = (rows < R)[:, None] & (columns < C)[None, :]
+    place = (rows[:, None] * C + columns[None, :]) * CHANNELS + GROUP_INDEX * 8
+    to = map_ptr + place[:, :, None] + tl.arange(0, 8)[None, None, :]
+    tl.store(to, group.to(map_ptr.dtype.element_ty), mask=stored[:, :, None])
+
+
+@triton.jit
+def is_visible(row, column, R, first_row, first_column, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Does any of BLOCK_M rows see any of BLOCK_N columns, both counted from the chunk's first?"""
+    position = first_row - first_column + row
+    last = position + tl.minimum(BLOCK_M, R - row) - 1
+    return (column <= last) & (column + BLOCK_N > position - window + 1)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import pytest
 import torch
 from position_methods import build, random_qkv
 
-from kernels.cdape_attention import host
+from kernels.cdape_attention import cpu
 from megatron.attention.backends import native
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import EagerBackend
@@ -18,7 +18,7 @@ from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError
 from tools.rounding import assert_alike
 
-compiled = pytest.mark.skipif(host.unavailable_reason() is not None, reason=str(host.unavailable_reason()))
+compiled = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
 
 class Refused:
@@ -75,7 +75,7 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
     ],
 )
 def test_what_it_refuses_is_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "unavailable_reason", lambda: "no C compiler was found")
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found")
     with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
         select_backend("native", 4, *build(*pair))
 
@@ -128,7 +128,7 @@ def test_auto_does_without_a_compiler_and_says_what_that_costs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     native._warn_unavailable.cache_clear()
-    monkeypatch.setattr(host, "unavailable_reason", lambda: "no C compiler was found (cc, gcc, clang)")
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found (cc, gcc, clang)")
     rows = rows_of(("kerple_log", "cdape"))
     auto = select_backend("auto", 4, rows.encoding, rows.processor)
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 Triton chooses twice: when it is imported (tests/conftest.py does that) and when a kernel is decorated. So
 TRITON_INTERPRET is in the environment while this folder is collected, which imports the kernels, and while its tests
-run, which may import more and ask `kernels.runtime.interpreted`. Other folders and their processes never see it.
+run, which may import more and ask `kernels.runtime.is_interpreted`. Other folders and their processes never see it.
 `triton.knobs.runtime.interpret` is left alone: it reads the environment each time, and a value set there would last
 and show in the other folders' tests whenever this folder is collected with them.
 
@@ -91,13 +91,13 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The interpreter takes as long for a tile of any size, so these are few, and short sequences still have several.
     """
-    from kernels.cdape_attention import chunks
+    from kernels.cdape_attention import driver
     from kernels.cdape_attention.configs import attend_tile, heads_tile, mixer_tile
 
-    monkeypatch.setattr(chunks, "mixer_tile", lambda *args: replace(mixer_tile(*args), block_m=16, block_n=16))
-    monkeypatch.setattr(chunks, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=16))
-    monkeypatch.setattr(chunks, "heads_tile", lambda *args: replace(heads_tile(*args), block_m=16, block_n=16))
-    monkeypatch.setattr(chunks, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
+    monkeypatch.setattr(driver, "mixer_tile", lambda *args: replace(mixer_tile(*args), block_m=16, block_n=16))
+    monkeypatch.setattr(driver, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=16))
+    monkeypatch.setattr(driver, "heads_tile", lambda *args: replace(heads_tile(*args), block_m=16, block_n=16))
+    monkeypatch.setattr(driver, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 
 @pytest.fixture

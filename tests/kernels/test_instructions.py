@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.instructions import count
+from kernels.instructions import count_instructions
 
 ROOT = Path(__file__).parents[2]
 DISASSEMBLY = """
@@ -30,24 +30,24 @@ DISASSEMBLY = """
 
 
 def test_the_shortest_loop_with_products_is_counted_where_there_is_one() -> None:
-    assert count(DISASSEMBLY, looped=True) == 2
-    assert count(DISASSEMBLY.replace("(.L_x_0)", "(.L_x_4)"), looped=True) == 5
-    assert count(DISASSEMBLY, looped=False) == 9
+    assert count_instructions(DISASSEMBLY, has_loop=True) == 2
+    assert count_instructions(DISASSEMBLY.replace("(.L_x_0)", "(.L_x_4)"), has_loop=True) == 5
+    assert count_instructions(DISASSEMBLY, has_loop=False) == 9
 
 
 def test_a_kernel_without_a_loop_is_not_taken_for_one_that_has_it() -> None:
     with pytest.raises(ValueError, match="no loop"):
-        count("\n".join(line for line in DISASSEMBLY.splitlines() if "P" not in line), looped=True)
+        count_instructions("\n".join(line for line in DISASSEMBLY.splitlines() if "P" not in line), has_loop=True)
 
 
 def test_the_kernels_of_a_step_are_counted() -> None:
     """All launches are told; one is compiled and disassembled."""
     script = (
-        "from kernels.instructions import clocks\n"
-        "from kernels.cdape_attention.compiled import list_passes\n"
-        "(launches,) = list_passes(80).values()\n"
-        "print(*(launch.configuration.name.split()[0] for launch in launches))\n"
-        "assert 0 < clocks(launches[0], 80) < 100\n"
+        "from kernels.instructions import count_clocks\n"
+        "from kernels.cdape_attention.aot_configs import list_passes\n"
+        "(kernels,) = list_passes(80).values()\n"
+        "print(*(kernel.config.name.split()[0] for kernel in kernels))\n"
+        "assert 0 < count_clocks(kernels[0], 80) < 100\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)

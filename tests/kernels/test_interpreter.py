@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 
-from kernels.interpreter import lean
+from kernels.runtime import fast_interpreter
 
 
 def _replaced() -> list[object]:
@@ -17,7 +17,7 @@ def test_what_it_does_without_is_back_afterwards_even_after_an_error() -> None:
     before = _replaced()
 
     def fail() -> None:
-        with lean():
+        with fast_interpreter():
             assert all(now is not then for now, then in zip(_replaced(), before, strict=True))
             raise ZeroDivisionError
 

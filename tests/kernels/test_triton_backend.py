@@ -11,7 +11,7 @@ from position_methods import MAPPED, build, random_qkv
 from kernels.bias.configs import MAX_WIDTH
 from kernels.biased_attention.op import biased_attention
 from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
-from kernels.rows import MAX_HEAD_DIM
+from kernels.head_dim import MAX_HEAD_DIM
 from megatron.attention.backends import triton
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.backends.pytorch import EagerBackend

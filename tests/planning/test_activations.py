@@ -9,7 +9,7 @@ from kept import Peak, kept_by_autograd
 from models import build_model
 from tiny_runs import tiny_config
 
-from kernels.cdape_attention import host
+from kernels.cdape_attention import cpu
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
@@ -32,7 +32,7 @@ METHODS = {
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the C code for CPUs is not."""
-    monkeypatch.setattr(host, "unavailable_reason", lambda: "a GPU")
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "a GPU")
 
 
 def config(length: int, **keys: Any) -> Config:

@@ -1,16 +1,92 @@
-"""Calls of the CDAPE operator with all their gradients, and the truth about them."""
+"""Calls of the CDAPE operator with all their gradients, and the truth about them.
+
+B batch, H heads, R query rows, C key columns, d head dimension, D processor width, k kernel size.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.cases import Case
 from kernels.cdape_attention.reference import reference
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
 """The output, then the operator's tensors."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the operator."""
+
+    batch: int
+    heads: int
+    rows: int
+    columns: int
+    dim: int
+    width: int
+    size: int
+    offset: int = 0
+    window: int | None = None
+    residual_bias: bool = True
+    has_bias: bool = True
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value is not None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the operator and of the reference."""
+        return {"offset": self.offset, "window": self.window, "residual_bias": self.residual_bias}
+
+    def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[Tensor | None]:
+        """q, k, v, bias, w1, b1, w2 and b2, the same numbers for the same seed, rounded to a type once.
+
+        The bias falls with the distance as a learned one does, and the weights let the hidden values change sign.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+        count = self.offset + self.rows
+        q = normal(self.batch, self.heads, self.rows, self.dim)
+        k, v = (normal(self.batch, self.heads, self.columns, self.dim) for _ in "kv")
+        inputs = 2 * self.heads if self.has_bias else self.heads
+        w1 = normal(self.width, inputs, 1, self.size, scale=(inputs * self.size) ** -0.5)
+        w2 = normal(self.heads, self.width, 1, self.size, scale=(self.width * self.size) ** -0.5)
+        b1, b2 = normal(self.width, scale=0.3), normal(self.heads, scale=0.3)
+        slope = torch.rand(self.heads, 1, generator=generator) * 2
+        bias = -slope * torch.log1p(torch.arange(count + 2)) + torch.randn(self.heads, count + 2, generator=generator)
+        return [q, k, v, bias.to(device) if self.has_bias else None, w1, b1, w2, b2]
+
+
+SMALL = [
+    Case(2, 3, 9, 9, 8, 4, 1),
+    Case(1, 4, 19, 19, 16, 20, 3),
+    Case(2, 5, 11, 11, 8, 5, 3, chunk=6),
+    Case(1, 4, 17, 24, 8, 33, 5, offset=3, residual_bias=False),
+    Case(1, 3, 20, 20, 10, 8, 7, chunk=13),
+    Case(1, 3, 18, 18, 8, 6, 3, has_bias=False),
+    Case(1, 2, 17, 42, 8, 6, 5, offset=23, window=9, chunk=9),
+    Case(1, 2, 19, 19, 8, 6, 7, window=2, has_bias=False),
+    Case(1, 4, 3, 3, 8, 6, 7),
+    Case(2, 5, 1, 31, 8, 16, 3, offset=30),
+    Case(1, 17, 9, 9, 8, 8, 3),
+    Case(1, 2, 14, 26, 8, 6, 5, offset=12, window=12),
+    Case(1, 2, 16, 16, 8, 6, 3),
+    Case(1, 3, 17, 28, 80, 8, 3, offset=11, window=13, chunk=10),
+    Case(1, 2, 9, 12, 128, 6, 3, offset=3),
+]
+"""For tiles of 16 rows and distances, 16 − 2p of which are kept: odd sizes, T < k, offsets, windows (narrower than p
+too), chunks, decoding, H beyond 16; a window that ends with a tile, so that the hidden values beyond it lie in the
+next, and a length that does; a head dimension in two parts, and the largest."""
+
+SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
+"""Run with a bias beyond float16's range."""
 
 
 def into_output(case: Case, dtype: torch.dtype, device: str = "cpu") -> Tensor:

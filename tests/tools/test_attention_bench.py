@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import host
+from kernels.cdape_attention import cpu
 from tools.bench import attention as attention_bench
 from tools.bench import error_gate
 from tools.bench.attention_peers import Attention, Problem, peers
@@ -126,7 +126,7 @@ def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None
     assert refused["refusal"]
     assert "\n" not in refused["refusal"]
     assert (refused["error"] is None) == (wrong in (out_of_memory, nan_in_dk))
-    compiled = {"native"} if host.unavailable_reason() is None else set()
+    compiled = {"native"} if cpu.unavailable_reason() is None else set()
     assert set(records) == {"eager", "chunked", "kept", "flash", "appendix", "right"} | compiled
     assert all(record["ms"] and "refusal" not in record for record in records.values())
 

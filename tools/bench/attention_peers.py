@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.runtime import interpreted
+from kernels.runtime import is_interpreted
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
@@ -133,7 +133,7 @@ def peers(problem: Problem) -> dict[str, Attention]:
     on_host = problem.device == "cpu" and problem.dtype == torch.float32
     if on_host and native.unsupported_reason(*problem.methods) is None:
         found["native"] = _backend(problem, native)
-    here = problem.device != "cpu" or interpreted()
+    here = problem.device != "cpu" or is_interpreted()
     if here and problem.dtype != torch.float64 and ours.unsupported_reason(*problem.methods) is None:
         found["triton"] = _backend(problem, ours)
     if problem.op == "cdape":

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from kernels.runtime import interpreted  # noqa: E402
+from kernels.runtime import is_interpreted  # noqa: E402
 from megatron.attention.segments import build_segments  # noqa: E402
 from megatron.distributed.process_groups import single_process  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
@@ -111,7 +111,7 @@ def farfield(problem: Problem, method: str) -> Candidate:
         seed=1,
         device=problem.device,
         dtype=get_torch_dtype(problem.dtype),
-        backend="triton" if (problem.cuda or interpreted()) and method != "rotary" else "auto",
+        backend="triton" if (problem.cuda or is_interpreted()) and method != "rotary" else "auto",
     )
     if problem.layer:
         return Candidate(_layer_step(problem, gpt, width))

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import host
+from kernels.cdape_attention import cpu
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.backends.fused_processor import (
     processor_fallback_reason,
@@ -36,14 +36,14 @@ class NativeBackend:
         self.fallback, self.is_requested = fallback, is_requested
 
     def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        return self.combination_unsupported_reason(encoding, processor) or host.unavailable_reason()
+        return self.combination_unsupported_reason(encoding, processor) or cpu.unavailable_reason()
 
     @staticmethod
     def combination_unsupported_reason(encoding: Encoding, processor: Processor | None) -> str | None:
         """Why it refuses, wherever the model will run."""
         if processor is None:
             return "it is for score processors"
-        return processor_unsupported_reason(encoding, processor, max_kernel_size=host.MAX_KERNEL_SIZE)
+        return processor_unsupported_reason(encoding, processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = _fallback_reason(inputs)
@@ -51,11 +51,11 @@ class NativeBackend:
             if self.is_requested:
                 _warn_fallback(reason)
             return self.fallback(inputs)
-        if host.unavailable_reason() is not None:
+        if cpu.unavailable_reason() is not None:
             _warn_unavailable()
             return self.fallback(inputs)
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
-        return run_processor_kernel(host.cdape_attention, inputs, table.bias)
+        return run_processor_kernel(cpu.cdape_attention, inputs, table.bias)
 
 
 def _fallback_reason(inputs: AttentionInputs) -> str | None:
@@ -75,5 +75,5 @@ def _warn_fallback(reason: str) -> None:
 @cache
 def _warn_unavailable() -> None:
     logger.warning(
-        "score processors take several times as long on this CPU as they could: %s", host.unavailable_reason()
+        "score processors take several times as long on this CPU as they could: %s", cpu.unavailable_reason()
     )

@@ -46,9 +46,9 @@ ROWS_PER_CALL = 256
 
 def triton_is_available() -> bool:
     """Is there a GPU, or Triton's interpreter (tests)?"""
-    from kernels.runtime import interpreted
+    from kernels.runtime import is_interpreted
 
-    return torch.cuda.is_available() or interpreted()
+    return torch.cuda.is_available() or is_interpreted()
 
 
 class TritonBackend:
@@ -64,7 +64,7 @@ class TritonBackend:
     def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
         if not triton_is_available():
             return "it needs a CUDA device"
-        from kernels.rows import MAX_HEAD_DIM
+        from kernels.head_dim import MAX_HEAD_DIM
 
         if encoding.dims.head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.dims.head_dim}"
@@ -116,13 +116,13 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         inputs: what attention is asked for.
         table: the encoding's table over the distances of these rows; empty if it has none.
     """
-    from kernels.runtime import DTYPES, interpreted
+    from kernels.runtime import DTYPES, is_interpreted
 
     dtype, fire = inputs.q.dtype, _fire_parameters(inputs.encoding)
-    if not (inputs.q.is_cuda or interpreted()):
+    if not (inputs.q.is_cuda or is_interpreted()):
         return KernelChoice.PYTORCH, "a model on the CPU"
-    if dtype not in DTYPES or (interpreted() and dtype == torch.bfloat16):
-        return KernelChoice.PYTORCH, f"{dtype}{' in the interpreter' if interpreted() else ''}"
+    if dtype not in DTYPES or (is_interpreted() and dtype == torch.bfloat16):
+        return KernelChoice.PYTORCH, f"{dtype}{' in the interpreter' if is_interpreted() else ''}"
     if inputs.query.sampled is not None:
         return KernelChoice.PYTORCH, "randomized positions"
     if inputs.key_mask is not None:
@@ -199,7 +199,7 @@ def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: 
 
 def _build_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
     """[h, R, C] in the type of q, −inf for keys in the future."""
-    from kernels.bias.op import toeplitz_bias
+    from kernels.bias.toeplitz import toeplitz_bias
 
     above = float("-inf")
     if bias is None:
@@ -216,7 +216,7 @@ def compute_fire_bias(
     fire: FireParameters, query: TokenRange, key: TokenRange, heads: slice, dtype: torch.dtype, above: float = 0.0
 ) -> Tensor:
     """FIRE's bias [h, R, C] from its kernel, `above` for keys in the future."""
-    from kernels.bias.op import fire_bias
+    from kernels.bias.fire import fire_bias
 
     return fire_bias(
         fire.c,

@@ -9,12 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from cdape_calls import NAMES, differentiated, doubled, into_output, truth
+from cdape_calls import NAMES, SATURATED, SMALL, Case, differentiated, doubled, into_output, truth
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cdape_attention import chunks, op
-from kernels.cdape_attention.cases import SATURATED, SMALL, Case
+from kernels.cdape_attention import driver, op
 from kernels.cdape_attention.op import cdape_attention
 from kernels.cdape_attention.reference import reference
 from tools.rounding import FACTOR, assert_rounding_alone, excess
@@ -183,17 +182,17 @@ def test_is_a_proper_operator(has_bias: bool, device: str) -> None:
     table = op.make_shares(bias, w1, b1, 5, 0, None, torch.float32)
     residual = q.new_empty(2, 0) if bias is None else bias
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, table, residual, w1[:, :2, 0], w2[:, :, 0], b2)]
-    torch.library.opcheck(torch.ops.farfield.cdape_attention.default, (*leaves, 0, chunks.UNBOUNDED, 0.5, 4))
+    torch.library.opcheck(torch.ops.farfield.cdape_attention.default, (*leaves, 0, driver.UNBOUNDED, 0.5, 4))
 
 
 @pytest.mark.usefixtures("tall_tiles")
 def test_torch_compile_and_checkpointing_change_nothing(device: str) -> None:
     inputs, into = TINY.inputs(torch.float32, device), into_output(TINY, torch.float32, device)
     plain = differentiated(cdape_attention, inputs, into)
-    compiled = differentiated(torch.compile(cdape_attention, backend="aot_eager", fullgraph=True), inputs, into)
+    compile_kernel = differentiated(torch.compile(cdape_attention, backend="aot_eager", fullgraph=True), inputs, into)
     again = differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
     # The compiler differentiates what surrounds the operator in another order.
-    assert_rounding_alone(compiled, truth(TINY, inputs, into), torch.float32)
+    assert_rounding_alone(compile_kernel, truth(TINY, inputs, into), torch.float32)
     for name, expected in plain.items():
         assert torch.equal(again[name], expected), name
 

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cdape_attention.chunks import ALIGNED, UNBOUNDED, CdapeArgs, ChunkMaps, iter_chunks
 from kernels.cdape_attention.configs import (
     MIN_ROWS,
     WORKSPACE_FRACTION,
@@ -15,14 +14,15 @@ from kernels.cdape_attention.configs import (
     max_chunk_rows,
     mixer_tile,
 )
-from kernels.cdape_attention.heads import padded_channels
-from kernels.rows import padded
-from kernels.runtime import Machine
+from kernels.cdape_attention.driver import ALIGNED, UNBOUNDED, CdapeArgs, ChunkMaps, iter_chunks
+from kernels.cdape_attention.scores import padded_channels
+from kernels.head_dim import pad_for_dot
+from kernels.runtime import DeviceProperties
 
 TYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
 
-A100 = Machine(40 << 30, 108)
+A100 = DeviceProperties(total_memory=40 << 30, multi_processor_count=108)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1 << 17), TYPES)
@@ -31,23 +31,25 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
 ) -> None:
     chunk = choose_chunk_rows(batch, heads, rows, columns, dtype, A100)
     assert 1 <= chunk <= rows
-    assert chunk <= MIN_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.memory * WORKSPACE_FRACTION
+    assert (
+        chunk <= MIN_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.total_memory * WORKSPACE_FRACTION
+    )
     assert chunk <= max_chunk_rows(heads, columns)
 
 
 @pytest.mark.parametrize(
-    ("batch", "columns", "machine", "expected"),
+    ("batch", "columns", "properties", "expected"),
     [
-        (1, 131_072, Machine(141 << 30, 132), 512),
+        (1, 131_072, DeviceProperties(141 << 30, 132), 512),
         (1, 131_072, A100, 128),
         (8, 2_048, A100, 256),
         (1, 2_048, A100, 1_024),
     ],
 )
 def test_a_chunk_has_work_for_all_processors_where_memory_allows(
-    batch: int, columns: int, machine: Machine, expected: int
+    batch: int, columns: int, properties: DeviceProperties, expected: int
 ) -> None:
-    assert choose_chunk_rows(batch, 12, columns, columns, torch.bfloat16, machine) == expected
+    assert choose_chunk_rows(batch, 12, columns, columns, torch.bfloat16, properties) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,9 +81,9 @@ def test_tiles_are_powers_of_two_that_keep_distances(
 
 @given(st.integers(1, 2048))
 def test_padded_sizes_suit_a_matrix_product(size: int) -> None:
-    assert padded(size) >= max(size, 16)
-    assert padded(size) & (padded(size) - 1) == 0
-    assert padded(size) < 2 * max(size, 16)
+    assert pad_for_dot(size) >= max(size, 16)
+    assert pad_for_dot(size) & (pad_for_dot(size) - 1) == 0
+    assert pad_for_dot(size) < 2 * max(size, 16)
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))

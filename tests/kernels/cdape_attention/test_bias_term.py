@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from kernels.cdape_attention.tables import bias_contributions
+from kernels.cdape_attention.bias_term import bias_contributions
 
 
 @given(

@@ -10,17 +10,17 @@ MAX_HEAD_DIM = 128
 """Larger ones would need other tiles in every kernel."""
 
 
-def padded(size: int) -> int:
+def pad_for_dot(size: int) -> int:
     """The next size that a matrix product accepts: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
     """(BLOCK_DA, BLOCK_DB): powers of two, at least 16, that hold `head_dim` with little padding, or BLOCK_DB = 0."""
-    whole = padded(head_dim)
+    whole = pad_for_dot(head_dim)
     if whole == 16 or head_dim == whole:
         return whole, 0
-    rest = padded(head_dim - whole // 2)
+    rest = pad_for_dot(head_dim - whole // 2)
     return (whole, 0) if rest == whole // 2 else (whole // 2, rest)
 
 

@@ -12,8 +12,8 @@ import torch
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import _fwd_kernel
-from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, Configuration, signature_of
-from kernels.instructions import Launch
+from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
+from kernels.instructions import PassKernel
 
 HEAD_DIMS = (32, 64, 80, 128)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -21,7 +21,7 @@ TABLES = {"plain": (False, False), "bias": (True, False), "bias+weight": (True, 
 FLOAT32 = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dbias_ptr", "dweight_ptr")
 
 
-def list_configurations() -> Iterator[Configuration]:
+def list_configurations() -> Iterator[KernelConfig]:
     """bias in all types and with a window; plain and bias + weight, which share the tiles, in bf16."""
     for dim in HEAD_DIMS:
         for kind in TYPES:
@@ -31,7 +31,7 @@ def list_configurations() -> Iterator[Configuration]:
         yield from _list_kernels("bias+weight", dim, "bf16", windowed=False)
 
 
-def _list_kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterator[Configuration]:
+def _list_kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterator[KernelConfig]:
     for arch in (80, 90):
         config = configs.choose_config(arch, TYPES[kind], dim)
         for which, kernel, tile in (
@@ -42,28 +42,28 @@ def _list_kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterat
             constants = configs.tile_constants(tile, dim, windowed=windowed) | _absent_arguments(
                 kernel, *TABLES[tables]
             )
-            yield Configuration(
+            yield KernelConfig(
                 name=f"{which} {tables}{' window' if windowed else ''} d={dim} {kind}",
                 kernel=kernel,
-                signature=signature_of(kernel, constants, kind, FLOAT32),
+                signature=build_signature(kernel, constants, kind, FLOAT32),
                 constexprs=constants,
                 options=tile.options,
                 arches=(arch,),
-                spill=SPILL_BUDGET_FLOAT32 if kind == "fp32" else SPILL_BUDGET,
+                spill_budget=SPILL_BUDGET_FLOAT32 if kind == "fp32" else SPILL_BUDGET,
             )
 
 
-def list_passes(arch: int) -> dict[str, list[Launch]]:
+def list_passes(arch: int) -> dict[str, list[PassKernel]]:
     """The kernels of a forward and backward pass with 12 heads of 64 in bfloat16, with a learned bias and without."""
     return {name: list(_build_pass(tables, arch)) for name, tables in (("learned bias", "bias"), ("no bias", "plain"))}
 
 
-def _build_pass(tables: str, arch: int) -> Iterator[Launch]:
+def _build_pass(tables: str, arch: int) -> Iterator[PassKernel]:
     heads, dim = 12, 64
     for configuration in _list_kernels(tables, dim, "bf16", windowed=False):
         if configuration.arches == (arch,):
             tile = configuration.constexprs["BLOCK_M"] * configuration.constexprs["BLOCK_N"]
-            yield Launch(configuration, tile / heads, looped=True)
+            yield PassKernel(configuration, tile / heads, has_loop=True)
 
 
 def _absent_arguments(kernel: Any, has_bias: bool, has_weight: bool) -> dict[str, None]:

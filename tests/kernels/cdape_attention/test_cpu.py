@@ -8,33 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from cdape_calls import NAMES, differentiated, doubled, into_output, truth
+from cdape_calls import NAMES, SMALL, Case, differentiated, doubled, into_output, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from kernels import host as compiling
-from kernels.cdape_attention import host
-from kernels.cdape_attention.cases import SMALL, Case
-from kernels.cdape_attention.host import cdape_attention
+from kernels import jit_build as compiling
+from kernels.cdape_attention import cpu
+from kernels.cdape_attention.cpu import cdape_attention
 from kernels.cdape_attention.reference import reference
 from tools.rounding import assert_rounding_alone
 
-pytestmark = pytest.mark.skipif(host.unavailable_reason() is not None, reason=str(host.unavailable_reason()))
+pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
 TILES = [
     Case(1, 3, 100, 100, 8, 6, 3),
     Case(1, 2, 70, 230, 8, 6, 7, offset=160),
     Case(1, 2, 130, 130, 8, 6, 5, window=75),
     Case(2, 2, 66, 66, 8, 6, 3, has_bias=False),
-    Case(1, 2, 30, 130, 8, 3, host.MAX_KERNEL_SIZE, offset=100),
+    Case(1, 2, 30, 130, 8, 3, cpu.MAX_KERNEL_SIZE, offset=100),
 ]
 """Several tiles of columns and units of rows."""
 
 
 def _instructions() -> Iterator[tuple[str, ...]]:
     """The compiler's flags for vectors of 16, 8 and 4 floats, as far as this processor has them."""
-    yield compiling.PROCESSOR_FLAGS
+    yield compiling.ARCH_FLAGS
     if platform.machine() == "x86_64":
         if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()):
             yield ("-march=x86-64-v3",)
@@ -44,7 +43,7 @@ def _instructions() -> Iterator[tuple[str, ...]]:
 @pytest.fixture(params=_instructions(), ids=lambda flags: flags[0].removeprefix("-march="))
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        host, "_load_library", lambda: host.set_signatures(compiling.build_library(host.NATIVE, request.param))
+        cpu, "_load_library", lambda: cpu.set_signatures(compiling.build_library(cpu.NATIVE, request.param))
     )
 
 
@@ -75,7 +74,7 @@ def test_with_vectors_of_any_length(case: Case) -> None:
         columns=st.just(0),
         dim=st.integers(1, 20),
         width=st.integers(1, 40),
-        size=st.sampled_from(range(1, host.MAX_KERNEL_SIZE + 1, 2)),
+        size=st.sampled_from(range(1, cpu.MAX_KERNEL_SIZE + 1, 2)),
         offset=st.integers(0, 150),
         window=st.none() | st.integers(1, 150),
         residual_bias=st.booleans(),
@@ -148,7 +147,7 @@ def test_what_is_kept_for_the_backward_pass_is_linear_in_the_length() -> None:
 
 
 def test_the_compiler_has_nothing_to_say() -> None:
-    compiling.build_library(host.NATIVE, (*compiling.PROCESSOR_FLAGS, "-Wall", "-Wextra", "-Werror"))
+    compiling.build_library(cpu.NATIVE, (*compiling.ARCH_FLAGS, "-Wall", "-Wextra", "-Werror"))
 
 
 def test_what_it_cannot_compute_is_refused_by_name() -> None:
@@ -159,9 +158,9 @@ def test_what_it_cannot_compute_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"b1 is torch\.float64 on cpu; it must be float32 on a CPU"):
         cdape_attention(*inputs[:5], inputs[5].double(), *inputs[6:])
     long = (
-        torch.zeros(3, 4, 1, host.MAX_KERNEL_SIZE + 2),
+        torch.zeros(3, 4, 1, cpu.MAX_KERNEL_SIZE + 2),
         inputs[5],
-        torch.zeros(2, 3, 1, host.MAX_KERNEL_SIZE + 2),
+        torch.zeros(2, 3, 1, cpu.MAX_KERNEL_SIZE + 2),
         inputs[7],
     )
     with pytest.raises(ValueError, match=r"w1 is \[3, 4, 1, 17\]; k must be at most 15"):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 COMPILERS = ("cc", "gcc", "clang")
 COMPILER_FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
-PROCESSOR_FLAGS = ("-march=native",)
+ARCH_FLAGS = ("-march=native",)
 """Flags that fit the code to this processor; tests give others."""
 
 
@@ -26,7 +26,7 @@ class CompileError(RuntimeError):
 
 
 @cache
-def build_library(folder: Path, processor: tuple[str, ...] = PROCESSOR_FLAGS) -> ctypes.CDLL:
+def build_library(folder: Path, processor: tuple[str, ...] = ARCH_FLAGS) -> ctypes.CDLL:
     """All of the folder's C files as one library.
 
     Args:
@@ -34,7 +34,7 @@ def build_library(folder: Path, processor: tuple[str, ...] = PROCESSOR_FLAGS) ->
         processor: the compiler's flags that choose instructions.
 
     Raises:
-        CannotCompile: no compiler was found, or it failed.
+        CompileError: no compiler was found, or it failed.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:

@@ -6,13 +6,14 @@ A sample; all of them: `python -m kernels.compile`.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kernels import compile as compiler
-from kernels.bias.compiled import list_configurations
-from kernels.compile import SHARED_LIMIT, Resources, all_ops, main, resources
+from kernels.bias.aot_configs import list_configurations
+from kernels.compile import SHARED_LIMIT, KernelResources, list_ops, main, measure_resources
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = 31
@@ -22,7 +23,7 @@ SAMPLE = 31
 def test_every_folder_with_kernels_says_what_to_compile() -> None:
     sources = (ROOT / "kernels").glob("*/*.py")
     with_kernels = {path.parent.name for path in sources if "triton.jit" in path.read_text(encoding="utf-8")}
-    assert with_kernels == set(all_ops())
+    assert with_kernels == set(list_ops())
 
 
 def test_a_sample_compiles_within_its_limits() -> None:
@@ -31,23 +32,29 @@ def test_a_sample_compiles_within_its_limits() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
-    assert {line.split("/")[0] for line in found} == set(all_ops())
+    assert {line.split("/")[0] for line in found} == set(list_ops())
     assert {line.split(":")[0][-5:] for line in found} == {"sm_80", "sm_90"}
 
 
 @pytest.mark.parametrize(
     ("used", "complaint"),
     [
-        (Resources(SHARED_LIMIT[80], 255, 8, 768, 768), None),
-        (Resources(SHARED_LIMIT[80] + 1, 32, 0, 0, 0), "needs 166913 bytes of shared memory; the chip has 166912"),
-        (Resources(0, 255, 800, 600, 769), "spills registers, 600 bytes written and 769 read by each thread; its bu"),
+        (KernelResources(SHARED_LIMIT[80], 255, 8, 768, 768), None),
+        (
+            KernelResources(SHARED_LIMIT[80] + 1, 32, 0, 0, 0),
+            "needs 166913 bytes of shared memory; the chip has 166912",
+        ),
+        (
+            KernelResources(0, 255, 800, 600, 769),
+            "spills registers, 600 bytes written and 769 read by each thread; its bu",
+        ),
     ],
 )
 def test_what_is_beyond_a_limit_is_named_and_fails(
-    used: Resources, complaint: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    used: KernelResources, complaint: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiler, "resources", lambda *args, **options: used)
-    monkeypatch.setattr(compiler, "interpreted", lambda: False)
+    monkeypatch.setattr(compiler, "measure_resources", lambda *args, **options: used)
+    monkeypatch.setattr(compiler, "is_interpreted", lambda: False)
     assert main(["bias", "--arch", "80", "--sample", "100"]) == int(complaint is not None)
     said = capsys.readouterr().err
     assert said.count("beyond its limits") == int(complaint is not None)
@@ -55,14 +62,14 @@ def test_what_is_beyond_a_limit_is_named_and_fails(
 
 
 def test_an_interpreted_kernel_is_not_compiled() -> None:
-    one = next(iter(list_configurations()))
+    config = next(iter(list_configurations()))
     if os.environ.get("TRITON_INTERPRET") == "1":
         with pytest.raises(RuntimeError, match="_toeplitz_fwd_kernel is interpreted"):
-            resources(one.kernel, one.signature, one.constexprs, arch=80, options=one.options)
+            measure_resources(config, 80)
     else:
-        signature = {name: kind for name, kind in one.signature.items() if name != "table_ptr"}
+        signature = {name: kind for name, kind in config.signature.items() if name != "table_ptr"}
         with pytest.raises(ValueError, match="named in neither or wrongly: table_ptr"):
-            resources(one.kernel, signature, one.constexprs, arch=80, options=one.options)
+            measure_resources(replace(config, signature=signature), 80)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 from kernels.bias import configs
 from kernels.bias.fire import _fire_bwd_kernel, _fire_fwd_kernel
 from kernels.bias.toeplitz import _toeplitz_bwd_kernel, _toeplitz_fwd_kernel
-from kernels.compile import Configuration, signature_of
-from kernels.launch import Tile
+from kernels.compile import KernelConfig, build_signature
+from kernels.runtime import Tile
 
 HEADS = (16, 32, configs.MAX_HEADS)
 """Filled up to a power of two; fewer compile to what 16 do."""
@@ -17,7 +17,7 @@ TYPED = ("out_ptr", "dout_ptr")
 """Pointers to the compute type; the others are to float32."""
 
 
-def list_configurations() -> Iterator[Configuration]:
+def list_configurations() -> Iterator[KernelConfig]:
     """Every kernel in both types; FIRE's for each padded number of heads and of hidden units."""
     fwd, bwd = configs.TOEPLITZ_FWD, configs.TOEPLITZ_BWD
     for kind in TYPES:
@@ -35,12 +35,12 @@ def list_configurations() -> Iterator[Configuration]:
     yield _configuration("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
 
 
-def _configuration(name: str, kernel: Any, kind: str, tile: Tile, constants: dict[str, Any]) -> Configuration:
+def _configuration(name: str, kernel: Any, kind: str, tile: Tile, constants: dict[str, Any]) -> KernelConfig:
     float32 = [argument for argument in kernel.arg_names if argument not in TYPED]
-    return Configuration(
+    return KernelConfig(
         name=name,
         kernel=kernel,
-        signature=signature_of(kernel, constants, kind, float32),
+        signature=build_signature(kernel, constants, kind, float32),
         constexprs=constants,
         options=tile.options,
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import host
-from kernels.host import CompileError, build_library
+from kernels import jit_build
+from kernels.jit_build import CompileError, build_library
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_says_why_it_cannot(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(CompileError, match=r"cc failed: .*answer\.c"):
         build_library(folder)
     assert _kept(tmp_path) == []
-    monkeypatch.setattr(host.shutil, "which", lambda name: None)
+    monkeypatch.setattr(jit_build.shutil, "which", lambda name: None)
     build_library.cache_clear()
     with pytest.raises(CompileError, match=r"no C compiler was found \(cc, gcc, clang\)"):
         build_library(folder)
@@ -70,6 +70,6 @@ def test_a_home_that_cannot_be_written_is_done_without(
         for name in ("HOME", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(jit_build.tempfile, "gettempdir", lambda: str(tmp_path))
     assert build_library(folder).answer() == 42
     assert list(tmp_path.glob("farfield-*/op-*.so"))

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from kernels.cdape_attention.shapes import check_shapes
-from kernels.cdape_attention.tables import bias_contributions as make_shares
-from kernels.host import CompileError, build_library
+from kernels.cdape_attention.args import check_shapes
+from kernels.cdape_attention.bias_term import bias_contributions as make_shares
+from kernels.jit_build import CompileError, build_library
 
 NATIVE = Path(__file__).parent / "native"
 MAX_KERNEL_SIZE = 15
@@ -99,7 +99,7 @@ def cdape_attention(
     """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a CPU.
 
     Arguments, result and errors as in `op.cdape_attention`, but float32 alone, any head dimension and width, and at
-    most MOST_TAPS taps.
+    most MAX_KERNEL_SIZE taps.
     """
     check_shapes(q, k, v, bias, w1, b1, w2, b2, offset, window)
     given = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}

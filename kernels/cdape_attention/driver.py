@@ -14,7 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.cdape_attention.attend import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.cdape_attention.backward import _mix_bwd_dw_kernel, _mix_bwd_kernel
 from kernels.cdape_attention.configs import (
     attend_constants,
@@ -26,10 +25,10 @@ from kernels.cdape_attention.configs import (
     mixer_tile,
 )
 from kernels.cdape_attention.forward import _mix_fwd_kernel
-from kernels.cdape_attention.heads import padded_channels
-from kernels.cdape_attention.scores import _scores_kernel
-from kernels.launch import Tile
-from kernels.rows import padded
+from kernels.cdape_attention.scores import _scores_kernel, padded_channels
+from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
+from kernels.head_dim import pad_for_dot
+from kernels.runtime import Tile
 
 UNBOUNDED = 1 << 30
 """The window where there is none."""
@@ -88,21 +87,21 @@ class CdapeArgs:
     @cached_property
     def packed_w1(self) -> Tensor:
         """[k, HP, DP]."""
-        packed = self.w1.new_zeros(self.size, padded(self.heads), padded(self.width), dtype=self.dtype)
+        packed = self.w1.new_zeros(self.size, pad_for_dot(self.heads), pad_for_dot(self.width), dtype=self.dtype)
         packed[:, : self.heads, : self.width] = self.w1.permute(2, 1, 0)
         return packed
 
     @cached_property
     def packed_w2(self) -> Tensor:
         """[k, DP, HP]."""
-        packed = self.w2.new_zeros(self.size, padded(self.width), padded(self.heads), dtype=self.dtype)
+        packed = self.w2.new_zeros(self.size, pad_for_dot(self.width), pad_for_dot(self.heads), dtype=self.dtype)
         packed[:, : self.width, : self.heads] = self.w2.permute(2, 1, 0)
         return packed
 
     @cached_property
     def packed_b2(self) -> Tensor:
         """[HP]."""
-        packed = self.b2.new_zeros(padded(self.heads), dtype=torch.float32)
+        packed = self.b2.new_zeros(pad_for_dot(self.heads), dtype=torch.float32)
         packed[: self.heads] = self.b2
         return packed
 
@@ -114,7 +113,7 @@ class CdapeArgs:
     def _of_patches(self, weight: Tensor) -> Tensor:
         """A weight [D, H, k]."""
         count = padded_channels(self.heads)
-        packed = weight.new_zeros(padded(self.size * count), padded(self.width), dtype=self.dtype)
+        packed = weight.new_zeros(pad_for_dot(self.size * count), pad_for_dot(self.width), dtype=self.dtype)
         by_tap = packed[: self.size * count].view(self.size, count, -1)
         by_tap[:, : self.heads, : self.width] = weight.permute(2, 1, 0)
         return packed
@@ -174,7 +173,7 @@ def iter_chunks(problem: CdapeArgs, size: int) -> Iterator[Chunk]:
 
 @dataclass(frozen=True)
 class ChunkMaps:
-    """The maps of one chunk: its workspace. What the mixer reads has its heads last, [B, R, C, channels] (`heads.py`);
+    """The maps of one chunk: its workspace. What the mixer reads has its heads last, [B, R, C, channels] (`scores.py`);
     what matrix products and the softmax read has them first, [B, H, R, C].
 
     The forward pass uses scores and logits. The backward pass fills, in this order: `scores`; `logits`; with one kernel

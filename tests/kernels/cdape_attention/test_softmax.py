@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import chunks
-from kernels.cdape_attention.attend import _attend_fwd_kernel
-from kernels.cdape_attention.chunks import (
+from kernels.cdape_attention import driver
+from kernels.cdape_attention.configs import attend_tile, heads_tile
+from kernels.cdape_attention.driver import (
     UNBOUNDED,
     CdapeArgs,
     Chunk,
@@ -21,8 +21,8 @@ from kernels.cdape_attention.chunks import (
     softmax_backward,
     softmax_launch,
 )
-from kernels.cdape_attention.configs import attend_tile, heads_tile
-from kernels.runtime import on_device_of
+from kernels.cdape_attention.softmax import _attend_fwd_kernel
+from kernels.runtime import launch_context
 from tools.rounding import assert_rounding_alone
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
@@ -58,7 +58,7 @@ def _maps(
     problem = CdapeArgs(
         empty, empty, empty, empty, empty, rows, offset, UNBOUNDED if window is None else window, torch.float32
     )
-    *_, chunk = chunks.iter_chunks(problem, size)
+    *_, chunk = driver.iter_chunks(problem, size)
     distance = chunk.position + torch.arange(chunk.rows)[:, None] - torch.arange(chunk.left, chunk.right)
     seen = (distance >= 0) & (distance < problem.window)
     logits = 3 * torch.randn(BATCH, HEADS, *seen.shape)
@@ -70,8 +70,8 @@ def test_equals_the_softmax_and_its_gradient(
     case: tuple[int, int, int | None, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(chunks, "attend_tile", _sizes(columns)(attend_tile))
-    monkeypatch.setattr(chunks, "heads_tile", _sizes(columns)(heads_tile))
+    monkeypatch.setattr(driver, "attend_tile", _sizes(columns)(attend_tile))
+    monkeypatch.setattr(driver, "heads_tile", _sizes(columns)(heads_tile))
     problem, chunk, seen, logits = _maps(device, *case)
     rows, dim = problem.rows, case[3]
     v = torch.randn(BATCH, HEADS, chunk.right + 3, dim).to(device)
@@ -87,7 +87,7 @@ def test_equals_the_softmax_and_its_gradient(
 
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
     grid, options = softmax_launch("attend_fwd", problem, chunk, v)
-    with on_device_of(v):
+    with launch_context(v):
         _attend_fwd_kernel[grid](
             logits, chunk.slice_columns(v), chunk.slice_rows(output), statistics[..., chunk.first :], **options
         )
@@ -96,7 +96,7 @@ def test_equals_the_softmax_and_its_gradient(
 
     last = torch.empty(BATCH, *seen.shape, 8, device=device)
     maps = ChunkMaps(torch.empty_like(last), logits, torch.empty_like(logits), last)
-    with on_device_of(v):
+    with launch_context(v):
         softmax_backward(problem, chunk, maps, v, into, statistics)
     assert (maps.probabilities[..., ~seen] == 0).all()
     gradient = last.movedim(-1, 1).masked_fill(~seen, 0)
@@ -111,11 +111,11 @@ def test_scores_lie_heads_last_beside_zeros(
     case: tuple[int, int, int | None, int, int, int], heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(chunks, "heads_tile", _sizes(columns)(heads_tile))
+    monkeypatch.setattr(driver, "heads_tile", _sizes(columns)(heads_tile))
     problem, chunk, seen, _ = _maps(device, *case)
     q = torch.randn(BATCH, heads, problem.rows, case[3]).to(device)
     k = torch.randn(BATCH, heads, chunk.right + 3, case[3]).to(device)
-    with on_device_of(q):
+    with launch_context(q):
         scores = compute_scores(problem, chunk, q, k).movedim(-1, 1)[..., seen]
     assert scores.shape[1] % 8 == 0
     assert (scores[:, heads:] == 0).all()
@@ -129,14 +129,14 @@ def test_scores_lie_heads_last_beside_zeros(
 
 def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many equal probabilities: neither they nor their sum may round at float16, where 2049 is 2048."""
-    monkeypatch.setattr(chunks, "attend_tile", lambda *args: replace(attend_tile(*args), block_n=256))
+    monkeypatch.setattr(driver, "attend_tile", lambda *args: replace(attend_tile(*args), block_n=256))
     problem, chunk, seen, logits = _maps(device, 3, 2100, None, 16, 3)
     logits = logits.masked_fill(seen, 0.0)
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)
     output = torch.empty(BATCH, HEADS, 3, 16, dtype=v.dtype, device=device)
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
     grid, options = softmax_launch("attend_fwd", replace(problem, dtype=v.dtype), chunk, v)
-    with on_device_of(v):
+    with launch_context(v):
         _attend_fwd_kernel[grid](logits, v, output, statistics, **options)
     assert (output == 1).all()
     assert (statistics[1] == torch.tensor([2101.0, 2102.0, 2103.0], device=device)).all()

@@ -1,16 +1,16 @@
 """From the logits of a chunk to its output, and from the output's gradient to that of the logits.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as
-in `kernels.rows`. A program of the first two kernels: BLOCK_M rows of one head, in blocks of BLOCK_N columns; their
-grid: row blocks · H · B. The third has a program for each tile of all heads, since it stores these last (`heads.py`).
+in `kernels.head_dim`. A program of the first two kernels: BLOCK_M rows of one head, in blocks of BLOCK_N columns; their
+grid: row blocks · H · B. The third has a program for each tile of all heads, since it stores these last (`scores.py`).
 The softmax is online (Dao 2023, FlashAttention-2, algorithm 1), its maximum and its sum kept apart.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.heads import GROUP, head_products, is_visible, join_tiles, store_group
-from kernels.rows import load_rows, store_rows
+from kernels.cdape_attention.scores import GROUP, head_products, is_visible, join_tiles, store_group
+from kernels.head_dim import load_rows, store_rows
 
 RUNTIME = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
 """C is not among them: a compiler that knows it to be a multiple of 16 reads four logits at a time."""
