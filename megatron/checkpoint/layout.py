@@ -1,4 +1,4 @@
-"""Names and places of checkpoints in a run's folder.
+"""Names and paths of checkpoints in a run's folder.
 
     RUN/checkpoints/step_0000500/       model.safetensors, config.yml, progress.json, and what resuming needs
     RUN/checkpoints/abandoned/0001/     checkpoints that a run went back behind, with the metrics of that time
@@ -97,8 +97,8 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
     if not path.is_dir():
         near = suggest_folder(path)
         raise UserError(f"{path}: no such folder; {near}give a run's folder or one of its {CHECKPOINTS}/step_…")
-    found = find_latest_checkpoint(find_run_folder(path))
-    if found is None:
+    latest = find_latest_checkpoint(find_run_folder(path))
+    if latest is None:
         if runs := _list_runs_in(path):
             shown = " ".join(shlex.quote(str(run)) for run in runs[:MAX_RUNS_LISTED])
             more = f" and {len(runs) - MAX_RUNS_LISTED} more" if len(runs) > MAX_RUNS_LISTED else ""
@@ -106,44 +106,40 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
                 f"{path}: no checkpoint in it, but runs that have some; name those that you mean: {shown}{more}"
             )
         raise UserError(f"{path}: no checkpoint in it; give a run's folder or one of its {CHECKPOINTS}/step_…")
-    return found
+    return latest
 
 
 def suggest_folder(path: Path) -> str:
     """`did you mean runs/kerple? ` for `runs/kerpel` or `rnus/kerple`, where there is such a folder; else nothing."""
-    there = next((parent for parent in path.parents if parent.is_dir()), None)
-    if there is None:
+    folder = next((parent for parent in path.parents if parent.is_dir()), None)
+    if folder is None:
         return ""
-    for name in path.relative_to(there).parts:
-        if not (there / name).is_dir():
+    for name in path.relative_to(folder).parts:
+        if not (folder / name).is_dir():
             try:
-                known = [
-                    name_part.name
-                    for name_part in there.iterdir()
-                    if name_part.is_dir() and not name_part.name.startswith(".")
-                ]
+                names = [child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
             except OSError:
                 return ""
-            near = find_nearest_name(name, known)
+            near = find_nearest_name(name, names)
             if near is None:
                 return ""
             name = near
-        there = there / name
-    return f"did you mean {there}? "
+        folder = folder / name
+    return f"did you mean {folder}? "
 
 
 def _list_runs_in(path: Path) -> list[Path]:
     """Runs with checkpoints in a folder or the folders in it, in order: a sweep's lie two below."""
-    found: list[Path] = []
-    for where, folders, _ in os.walk(path):
-        run = Path(where)
-        if CHECKPOINTS in folders and list_checkpoints(run):
-            found.append(run)
-            folders.clear()
+    runs: list[Path] = []
+    for folder, subfolders, _ in os.walk(path):
+        run = Path(folder)
+        if CHECKPOINTS in subfolders and list_checkpoints(run):
+            runs.append(run)
+            subfolders.clear()
         if len(run.parts) - len(path.parts) >= MAX_DEPTH:
-            folders.clear()
-        folders.sort()
-    return found
+            subfolders.clear()
+        subfolders.sort()
+    return runs
 
 
 def move_aside(checkpoints: Sequence[Path], also: Sequence[Path] = ()) -> Path:
@@ -176,14 +172,16 @@ def prune_checkpoints(run: str | Path, keep: int | None, spare: Collection[int] 
     """
     for remains in (Path(run) / CHECKPOINTS).glob(".step_*"):
         shutil.rmtree(remains, ignore_errors=True)
-    gone = [path for path in list_checkpoints(run) if parse_step(path) not in spare][:-keep] if keep is not None else []
-    delete_checkpoint(gone)
-    return gone
+    if keep is None:
+        return []
+    old = [path for path in list_checkpoints(run) if parse_step(path) not in spare][:-keep]
+    delete_checkpoints(old)
+    return old
 
 
-def delete_checkpoint(gone: Iterable[Path]) -> None:
+def delete_checkpoints(checkpoints: Iterable[Path]) -> None:
     """Delete checkpoints."""
-    for path in gone:
+    for path in checkpoints:
         # First out of sight: a half-deleted folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.old")
         os.replace(path, hidden)

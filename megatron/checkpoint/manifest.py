@@ -3,9 +3,9 @@
     {"format": 3, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
 
 It is written last of all, before the checkpoint's folder gets its name: what it lists was whole on the disk by then.
-Every rank seals what it wrote itself. Before anything is loaded the files are compared with it, so a flipped bit, a
-file cut short, two files swapped or a number edited by hand is named instead of trained on. Checkpoints that were
-written before there were manifests have none, and are taken as they are.
+Every rank takes the checksums of what it wrote itself. Before anything is loaded the files are compared with it, so a
+flipped bit, a file cut short, two files swapped or a number edited by hand is named instead of trained on. Checkpoints
+that were written before there were manifests have none, and are taken as they are.
 
 CRC-32 is for accidents, which it misses once in four thousand million; it reads files more than twice as fast as
 SHA-256. It is no signature: files from elsewhere are safe because none is read with an unrestricted pickle.
@@ -160,11 +160,11 @@ def find_difference(
             return f"{name} has {size:,} bytes, {expected:,} were written"
     for name in sorted(entries, key=lambda name: (-entries[name].bytes, name))[rank::world_size] if checksums else ():
         try:
-            found = _crc32(folder / name)
+            checksum = _crc32(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({describe_cause(error)})"
-        if found != entries[name].crc32:
-            return f"{name} is not as it was written: its checksum is {found}, not {entries[name].crc32}"
+        if checksum != entries[name].crc32:
+            return f"{name} is not as it was written: its checksum is {checksum}, not {entries[name].crc32}"
     return None
 
 
@@ -177,8 +177,8 @@ def verify_checkpoint(checkpoint: Path, only: Collection[str]) -> None:
 def _describe_other_checkpoints(checkpoint: Path) -> str:
     """What else of the same run can be read, in words."""
     others = [path for path in list_checkpoints(get_run_of_checkpoint(checkpoint)) if path.name != checkpoint.name]
-    whole = (path.name for path in reversed(others) if find_damage(path, MODEL_FILES) is None)
-    if (newest := next(whole, None)) is not None:
+    valid = (path.name for path in reversed(others) if find_damage(path, MODEL_FILES) is None)
+    if (newest := next(valid, None)) is not None:
         return f"the newest other one that is whole is {newest}"
     return "its other checkpoints are damaged too" if others else "there is no other"
 
@@ -204,7 +204,7 @@ def read_manifest(path: Path) -> dict[str, FileChecksum] | None:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         return {
-            name: FileChecksum(int(about["bytes"]), str(about["crc32"])) for name, about in content["files"].items()
+            name: FileChecksum(int(entry["bytes"]), str(entry["crc32"])) for name, entry in content["files"].items()
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None

@@ -70,13 +70,13 @@ class RunLock:
         except OSError as error:
             raise RunError(f"{key}: {run}: cannot be written: {error.strerror}") from error
         deadline = time.monotonic() + (LOCK_TIMEOUT if patience is None else patience)
-        while not self._describe_holder(run):
+        while not self._try_lock(run):
             if time.monotonic() > deadline:
                 os.close(self._descriptor)
                 raise UserError(f"{key}: {run}: {busy}") from None
             time.sleep(0.05)
 
-    def _describe_holder(self, run: str | Path) -> bool:
+    def _try_lock(self, run: str | Path) -> bool:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -92,13 +92,13 @@ class RunLock:
         os.close(self._descriptor)
 
 
-CONFIG_NAMES = "config.resolved.yml"
+RESOLVED_CONFIG = "config.resolved.yml"
 
 
 def get_config_path(run: str | Path) -> Path:
     """Where the whole configuration of a run lies, whether it is there or not."""
-    beside = Path(run) / CONFIG_NAMES
-    return beside if beside.is_file() else Path(run) / CONFIG
+    path = Path(run) / RESOLVED_CONFIG
+    return path if path.is_file() else Path(run) / CONFIG
 
 
 def save_config(config: Config, run: str | Path) -> str | None:
@@ -107,13 +107,13 @@ def save_config(config: Config, run: str | Path) -> str | None:
     Raises:
         UserError: it may not be written there; RunError if the disk refuses.
     """
-    own, beside = Path(run) / CONFIG, Path(run) / CONFIG_NAMES
-    if own.exists() and not is_saved_config(own):
-        config.save(beside)
-        return f"{own} was not written by a run and stays as it is; the whole configuration is in {beside}"
-    config.save(own)
-    if beside.is_file() and is_saved_config(beside):
-        beside.unlink()  # of an earlier run, when there was somebody else's in its place
+    usual_path, other_path = Path(run) / CONFIG, Path(run) / RESOLVED_CONFIG
+    if usual_path.exists() and not is_saved_config(usual_path):
+        config.save(other_path)
+        return f"{usual_path} was not written by a run and stays as it is; the whole configuration is in {other_path}"
+    config.save(usual_path)
+    if other_path.is_file() and is_saved_config(other_path):
+        other_path.unlink()  # of an earlier run, when there was somebody else's in its place
     return None
 
 
@@ -135,13 +135,13 @@ def refuse_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> 
         or list_checkpoints(run)
     ):
         return
-    found = [name for name in names if os.path.exists(Path(run) / name)]
-    if os.path.exists(Path(run) / CONFIG_NAMES) and not is_saved_config(Path(run) / CONFIG_NAMES):
-        found.append(CONFIG_NAMES)
-    if found:
+    foreign = [name for name in names if os.path.exists(Path(run) / name)]
+    if os.path.exists(Path(run) / RESOLVED_CONFIG) and not is_saved_config(Path(run) / RESOLVED_CONFIG):
+        foreign.append(RESOLVED_CONFIG)
+    if foreign:
         raise UserError(
-            f"save: {run} holds {found[0]}, which no run wrote and a run would replace; choose another folder, or move "
-            "it away"
+            f"save: {run} holds {foreign[0]}, which no run wrote and a run would replace; choose another folder, or "
+            "move it away"
         )
 
 
@@ -176,19 +176,19 @@ def list_checkpoint_infos(run: Path, *, checksums: bool) -> list[CheckpointInfo]
     Raises UserError: there is no such folder, or no checkpoint in it.
     """
     run = layout.find_run_folder(run)
-    infos = layout.list_checkpoints(run)
-    if not infos:
+    checkpoints = layout.list_checkpoints(run)
+    if not checkpoints:
         layout.resolve_checkpoint_path(run)  # says why
         raise UserError(f"{run}: is a checkpoint; give the run's folder")
-    rows = [_read_checkpoint_info(path, checksums=checksums) for path in infos]
-    return [row for row in rows if row is not None]
+    infos = [_read_checkpoint_info(path, checksums=checksums) for path in checkpoints]
+    return [info for info in infos if info is not None]
 
 
 def _read_checkpoint_info(path: Path, *, checksums: bool) -> CheckpointInfo | None:
     """What is to be said of a checkpoint; None if the run deleted it meanwhile."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        row = CheckpointInfo(
+        info = CheckpointInfo(
             path,
             layout.parse_step(path) or 0,
             size,
@@ -198,7 +198,7 @@ def _read_checkpoint_info(path: Path, *, checksums: bool) -> CheckpointInfo | No
     except FileNotFoundError:
         if path.is_dir():
             raise
-    return row if path.is_dir() else None
+    return info if path.is_dir() else None
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def prune_run(run: Path, count: int, spare: Collection[int]) -> PruneResult:
                 damaged.append((newest, problem))
         if damaged and not valid:
             raise UserError(f"--keep {count}: {damaged[0][0]} and all others are damaged; nothing was deleted")
-        layout.delete_checkpoint(left)
+        layout.delete_checkpoints(left)
         layout.prune_checkpoints(run, None)  # what interrupted saves left
         return PruneResult(left, damaged, valid)
     finally:

@@ -10,7 +10,7 @@
 Evaluation reads the first three only, resuming all. A save goes through two phases, and training waits for neither:
 
     writing       every rank copies its states (that is what a save costs) and a thread of its own writes them
-    publishing    once all ranks' files are whole, a thread of the first merges the weights, seals and renames
+    publishing    once all ranks' files are whole, a thread of the first merges the weights, lists them and renames
 
 Threads exchange nothing. That a rank has done its part rides on the sum that the loop takes before each step
 (`is_done`); when all have, all call `advance`.

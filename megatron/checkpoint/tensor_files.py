@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.checkpoint.manifest import FileChecksum
 from megatron.utils.errors import RunError, describe_cause
 
-_NAMES = {
+_DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -48,7 +48,7 @@ class TensorSpec:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileChecksum:
-    """Write tensors that are all there. See `write`."""
+    """Write tensors that are all in memory. See `write_tensor_stream`."""
     return write_tensor_stream(
         path, {name: TensorSpec.from_tensor(tensor) for name, tensor in tensors.items()}, tensors.values(), metadata
     )
@@ -75,7 +75,7 @@ def write_tensor_stream(
     offset = 0
     for name, spec in specs.items():
         header[name] = {
-            "dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, offset + spec.bytes]
+            "dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, offset + spec.bytes]
         }  # fmt: skip
         offset += spec.bytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -128,11 +128,11 @@ def read_torch_file(
 
 def _describe_refusal(path: Path, classes: Sequence[Any]) -> str:
     """What stands against reading a file. What it wants to run is listed without running it."""
-    known = {f"{each.__module__}.{each.__qualname__}" for each in classes if hasattr(each, "__qualname__")}
+    allowed = {f"{cls.__module__}.{cls.__qualname__}" for cls in classes if hasattr(cls, "__qualname__")}
     try:
-        wanted = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
+        refused = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - allowed)
     except Exception:  # damaged
-        wanted = []
-    if wanted:
-        return f"holds more than tensors, numbers and text: {', '.join(wanted)}"
+        refused = []
+    if refused:
+        return f"holds more than tensors, numbers and text: {', '.join(refused)}"
     return "is damaged, or holds more than tensors, numbers and text"

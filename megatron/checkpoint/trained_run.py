@@ -61,9 +61,9 @@ def open_runs(paths: Sequence[str | Path]) -> tuple[TrainedRun, ...]:
     return opened
 
 
-ENDINGS = ("", ".idx", ".bin")
-SINGLE = ("data_path", "vocab_file", "merge_file")
-LISTS = ("train_data_paths", "valid_data_paths", "test_data_paths")
+DATA_SUFFIXES = ("", ".idx", ".bin")
+PATH_KEYS = ("data_path", "vocab_file", "merge_file")
+PATH_LIST_KEYS = ("train_data_paths", "valid_data_paths", "test_data_paths")
 
 
 def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) -> Config:
@@ -81,21 +81,20 @@ def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) 
 
     def find(path: str) -> str:
         for old, new in bases:
-            whole = os.path.join(old, path)
-            if old == new:
-                moved = whole
-            elif os.path.isabs(whole) == os.path.isabs(old) and not os.path.relpath(whole, old or ".").startswith(".."):
-                moved = os.path.join(new, os.path.relpath(whole, old or "."))
-            else:
-                continue
-            if any(os.path.exists(moved + ending) for ending in ENDINGS):
+            moved = joined = os.path.join(old, path)
+            if old != new:
+                below = os.path.relpath(joined, old or ".")
+                if os.path.isabs(joined) != os.path.isabs(old) or below.startswith(".."):
+                    continue
+                moved = os.path.join(new, below)
+            if any(os.path.exists(moved + suffix) for suffix in DATA_SUFFIXES):
                 # As it is written where that means the same file.
                 return path if os.path.abspath(path) == os.path.abspath(moved) else os.path.abspath(moved)
         return path
 
     data = config.data
-    resolved: dict[str, object] = {key: find(path) for key in SINGLE if (path := getattr(data, key)) is not None}
-    resolved |= {key: [find(path) for path in paths] for key in LISTS if (paths := getattr(data, key))}
+    resolved: dict[str, object] = {key: find(path) for key in PATH_KEYS if (path := getattr(data, key)) is not None}
+    resolved |= {key: [find(path) for path in paths] for key in PATH_LIST_KEYS if (paths := getattr(data, key))}
     return config.replace(**resolved)
 
 

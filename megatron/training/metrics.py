@@ -137,8 +137,8 @@ def find_peak_tflops(device: torch.device, precision: str, configured: float | N
         return configured
     if device.type != "cuda":
         return None
-    found = find_gpu_spec(torch.cuda.get_device_name(device))
-    return None if found is None else found.get_peak_tflops(precision)
+    spec = find_gpu_spec(torch.cuda.get_device_name(device))
+    return None if spec is None else spec.get_peak_tflops(precision)
 
 
 def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
@@ -151,16 +151,16 @@ def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, in
     left = torch.ones(rows, inner, dtype=dtype, device=device)
     right = torch.ones(inner, columns, dtype=dtype, device=device)
 
-    def seconds(repeats: int) -> float:
-        begun = time.perf_counter()
+    def measure_seconds(repeats: int) -> float:
+        start_time = time.perf_counter()
         for _ in range(repeats):
             product = left @ right
         product[0, 0].item()  # waits for the device
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_time
 
-    first = min(seconds(1), seconds(1))  # the first one of all finds caches and libraries cold
+    first = min(measure_seconds(1), measure_seconds(1))  # the first one of all finds caches and libraries cold
     repeats = max(1, min(100, int(0.03 / max(first, 1e-6))))
-    return 2.0 * rows * inner * columns * repeats / max(seconds(repeats), 1e-9)
+    return 2.0 * rows * inner * columns * repeats / max(measure_seconds(repeats), 1e-9)
 
 
 def get_peak_memory(device: torch.device) -> float:

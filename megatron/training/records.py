@@ -75,7 +75,7 @@ class DivergenceRecord:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file of records, each with its end and what it says; `unreadable` has the others."""
+    """The lines of a file of records, each with its end and what it says; `find_unreadable_lines` has the others."""
     for line, record in _parse_lines(path):
         if record is not None:
             yield line + "\n", record
@@ -84,10 +84,10 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def find_unreadable_lines(path: Path) -> dict[int, str]:
     """Lines of a file of records that say nothing, by their number from 1. Half a line at the end is none of them: that
     is what a crash leaves, and a run that goes on writes that record again."""
-    found = list(_parse_lines(path))
-    if found and found[-1][1] is None and not path.read_bytes().endswith(b"\n"):
-        found.pop()
-    return {number: line for number, (line, record) in enumerate(found, start=1) if record is None}
+    lines = list(_parse_lines(path))
+    if lines and lines[-1][1] is None and not path.read_bytes().endswith(b"\n"):
+        lines.pop()
+    return {number: line for number, (line, record) in enumerate(lines, start=1) if record is None}
 
 
 def describe_damage(path: Path, damaged: Iterable[int]) -> str:

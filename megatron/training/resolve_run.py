@@ -1,4 +1,4 @@
-"""Before a run: what can be refused, and settled, from its configuration and the facts of the machine.
+"""Before a run: what can be refused, and resolved, from its configuration and the facts of the machine.
 
 Pure: nothing is made or opened, no process is met, and torch is not imported. What needs torch (can this encoding be
 built?), the data's content, or a checkpoint is looked at when the run is assembled.
@@ -33,7 +33,7 @@ class ResolvedRun:
 def resolve_run(
     config: Config, hardware: LocalHardware, *, rank_info: RankInfo | None = None, dry_run: bool = False
 ) -> ResolvedRun:
-    """Settle a configuration for a machine. Settling it again changes nothing.
+    """Resolve a configuration for a machine. Resolving it again changes nothing.
 
     Args:
         config: the run's.
@@ -48,35 +48,37 @@ def resolve_run(
     """
     _check_complete(config)
     _check_launched(config, rank_info, dry_run)
-    found = _resolve_topology(config, hardware, rank_info, dry_run)
-    backend, notes = _resolve_backend(config, found.device)
-    notes = [*found.notes, *notes, *_describe_saves(config)]
+    topology = _resolve_topology(config, hardware, rank_info, dry_run)
+    backend, notes = _resolve_backend(config, topology.device)
+    notes = [*topology.notes, *notes, *_describe_saves(config)]
     config = config.replace(
-        device=found.device, num_gpus=None if found.nodes is None else found.ranks_on_node, nodes=found.nodes,
+        device=topology.device,
+        num_gpus=None if topology.nodes is None else topology.ranks_on_node,
+        nodes=topology.nodes,
         distributed_backend=backend,
-    )  # fmt: skip
+    )
     config, more = resolve_zero(config)
     notes += [*more, *_describe_unused_keys(config)]
-    if found.ranks is not None and found.ranks_on_node is not None and not dry_run:
-        _check_memory(config, hardware, found.device, found.ranks_on_node, found.ranks)
-    if found.ranks is not None:
-        config = resolve_batch_size(config, resolve_mesh_shape(config, found.ranks).data)
-    return ResolvedRun(config, found.ranks, tuple(notes))
+    if topology.ranks is not None and topology.ranks_on_node is not None and not dry_run:
+        _check_memory(config, hardware, topology.device, topology.ranks_on_node, topology.ranks)
+    if topology.ranks is not None:
+        config = resolve_batch_size(config, resolve_mesh_shape(config, topology.ranks).data)
+    return ResolvedRun(config, topology.ranks, tuple(notes))
 
 
 def resolve_remote_run(config: Config, rank_info: RankInfo | None = None) -> ResolvedRun:
-    """Settle a configuration for machines as it wants them, with a GPU for each process.
+    """Resolve a configuration for machines as it wants them, with a GPU for each process.
 
     Args:
         config: the run's.
         rank_info: the first process's; of `num_gpus` on each of `nodes` if absent.
 
     Raises:
-        UserError: as `preflight`, except for what those machines really have.
+        UserError: as `resolve_run`, except for what those machines really have.
     """
     if rank_info is None:
-        here, nodes = config.launch.num_gpus or 1, config.launch.nodes or 1
-        rank_info = RankInfo(0, here * nodes, 0, here)
+        ranks_on_node, nodes = config.launch.num_gpus or 1, config.launch.nodes or 1
+        rank_info = RankInfo(0, ranks_on_node * nodes, 0, ranks_on_node)
     machine = LocalHardware(
         num_gpus=0 if config.launch.device == "cpu" else rank_info.ranks_on_node, num_cores=rank_info.ranks_on_node
     )
@@ -133,29 +135,33 @@ class _Topology:
 def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankInfo | None, dry_run: bool) -> _Topology:
     """How many processes there are, and on what, as far as that can be known. Refuses what is not there."""
     launch, precision = config.launch, config.training.compute_dtype
-    here = launch.num_gpus if rank_info is None else rank_info.ranks_on_node
-    ranks = rank_info.world_size if rank_info is not None else here and here * (launch.nodes or 1)
+    ranks_on_node = launch.num_gpus if rank_info is None else rank_info.ranks_on_node
+    ranks = rank_info.world_size if rank_info is not None else ranks_on_node and ranks_on_node * (launch.nodes or 1)
     gpus = hardware.num_gpus if launch.device != "cpu" else 0
     wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
     if wants_gpu and not gpus and dry_run:
-        open_ = "whether there are so many" if ranks else "how many there will be (num_gpus), the batch that follows"
-        note = f"no GPU is here, and this run needs one; not checked: {open_}, and their memory"
-        return _Topology("cuda", here, ranks, (note,))
+        open_question = (
+            "whether there are so many" if ranks else "how many there will be (num_gpus), the batch that follows"
+        )
+        note = f"no GPU is here, and this run needs one; not checked: {open_question}, and their memory"
+        return _Topology("cuda", ranks_on_node, ranks, (note,))
     device = "cuda" if gpus else "cpu"
-    here = here or gpus or ranks_per_replica(config)
+    ranks_on_node = ranks_on_node or gpus or ranks_per_replica(config)
     # A scheduler may show each process that it starts its own GPU alone.
-    _check_device(launch.device, device, precision, 1 if rank_info is not None and gpus == 1 else here, hardware)
-    return _Topology(device, here, ranks or here * (launch.nodes or 1))
+    _check_device(
+        launch.device, device, precision, 1 if rank_info is not None and gpus == 1 else ranks_on_node, hardware
+    )
+    return _Topology(device, ranks_on_node, ranks or ranks_on_node * (launch.nodes or 1))
 
 
 def _resolve_backend(config: Config, device: str) -> tuple[str, list[str]]:
     """What the processes speak through, and a line if that is not what was asked for."""
-    asked = config.launch.distributed_backend
-    backend = "gloo" if device == "cpu" or asked == "gloo" else "nccl"
-    if asked in ("auto", backend):
+    requested = config.launch.distributed_backend
+    backend = "gloo" if device == "cpu" or requested == "gloo" else "nccl"
+    if requested in ("auto", backend):
         return backend, []
     # GPT-NeoX's files say nccl everywhere.
-    return backend, [f"distributed_backend {asked} needs GPUs; {backend} is used on this machine"]
+    return backend, [f"distributed_backend {requested} needs GPUs; {backend} is used on this machine"]
 
 
 def _describe_saves(config: Config) -> Iterator[str]:
@@ -183,7 +189,7 @@ BUILT_BYTES = 4
 """Of each parameter where a model is built, in float32, before it goes to GPUs."""
 
 
-def _check_memory(config: Config, hardware: LocalHardware, device: str, here: int, ranks: int) -> None:
+def _check_memory(config: Config, hardware: LocalHardware, device: str, ranks_on_node: int, ranks: int) -> None:
     """Refuse what cannot fit whatever else is done, before minutes are spent on building it."""
     if hardware.memory is None:
         return
@@ -192,13 +198,12 @@ def _check_memory(config: Config, hardware: LocalHardware, device: str, here: in
     except UserError:  # an encoding whose parameters nobody has counted
         return
     # At least once over all ranks, of which these are here.
-    bytes_ = (TRAINED_BYTES if device == "cpu" else BUILT_BYTES) * parameters * here // ranks
+    bytes_ = (TRAINED_BYTES if device == "cpu" else BUILT_BYTES) * parameters * ranks_on_node // ranks
     if bytes_ > hardware.memory:
         raise UserError(
             f"num_layers {config.model.num_layers} × hidden_size {config.model.hidden_size}: the model has "
             f"{parameters:,} parameters, which need at least {format_bytes(bytes_)} of this machine's memory, and it "
-            f"has "
-            f"{format_bytes(hardware.memory)}",
+            f"has {format_bytes(hardware.memory)}",
             "num_layers",
         )
 
@@ -206,10 +211,10 @@ def _check_memory(config: Config, hardware: LocalHardware, device: str, here: in
 def _check_rank(config: Config, rank_info: RankInfo) -> None:
     """Are the processes that were started those that the keys ask for?"""
     launch = config.launch
-    of = "" if launch.nodes is None else f" and nodes is {launch.nodes}"
+    nodes = "" if launch.nodes is None else f" and nodes is {launch.nodes}"
     if launch.num_gpus is not None and launch.num_gpus * (launch.nodes or 1) != rank_info.world_size:
         started = "1 process was" if rank_info.world_size == 1 else f"{rank_info.world_size} processes were"
-        raise UserError(f"num_gpus is {launch.num_gpus}{of}, but {started} started (WORLD_SIZE)")
+        raise UserError(f"num_gpus is {launch.num_gpus}{nodes}, but {started} started (WORLD_SIZE)")
     if (
         launch.num_gpus is None
         and launch.nodes is not None

@@ -109,15 +109,15 @@ def diagnose_hang(heartbeats: dict[int, Heartbeat], silent: set[int], seconds: f
     """
     behind = min(beat.count for beat in heartbeats.values())
     late = sorted(silent) or sorted(rank for rank, beat in heartbeats.items() if beat.count == behind)
-    where = heartbeats[late[0]]
-    what = f"in {where.phase} of step {where.step} for {seconds:.0f} s (hang_timeout)"
+    heartbeat = heartbeats[late[0]]
+    location = f"in {heartbeat.phase} of step {heartbeat.step} for {seconds:.0f} s (hang_timeout)"
     if len(late) == len(heartbeats) > 1:
-        return f"all {len(heartbeats)} ranks hang {what}"
+        return f"all {len(heartbeats)} ranks hang {location}"
     ranks = f"rank {late[0]} hangs" if len(late) == 1 else f"ranks {', '.join(map(str, late))} hang"
     others = sorted({beat.phase for rank, beat in heartbeats.items() if rank not in late})
     waiting = f", while the others are in {' and '.join(others)}" if others else ""
     dead = "; no sign of life: stopped, computing without end, or gone with its machine" if silent else ""
-    return f"{ranks} {what}{waiting}{dead}"
+    return f"{ranks} {location}{waiting}{dead}"
 
 
 class Watchdog:
@@ -143,7 +143,7 @@ class Watchdog:
     ) -> None:
         self.groups, self.timeout, self.folder, self.end = groups, timeout, folder, end or exit_on_hang
         self._store = HeartbeatStore(groups)
-        self._pause = min(5.0, (timeout or 20.0) / 4)
+        self._poll_interval = min(5.0, (timeout or 20.0) / 4)
         self._grace = min(30.0, timeout or 0.0)
         self._heartbeat, self._moved = Heartbeat(0, 0, "start"), time.monotonic()
         self._answered = time.monotonic()
@@ -159,9 +159,9 @@ class Watchdog:
         """Start to watch. Every rank must come here."""
         if self.timeout is not None:
             seconds = f"{self.timeout + self._grace:.0f}"
-            path = "" if self.folder is None else str(self._path().absolute())
+            path = "" if self.folder is None else str(self._get_stacks_path().absolute())
             if path:
-                self._file()  # makes the folder
+                self._open_stacks()  # makes the folder
             self._reporter = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.groups.rank), seconds, path],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, bufsize=0,
@@ -178,7 +178,7 @@ class Watchdog:
         self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:
             # Should Python itself not come to its turn any more.
-            file = self._file()
+            file = self._open_stacks()
             if self._reporter is not None and self._reporter.stdin is not None:
                 with suppress(OSError):  # somebody ended it
                     self._reporter.stdin.write(f"at {self._heartbeat}\n".encode())
@@ -189,7 +189,7 @@ class Watchdog:
         """The run has ended, well or not."""
         if self._ending.is_set():
             # The end that is under way is the reason for what this thread met: a rank that is gone already.
-            time.sleep(2 * self._grace + 4 * self._pause)
+            time.sleep(2 * self._grace + 4 * self._poll_interval)
         self._closed.set()
         if self.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -199,82 +199,85 @@ class Watchdog:
             self._reporter.wait()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(self._pause + 1)
+                thread.join(self._poll_interval + 1)
         if self._stacks is not None:
             self._stacks.close()
             if self.folder is not None:
                 with suppress(OSError):  # other ranks leave at the same time, and a folder goes when it is empty
-                    if not (path := self._path()).stat().st_size:
+                    if not (path := self._get_stacks_path()).stat().st_size:
                         path.unlink()
                         path.parent.rmdir()
         if self.folder is not None and self.groups.is_main:
             (self.folder / HEARTBEAT_FILE).unlink(missing_ok=True)
 
-    def _path(self) -> Path:
+    def _get_stacks_path(self) -> Path:
         assert self.folder is not None
         return self.folder / STACKS / f"rank_{self.groups.rank}.txt"
 
-    def _file(self) -> Any:
+    def _open_stacks(self) -> Any:
         """Where stacks go: opened before they are needed."""
         if self.folder is None:
             return sys.stderr
         if self._stacks is None:
-            self._stacks = _open_file(self._path())
+            self._stacks = _open_file(self._get_stacks_path())
         return self._stacks
 
     def _poll_heartbeats(self) -> None:
         """Tell that this process lives, and look at the others or for what the first has found."""
         store = self._store.copy()
-        beats: dict[int, str] = {}
-        seen: dict[int, float] = {}
-        lives: dict[int, tuple[str, float]] = {}
-        number, written = 0, 0.0
-        while not self._closed.wait(self._pause):
-            number += 1
+        heartbeats: dict[int, str] = {}
+        moved_at: dict[int, float] = {}
+        signs_of_life: dict[int, tuple[str, float]] = {}
+        count, written_at = 0, 0.0
+        while not self._closed.wait(self._poll_interval):
+            count += 1
             try:
-                store.set("alive", str(number))
+                store.set("alive", str(count))
                 self._answered = now = time.monotonic()
                 if not self.groups.is_main:
-                    if self.timeout is not None and (found := store.get("verdict")) is not None:
-                        self._end_run(found, store)
+                    if self.timeout is not None and (verdict := store.get("verdict")) is not None:
+                        self._end_run(verdict, store)
                     continue
-                if now - written >= WRITE_INTERVAL:
+                if now - written_at >= WRITE_INTERVAL:
                     self._write_heartbeat()
-                    written = now
+                    written_at = now
                 if self.timeout is None:
                     continue
                 for rank in range(self.groups.world_size):
-                    text, life = store.get("beat", rank), store.get("alive", rank)
-                    if text is not None and text != beats.get(rank):
-                        beats[rank], seen[rank] = text, now
-                    if life is not None and life != lives.get(rank, ("", 0.0))[0]:
-                        lives[rank] = life, now
-                still = max((now - at for at in seen.values()), default=0.0)
+                    text, sign = store.get("beat", rank), store.get("alive", rank)
+                    if text is not None and text != heartbeats.get(rank):
+                        heartbeats[rank], moved_at[rank] = text, now
+                    if sign is not None and sign != signs_of_life.get(rank, ("", 0.0))[0]:
+                        signs_of_life[rank] = sign, now
+                idle = max((now - at for at in moved_at.values()), default=0.0)
             except Exception:  # the store is gone because the run is
                 continue
-            if still > self.timeout and not self._closed.is_set():
-                silent = {rank for rank, (_, at) in lives.items() if now - at > 2 * self._pause + 1}
-                found = diagnose_hang({rank: Heartbeat.parse(text) for rank, text in beats.items()}, silent, still)
-                where = f"; stacks of the ranks are in {self.folder / STACKS}" if self.folder is not None else ""
-                store.set("verdict", found + where)
-                self._end_run(found + where, store)
+            if idle > self.timeout and not self._closed.is_set():
+                silent = {rank for rank, (_, at) in signs_of_life.items() if now - at > 2 * self._poll_interval + 1}
+                verdict = diagnose_hang(
+                    {rank: Heartbeat.parse(text) for rank, text in heartbeats.items()}, silent, idle
+                )
+                if self.folder is not None:
+                    verdict += f"; stacks of the ranks are in {self.folder / STACKS}"
+                store.set("verdict", verdict)
+                self._end_run(verdict, store)
 
     def _write_heartbeat(self) -> None:
         if self.folder is None:
             return
-        told = {
+        heartbeat = {
             "time": time.time(), "step": self._heartbeat.step, "phase": self._heartbeat.phase,
             "ranks": self.groups.world_size, "host": socket.gethostname(), "process": os.getpid(),
         }  # fmt: skip
         try:
-            write_text_atomically(self.folder / HEARTBEAT_FILE, json.dumps(told) + "\n")
+            write_text_atomically(self.folder / HEARTBEAT_FILE, json.dumps(heartbeat) + "\n")
         except OSError:
             return  # a full disk is told by whoever must write
 
     def _expect_answers(self) -> None:
         """The store is served by the first rank: if nothing comes back, that one is gone."""
         assert self.timeout is not None
-        while not self._closed.wait(self._pause):
+        while not self._closed.wait(self._poll_interval):
             now = time.monotonic()
             if now - self._answered > self.timeout and now - self._moved > self.timeout:
                 beat = self._heartbeat
@@ -283,19 +286,19 @@ class Watchdog:
                     f"{self.groups.rank} is in {beat.phase} of step {beat.step}", None
                 )  # fmt: skip
 
-    def _end_run(self, found: str, store: HeartbeatStore | None) -> None:
+    def _end_run(self, verdict: str, store: HeartbeatStore | None) -> None:
         """Write the stacks, wait until the others have written theirs, and end."""
         self._ending.set()
         faulthandler.cancel_dump_traceback_later()
-        file = self._file()
+        file = self._open_stacks()
         faulthandler.dump_traceback(file=file, all_threads=True)
         if store is not None:
             store.set("dumped", "yes")
             if self.groups.is_main:  # it serves the store, and others end when it does
-                deadline = time.monotonic() + self._grace + 2 * self._pause
+                deadline = time.monotonic() + self._grace + 2 * self._poll_interval
                 while time.monotonic() < deadline:
                     ranks = range(self.groups.world_size)
                     if all(store.get("dumped", rank) is not None for rank in ranks):
                         break
-                    time.sleep(self._pause / 4)
-        self.end(HangError(found), self.groups.rank == (0 if store is not None else 1))
+                    time.sleep(self._poll_interval / 4)
+        self.end(HangError(verdict), self.groups.rank == (0 if store is not None else 1))

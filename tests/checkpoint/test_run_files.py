@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny_config
 
-from megatron.checkpoint.run_folder import CONFIG_NAMES, LOCK, get_config_path, refuse_foreign_run_files, save_config
+from megatron.checkpoint.run_folder import LOCK, RESOLVED_CONFIG, get_config_path, refuse_foreign_run_files, save_config
 from megatron.config.load import read_config
 from megatron.utils.errors import UserError
 
@@ -19,14 +19,14 @@ def test_a_configuration_of_somebody_keeps_its_name_and_its_comments(tmp_path: P
     told = save_config(config, tmp_path)
     assert (told or "").startswith(f"{own} was not written by a run and stays as it is")
     assert own.read_text() == OWN
-    assert get_config_path(tmp_path) == tmp_path / CONFIG_NAMES
+    assert get_config_path(tmp_path) == tmp_path / RESOLVED_CONFIG
     assert read_config(get_config_path(tmp_path)).training.train_iters == 7
     save_config(config.replace(train_iters=9), tmp_path)  # as a resumed run does
     assert own.read_text() == OWN
     assert read_config(get_config_path(tmp_path)).training.train_iters == 9
     own.unlink()
     assert save_config(config, tmp_path) is None
-    assert (get_config_path(tmp_path), (tmp_path / CONFIG_NAMES).exists()) == (own, False)
+    assert (get_config_path(tmp_path), (tmp_path / RESOLVED_CONFIG).exists()) == (own, False)
 
 
 def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Pa
     assert own.read_text() == changed
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", CONFIG_NAMES])
+@pytest.mark.parametrize("name", ["metrics.jsonl", RESOLVED_CONFIG])
 def test_a_folder_with_files_of_others_takes_no_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine: true\n")
     with pytest.raises(UserError, match=f"save: .* holds {name}, which no run wrote"):

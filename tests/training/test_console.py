@@ -13,7 +13,7 @@ from rich.console import Console
 from screen import terminal
 from tiny_runs import tiny_config, write_corpora
 
-from megatron.checkpoint.run_folder import CONFIG_NAMES
+from megatron.checkpoint.run_folder import RESOLVED_CONFIG
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
@@ -184,8 +184,8 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     assert summary.describe_end(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
     assert summary.describe_end(tiny_config(corpus), None, now=False) == "nothing is saved: save names no folder"
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
-    config.save(tmp_path / CONFIG_NAMES)  # beside somebody's own, which may lack keys of the command line
-    assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/{CONFIG_NAMES} load={tmp_path}"
+    config.save(tmp_path / RESOLVED_CONFIG)  # beside somebody's own, which may lack keys of the command line
+    assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/{RESOLVED_CONFIG} load={tmp_path}"
 
 
 def test_a_silent_run_measures_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
