@@ -1,0 +1,316 @@
+"""The weights of GPT-NeoX's checkpoints, and of KERPLE's and DAPE's, as a table by our names.
+
+Layer 0 is the embedding, 2 to L + 1 are the layers, L + 3 is the last norm and L + 4 the output matrix. What becomes of
+the parts of several ranks:
+
+| part                                  | whole                                                                       |
+|---------------------------------------|-----------------------------------------------------------------------------|
+| embedding, output matrix              | behind one another                                                          |
+| queries, keys, values                 | behind one another, heads in order; grouped, each rank has [q; k; v]        |
+| feed-forward, first matrix            | behind one another; gated, each rank has [up; gate], and ours is [gate; up] |
+| attention's and feed-forward's second | side by side; their biases are one and the same, but with gpt_j_residual    |
+|                                       | each rank adds its own before the sum over ranks, so they are summed        |
+| norms                                 | the mean of what should be equal                                            |
+| kernels and tables of positions       | behind one another, heads in order                                          |
+
+KERPLE's modules are in every layer's file although all layers share them; DAPE's are each layer's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.schema import Config
+from megatron.conversion.model_family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT
+from megatron.conversion.transforms import SeparateQKV
+from megatron.options.model import GATED, num_kv_heads
+from megatron.utils.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.conversion.weight_files import LazyTensors
+
+_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+IGNORED_TENSORS = re.compile(r".*\b(inv_freq|slopes|masked_bias)|attention\.bias|.*\.cached_\w+|.*\.cache_matrix\w*")
+"""Buffers that are computed anew."""
+
+Merge = Callable[[Sequence[Any]], Any]
+"""How the parts of a tensor, in the order of the ranks, become one."""
+
+NEOX_EMBEDDING = "0.word_embeddings.weight"
+FC1_NAMES, FC2_NAMES = ("mlp.dense_h_to_4h", "mlp.linear1"), ("mlp.dense_4h_to_h", "mlp.linear2")
+"""Names that versions of GPT-NeoX have given the two matrices of the feed-forward layer."""
+
+
+class TensorParallelShards:
+    """What each tensor-parallel rank holds, by number of the layer and name."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from megatron.conversion.weight_files import LazyTensors
+
+        self.checkpoint = checkpoint
+        matches = [(path, _LAYER_FILE.fullmatch(path.name)) for path in sorted(checkpoint.iterdir())]
+        layers = [(path, int(match[1]), int(match[2])) for path, match in matches if match]
+        self.tensors_by_rank: dict[int, LazyTensors] = {}
+        if layers:
+            for path, layer_number, rank in layers:
+                self._add_file(self.tensors_by_rank.setdefault(rank, LazyTensors()), path, f"{layer_number}.")
+        else:
+            rank_files = [(path, _RANK_FILE.fullmatch(path.name)) for path in sorted(checkpoint.iterdir())]
+            for path, match in rank_files:
+                if match:
+                    self._add_file(self.tensors_by_rank.setdefault(int(match[1]), LazyTensors()), path, None)
+        if sorted(self.tensors_by_rank) != list(range(len(self.tensors_by_rank))) or not self.tensors_by_rank:
+            raise RunError(f"{checkpoint}: holds parts of the ranks {sorted(self.tensors_by_rank)}; some are missing")
+        self.names = self.tensors_by_rank[0].names
+        for rank, tensors in self.tensors_by_rank.items():
+            if unmatched := sorted(set(tensors.names) ^ set(self.names)):
+                raise RunError(f"{checkpoint}: rank {rank} and rank 0 differ in {unmatched[0]}; a file is missing")
+
+    @staticmethod
+    def _add_file(tensors: LazyTensors, path: Path, prefix: str | None) -> None:
+        from megatron.conversion.weight_files import add_state_dict, load_torch_file
+
+        content = load_torch_file(path, classes=_get_numpy_classes())
+        if prefix is None:
+            content = content.get("module") if isinstance(content, dict) else None
+            if not isinstance(content, dict) or not all(str(name).startswith("sequential.") for name in content):
+                raise RunError(f"{path}: holds no `module` of GPT-NeoX's (sequential.…)")
+            content = {name.removeprefix("sequential."): value for name, value in content.items()}
+        add_state_dict(tensors, path, content, prefix or "")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tensors_by_rank)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        """The parts of a tensor, in the order of the ranks. Raises RunError if there is none of this name."""
+        self.check_name(name)
+        return [self.tensors_by_rank[rank][name] for rank in range(self.num_ranks)]
+
+    def check_name(self, name: str) -> None:
+        """Raise RunError if there is no tensor of this name."""
+        if name not in self.names:
+            raise RunError(f"{self.checkpoint}: holds no {name}, which its configuration asks for")
+
+    def count_rows(self, name: str) -> int:
+        """Rows of a tensor, those of all ranks together."""
+        return sum(shard.shape[0] for shard in self[name])
+
+    def select_module(self, layer_number: int, names: Sequence[str]) -> str:
+        """Of the names that versions give a module the one that a layer's file has; the first if it has none."""
+        modules = [f"{layer_number}.{name}" for name in names]
+        return next((module for module in modules if f"{module}.weight" in self), modules[0])
+
+    def find_position_tensors(self, layer_number: int) -> dict[str, str]:
+        """What a layer's file holds of positions: the end of each name, without that of its module, and the name."""
+        pattern = re.compile(rf"{layer_number}\.attention\.(?!query_key_value|dense|rotary_emb|qk_)\w+\.(.+)")
+        matches = ((pattern.fullmatch(name), name) for name in self.names)
+        return {match[1]: name for match, name in matches if match and not IGNORED_TENSORS.fullmatch(name)}
+
+
+def _get_numpy_classes() -> list[Any]:
+    """numpy's random state, which DeepSpeed's files hold beside the weights: nothing of it is run."""
+    import numpy as np
+    from numpy._core.multiarray import _reconstruct
+
+    dtype_classes = {type(np.dtype(dtype_name)) for dtype_name in ("u1", "u4", "u8", "i4", "i8", "f4", "f8")}
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    return [*((_reconstruct, name) for name in names), np.ndarray, np.dtype, *dtype_classes]
+
+
+# Parts of ranks, as one tensor
+
+
+def concat_shards(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Behind one another, or, with dim 1, side by side."""
+    import torch
+
+    return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
+
+
+def sum_shards(shards: Sequence[Tensor]) -> Tensor:
+    return shards[0] if len(shards) == 1 else sum(shard.float() for shard in shards)  # type: ignore[return-value]
+
+
+def average_shards(shards: Sequence[Tensor]) -> Tensor:
+    """Of what should be equal, and is taken as it is if it is."""
+    first, *others = shards
+    return first if all(first.equal(other) for other in others) else sum_shards(shards) / len(shards)
+
+
+def concat_gate_up(shards: Sequence[Tensor]) -> Tensor:
+    """[up; gate] of each rank, as [gate; up]."""
+    halves = [shard.chunk(2) for shard in shards]
+    return concat_shards([gate for _, gate in halves] + [up for up, _ in halves])
+
+
+def concat_grouped_qkv(shards: Sequence[Tensor], *, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    """[q; k; v] of each rank, as groups behind one another. The numbers of heads are of all ranks together."""
+    num_local_heads, num_local_kv_heads = num_heads // len(shards), num_kv_heads // len(shards)
+    sizes = [heads * head_dim for heads in (num_local_heads, num_local_kv_heads, num_local_kv_heads)]
+    transform = SeparateQKV(num_local_heads, num_local_kv_heads)
+    return concat_shards([transform.to_megatron(shard.split(sizes)) for shard in shards])
+
+
+def merge_per_head(shards: Sequence[Tensor], *, num_heads: int) -> Tensor:
+    """[heads of a rank, …] of each; where every rank holds all heads, one and the same."""
+    return average_shards(shards) if shards[0].shape[0] == num_heads else concat_shards(shards)
+
+
+# The table of weights
+
+
+@dataclass(frozen=True)
+class NeoxWeight:
+    """One weight of ours, and the tensors of theirs that it is made of."""
+
+    megatron_name: str
+    neox_names: tuple[str, ...]
+    merge: Merge
+    """The parts of a tensor, in the order of the ranks, as one."""
+    convert: Callable[..., Tensor] | None = None
+    """What is made of the merged tensors; None if there is one, and it is ours."""
+
+
+@dataclass(frozen=True)
+class PositionWeight:
+    """A weight of an encoding or a processor; of the names of theirs the ends, without layer and module."""
+
+    suffixes: tuple[str, ...]
+    merge: Merge = average_shards
+    convert: Callable[..., Tensor] | None = None
+
+
+def list_neox_weights(config: Config, shards: TensorParallelShards) -> Iterator[NeoxWeight]:
+    """Every weight of ours that a model can have; a bias is listed whether the configuration has it or not."""
+    final_norm_number = config.model.num_layers + 3
+    yield NeoxWeight(EMBEDDING_WEIGHT, (NEOX_EMBEDDING,), concat_shards)
+    yield NeoxWeight(OUTPUT_WEIGHT, (f"{final_norm_number + 1}.final_linear.weight",), concat_shards)
+    yield NeoxWeight("position.vectors.weight", ("0.position_embeddings.weight",), average_shards)
+    yield from _list_module(
+        "decoder.final_layernorm", f"{final_norm_number}.norm", shards, average_shards, average_shards
+    )
+    encoding_weights = list_encoding_weights(config).get(config.position.pos_emb, {})
+    if not config.position.pos_emb_per_layer:
+        yield from _list_position_weights("position", 2, shards, encoding_weights)
+    for layer_idx in range(config.model.num_layers):
+        prefix, number = f"decoder.layers.{layer_idx}", layer_idx + 2
+        for megatron_name, neox_names, merge_weight, merge_bias in _list_layer_modules(config):
+            module = shards.select_module(number, neox_names)
+            yield from _list_module(f"{prefix}.{megatron_name}", module, shards, merge_weight, merge_bias)
+        attention = f"{prefix}.self_attention.core_attention"
+        yield from _list_position_weights(f"{attention}.processor", number, shards, PROCESSOR_WEIGHTS)
+        if config.position.pos_emb_per_layer:
+            yield from _list_position_weights(f"{attention}.position", number, shards, encoding_weights)
+
+
+def _list_module(
+    megatron_name: str, neox_name: str, shards: TensorParallelShards, merge_weight: Merge, merge_bias: Merge
+) -> Iterator[NeoxWeight]:
+    """Weight and bias of a module; the weight of RMSNorm is called scale."""
+    weight = "scale" if f"{neox_name}.scale" in shards else "weight"
+    yield NeoxWeight(f"{megatron_name}.weight", (f"{neox_name}.{weight}",), merge_weight)
+    yield NeoxWeight(f"{megatron_name}.bias", (f"{neox_name}.bias",), merge_bias)
+
+
+def _list_layer_modules(config: Config) -> Iterator[tuple[str, tuple[str, ...], Merge, Merge]]:
+    """The modules of a layer: our name, theirs in all versions, how weights and biases are merged."""
+    model = config.model
+    num_heads, kv_heads = model.num_attention_heads, num_kv_heads(model)
+    head_dim = model.hidden_size // num_heads
+    grouped = partial(concat_grouped_qkv, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    merge_qkv: Merge = concat_shards if kv_heads == num_heads else grouped
+    merge_fc1: Merge = concat_gate_up if model.activation in GATED else concat_shards
+    concat_columns = partial(concat_shards, dim=1)
+    merge_bias = sum_shards if model.gpt_j_residual else average_shards
+    yield "input_layernorm", ("input_layernorm",), average_shards, average_shards
+    yield "pre_mlp_layernorm", ("post_attention_layernorm",), average_shards, average_shards
+    yield "self_attention.linear_qkv", ("attention.query_key_value",), merge_qkv, merge_qkv
+    yield "self_attention.linear_proj", ("attention.dense",), concat_columns, merge_bias
+    yield "mlp.linear_fc1", FC1_NAMES, merge_fc1, merge_fc1
+    yield "mlp.linear_fc2", FC2_NAMES, concat_columns, merge_bias
+
+
+def _list_position_weights(
+    prefix: str, layer_number: int, shards: TensorParallelShards, weights: Mapping[str, PositionWeight]
+) -> Iterator[NeoxWeight]:
+    tensors = shards.find_position_tensors(layer_number)
+    for parameter, weight in weights.items():
+        names = tuple(tensors.get(suffix, f"{layer_number}.attention.….{suffix}") for suffix in weight.suffixes)
+        yield NeoxWeight(f"{prefix}.{parameter}", names, weight.merge, weight.convert)
+
+
+def _to_conv_kernel(weight: Tensor) -> Tensor:
+    """A layer of a perceptron [out, in] is a convolution of size 1, [out, in, 1, 1]."""
+    return weight if weight.dim() == 4 else weight[:, :, None, None]
+
+
+PROCESSOR_WEIGHTS = {
+    "hidden.weight": PositionWeight(("mlp2.0.weight",), convert=_to_conv_kernel),
+    "hidden.bias": PositionWeight(("mlp2.0.bias",)),
+    "output.weight": PositionWeight(("mlp2.2.weight",), convert=_to_conv_kernel),
+    "output.bias": PositionWeight(("mlp2.2.bias",)),
+}
+
+
+def list_encoding_weights(config: Config) -> dict[str, dict[str, PositionWeight]]:
+    """The weights of each encoding that can be imported."""
+    model = config.model
+    root_head_dim = (model.hidden_size / model.num_attention_heads) ** 0.5
+
+    def per_head(suffix: str) -> PositionWeight:
+        merge = partial(merge_per_head, num_heads=model.num_attention_heads)
+        return PositionWeight((suffix,), merge, lambda tensor: tensor.reshape(-1))
+
+    return {
+        # [buckets, heads of a rank], which the module multiplies by the root of the head dimension
+        "t5": {
+            "bias.value": PositionWeight(
+                ("weight",), partial(concat_shards, dim=1), lambda table: table.float() * root_head_dim
+            )
+        },
+        # The two kernels give the same names to different numbers.
+        "kerple_log": {"r1.value": per_head("bias_p"), "r2.value": per_head("bias_a")},
+        "kerple_power": {"r1.value": per_head("bias_a"), "r2.value": per_head("bias_p")},
+        "gaussian_weight2": {"r1.value": per_head("wei_a"), "r2.value": per_head("wei_p")},
+        "kerple_bias_weight": {
+            "r1.value": per_head("bias_a"),
+            "r2.value": per_head("bias_p"),
+            "r3.value": per_head("wei_a"),
+            "r4.value": per_head("wei_p"),
+        },
+        "fire": {
+            # FIRE computes with the absolute value. Its threshold is |multiplier · init_L|, ours multiplier · T / 2.
+            "c.value": PositionWeight(("c",), convert=lambda c: c.abs().reshape(1)),
+            "multiplier.value": PositionWeight(
+                ("L_multiplier", "init_L"),
+                convert=lambda multiplier, initial_length: (
+                    (multiplier.float() * initial_length.float()).abs().reshape(1) / (model.seq_length / 2)
+                ),
+            ),
+            "weight1.value": PositionWeight(("mlp.0.weight",)),
+            "bias1.value": PositionWeight(("mlp.0.bias",)),
+            "weight2.value": PositionWeight(("mlp.2.weight",)),
+            "bias2.value": PositionWeight(("mlp.2.bias",)),
+        },
+        # [1, d, positions], whose products with queries are not divided by the root of d there
+        "cope": {
+            "vectors.value": PositionWeight(("pos_emb",), convert=lambda table: table[0].t().float() * root_head_dim)
+        },
+        "transformer_xl": {
+            "u.value": PositionWeight(("r_w_bias",)),
+            "v.value": PositionWeight(("r_r_bias",)),
+            "project.weight": PositionWeight(("r_net.weight",)),
+        },
+    }
