@@ -48,7 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/conversion": (
         *NUMERIC,
-        "megatron.planning.parameter_count",
+        "megatron.planning.model_costs",
         "safetensors",
         "huggingface_hub",
         "tokenizers",
@@ -98,7 +98,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/training": (
         "megatron.planning.memory_estimate",
-        "megatron.planning.parameter_count",
+        "megatron.planning.model_costs",
         *NUMERIC,
         "deepspeed",
         "rich",

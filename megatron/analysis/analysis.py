@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron.options.analysis import AnalysisOptions
+from megatron.options.commands import AnalysisOptions
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 

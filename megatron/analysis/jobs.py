@@ -32,7 +32,7 @@ from megatron.evaluation.provenance import format_method_name
 from megatron.evaluation.task_eval import TaskEval, build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, load_common_text
 from megatron.model.device_dtype import check_precision
-from megatron.options.analysis import AnalysisOptions
+from megatron.options.commands import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.html_page import is_generated_page
 from megatron.utils.atomic_io import check_folder, refuse_foreign_files

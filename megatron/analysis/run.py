@@ -27,7 +27,7 @@ from megatron.analysis.jobs import (
 )
 from megatron.evaluation.jobs import RunJob, make_log_function
 from megatron.evaluation.provenance import describe_machine, list_software_versions
-from megatron.options.analysis import AnalysisOptions
+from megatron.options.commands import AnalysisOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.progress import ProgressMeter
 

@@ -7,7 +7,7 @@ import typer
 
 from megatron.cli.arguments import with_options
 from megatron.cli.console import open_clean_console
-from megatron.options.analysis import AnalysisOptions
+from megatron.options.commands import AnalysisOptions
 
 
 @with_options(AnalysisOptions, exclude=("multiples",))

@@ -7,7 +7,7 @@ import typer
 
 from megatron.cli.arguments import with_options
 from megatron.cli.console import print_notes, print_to_stderr
-from megatron.options.conversion import ExportOptions, ImportOptions
+from megatron.options.commands import ExportOptions, ImportOptions
 
 
 @with_options(ImportOptions)

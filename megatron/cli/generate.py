@@ -8,7 +8,7 @@ import typer
 
 from megatron.cli.arguments import with_options
 from megatron.cli.console import print_to_stderr
-from megatron.options.generation import GenerationOptions
+from megatron.options.commands import GenerationOptions
 
 
 @with_options(GenerationOptions)

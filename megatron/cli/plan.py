@@ -7,7 +7,7 @@ import typer
 from megatron.cli.arguments import Arguments, ConfigFolder, load_config, with_options
 from megatron.cli.console import print_notes
 from megatron.config.schema import Config
-from megatron.options.planning import PlanOptions
+from megatron.options.commands import PlanOptions
 from megatron.utils.errors import FarfieldError
 
 GPT2_VOCAB_SIZE = 50257

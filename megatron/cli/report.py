@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron.cli.arguments import with_options
-from megatron.options.report import ReportOptions
+from megatron.options.commands import ReportOptions
 
 
 @with_options(ReportOptions)

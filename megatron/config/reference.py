@@ -13,12 +13,15 @@ from megatron.config import method_names, neox_keys
 from megatron.config.neox_rules import NeoxRule, format_code
 from megatron.config.schema import SECTIONS, ConfigKey, list_config_keys
 from megatron.config.yaml_files import format_value
-from megatron.options.analysis import AnalysisOptions
-from megatron.options.conversion import ExportOptions, ImportOptions
+from megatron.options.commands import (
+    AnalysisOptions,
+    ExportOptions,
+    GenerationOptions,
+    ImportOptions,
+    PlanOptions,
+    ReportOptions,
+)
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
-from megatron.options.generation import GenerationOptions
-from megatron.options.planning import PlanOptions
-from megatron.options.report import ReportOptions
 from megatron.options.section import ConfigSection, read_docstring
 from megatron.options.sweep import PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.position.catalog import list_encodings, list_processors

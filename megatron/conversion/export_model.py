@@ -1,21 +1,32 @@
-"""`./deepy.py export RUN DIR`: a checkpoint as a folder that transformers reads."""
+"""`./deepy.py export RUN DIR`: a checkpoint as a folder that transformers reads.
+
+Its weights are written under the family's names, into files of which memory never holds more than one.
+"""
 
 import json
+import math
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.layout import WEIGHTS
+from megatron.checkpoint.stored_config import map_to_stored_names
 from megatron.checkpoint.trained_run import TrainedRun, open_run
+from megatron.config.schema import Config
 from megatron.conversion.families.farfield import AUTO_MAP, CHECKSUMS_FILE, FARFIELD, TOKENIZER_TYPE_KEY
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
-from megatron.conversion.hf_weights import HFWeights, write_shards
 from megatron.conversion.model_card import render_model_card, write_model_card
-from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily
+from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
 from megatron.conversion.registry import find_exact_family
 from megatron.data.run_tokenizer import load_run_tokenizer
@@ -23,10 +34,13 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import padded_vocab_size
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError, describe_cause
 from megatron.utils.suggestions import format_choices
 
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _EXPORT_FILE_NAMES = re.compile(
     r"[\w-]+\.py|[\w.-]+\.json|model[\w-]*\.safetensors|README\.md|results\.png|merges\.txt|tokenizer\.model"
 )
@@ -179,3 +193,96 @@ def _is_export(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and TOKENIZER_TYPE_KEY in values
+
+
+class HFWeights:
+    """The weights of a checkpoint by the names of a family; each is read when it is asked for.
+
+    Args:
+        path: a checkpoint's model.safetensors.
+        family: whose names; it must express the configuration.
+        config: of the checkpoint.
+        dtype: to convert to; None keeps what is stored.
+
+    Raises:
+        RunError: the file cannot be read, or its weights are not the configuration's.
+    """
+
+    def __init__(self, path: Path, family: ModelFamily, config: Config, dtype: torch.dtype | None = None) -> None:
+        self.path, self.dtype = path, dtype
+        mappings = list(family.weight_mappings(config))
+        self._mappings = {name: mapping for mapping in mappings for name in mapping.hf_names}
+        with self._open_file() as file:
+            self._stored_names = map_to_stored_names(path.parent, file.keys())
+            stored = {name: file.get_slice(stored_name) for name, stored_name in self._stored_names.items()}
+            if unmatched := set(stored) ^ {mapping.megatron_name for mapping in mappings}:
+                raise RunError(f"{path}: does not fit its configuration: {min(unmatched)} is in one of them only")
+            self._shapes = {
+                name: (tensor_slice.get_shape(), _SAFETENSORS_DTYPES[tensor_slice.get_dtype()])
+                for name, tensor_slice in stored.items()
+            }
+
+    @contextmanager
+    def _open_file(self) -> Iterator[Any]:
+        """The file, for one weight at a time: what was read of it counts as memory of ours until it is closed."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{self.path}: cannot be read as safetensors ({error})") from None
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all of them."""
+        return sum(math.prod(shape) for shape, _ in self._shapes.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        mapping = self._mappings[name]
+        with self._open_file() as file:
+            tensor = file.get_tensor(self._stored_names[mapping.megatron_name])
+        tensor = tensor if self.dtype is None else tensor.to(self.dtype)
+        return mapping.transform.to_hf(tensor)[mapping.hf_names.index(name)]
+
+    def get_tensor_sizes(self) -> dict[str, int]:
+        """The bytes of each weight as it will be written."""
+        hf_tensors = {
+            mapping.megatron_name: mapping.transform.to_hf(self._make_meta_tensor(mapping))
+            for mapping in self._mappings.values()
+        }
+        return {
+            name: hf_tensors[mapping.megatron_name][mapping.hf_names.index(name)].nbytes
+            for name, mapping in self._mappings.items()
+        }
+
+    def _make_meta_tensor(self, mapping: WeightMapping) -> Tensor:
+        """A tensor without memory like the one that is stored."""
+        shape, dtype = self._shapes[mapping.megatron_name]
+        return torch.empty(shape, dtype=self.dtype or dtype, device="meta")
+
+
+def write_shards(weights: HFWeights, folder: Path, max_shard_bytes: int) -> None:
+    """Write weights into as many files as are needed, and where there is more than one an index of them.
+
+    Args:
+        folder: with its config.json, which says who may read the weights.
+        max_shard_bytes: bytes of a file; a single weight may be larger.
+
+    Raises RunError: the checkpoint cannot be read; OSError: the disk refuses.
+    """
+    sizes: Mapping[str, Any] = weights.get_tensor_sizes()
+    split = split_state_dict_into_shards_factory(
+        dict(sizes),  # the planner asks for sizes only
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: weights[name].contiguous() for name in names}
+        try:
+            save_file(shard, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(describe_cause(error)) from error
+        shutil.copymode(folder / HF_CONFIG_FILE, folder / file)  # safetensors leaves it to its owner alone
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / WEIGHTS_INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.schema import Config
-from megatron.conversion.hf_config_reader import HFConfigReader
+from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.model_family import EMBEDDING_WEIGHT, HF_CONFIG_FILE, OUTPUT_WEIGHT, ModelFamily, WeightMapping
 from megatron.conversion.model_source import ModelSource
 from megatron.conversion.registry import get_family

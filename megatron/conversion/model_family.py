@@ -1,25 +1,137 @@
 """A published family of models: what its files call things, and which models of ours it can express.
 
-family.read(keys)            their config.json → our keys
-family.why_not(config)       why a configuration of ours is none of this family, or None
-family.written(config, …)    our configuration → their config.json
-family.weights(config)       the table of weights, for both directions
+family.from_hf_config(hf_config)       their config.json → our keys
+family.unsupported_reason(config)      why a configuration of ours is none of this family, or None
+family.to_hf_config(config, …)         our configuration → their config.json
+family.weight_mappings(config)         the table of weights, for both directions
+
+A transform says how tensors of theirs make one of ours, and the other way round, bit for bit. d head dimension, H
+heads, G of them with keys and values of their own (G = H unless queries are grouped). Ours has queries, keys and values
+of a group behind one another, [G, (H/G + 2), d, …] (megatron-core's linear_qkv), and the gate before the values that it
+gates. Torch is imported once there are tensors: tables are read, and refused, before.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.config.schema import Config
-from megatron.conversion.hf_config_reader import HFConfigReader
-from megatron.conversion.transforms import Identity, Transform
+from megatron.conversion.hf_config import HFConfigReader
 from megatron.options.model import has_qkv_bias, num_kv_heads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 HF_CONFIG_FILE = "config.json"
 """What describes a model, beside its weights."""
 
 EMBEDDING_WEIGHT, OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
 """Our names of the matrices at both ends."""
+
+
+def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(list(parts), dim)
+
+
+class Transform(Protocol):
+    """Some tensors of theirs and one of ours, which hold the same."""
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        """Theirs, in the order of the table, as ours."""
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        """Ours as theirs, in the order of the table."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One tensor, as it is."""
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        return hf_tensors[0]
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """A matrix stored as [inputs, outputs] (GPT-2's Conv1D)."""
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        return hf_tensors[0].t().contiguous()
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor.t().contiguous()]
+
+
+@dataclass(frozen=True)
+class Concat:
+    """So many tensors of one size that lie behind one another in ours."""
+
+    num_chunks: int
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        return _cat(hf_tensors)
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in tensor.chunk(self.num_chunks)]
+
+
+@dataclass(frozen=True)
+class SeparateQKV:
+    """Queries, keys and values, three tensors [H·d, …], [G·d, …], [G·d, …]."""
+
+    num_heads: int
+    num_kv_heads: int
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        q, k, v = (part.reshape(self.num_kv_heads, -1, *part.shape[1:]) for part in hf_tensors)
+        return _cat([q, k, v], 1).reshape(-1, *hf_tensors[0].shape[1:])
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        queries_per_group = self.num_heads // self.num_kv_heads
+        parts = tensor.reshape(self.num_kv_heads, queries_per_group + 2, -1, *tensor.shape[1:])
+        return [
+            part.reshape(-1, *tensor.shape[1:]).contiguous()
+            for part in (parts[:, :queries_per_group], parts[:, queries_per_group], parts[:, queries_per_group + 1])
+        ]
+
+
+@dataclass(frozen=True)
+class ConcatQKV:
+    """Queries, keys and values behind one another in one tensor, `head_dim_index` being where their heads are."""
+
+    num_heads: int
+    head_dim_index: int = 0
+
+    @property
+    def _separate_qkv(self) -> SeparateQKV:
+        return SeparateQKV(self.num_heads, self.num_heads)
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        return self._separate_qkv.to_megatron(hf_tensors[0].transpose(0, self.head_dim_index).chunk(3))
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [_cat(self._separate_qkv.to_hf(tensor)).transpose(0, self.head_dim_index).contiguous()]
+
+
+@dataclass(frozen=True)
+class SkipRows:
+    """A table whose first rows no token ever reads (OPT's positions). They are dropped, and zero on the way back."""
+
+    num_rows: int
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        return hf_tensors[0][self.num_rows :].contiguous()
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [_cat([tensor.new_zeros(self.num_rows, *tensor.shape[1:]), tensor])]
 
 
 IDENTITY = Identity()
@@ -127,7 +239,7 @@ def map_linear_layers(
         mlp_bias: have the MLP's a bias?
 
     Yields:
-        What the table of `layers` wants.
+        What `map_layers` takes.
     """
     model = config.model
     megatron_names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")

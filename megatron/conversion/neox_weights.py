@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.schema import Config
-from megatron.conversion.model_family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT
-from megatron.conversion.transforms import SeparateQKV
+from megatron.conversion.model_family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SeparateQKV
 from megatron.options.model import GATED, num_kv_heads
 from megatron.utils.errors import RunError
 

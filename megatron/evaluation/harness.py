@@ -27,7 +27,7 @@ from megatron.evaluation.batching import choose_batch_tokens
 from megatron.generation.decoding import pad_left
 from megatron.generation.text_generator import TextGenerator
 from megatron.model.gpt import GPT
-from megatron.options.generation import GenerationOptions
+from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import RunError, is_out_of_memory
 
 DEFAULT_MAX_GEN_TOKENS = 256

@@ -15,7 +15,7 @@ from megatron.data.run_tokenizer import load_run_tokenizer
 from megatron.data.sources import decode_document, describe_source_file, iter_raw_documents
 from megatron.data.tokenizers import Tokenizer
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
-from megatron.options.generation import GenerationOptions
+from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import WaitAnnouncer
 

@@ -14,7 +14,7 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.generation.decoding import decode_tokens, group_prompts
 from megatron.generation.sampling import TokenSampler
 from megatron.model.gpt import GPT
-from megatron.options.generation import GenerationOptions
+from megatron.options.commands import GenerationOptions
 
 NUM_CONTEXT_TOKENS = 16
 """Tokens before the first new one that decoding is given: SentencePiece drops a blank at the beginning of a text, and

@@ -26,7 +26,7 @@ from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
-from megatron.planning.position_costs import plan_encoding, plan_processor
+from megatron.planning.model_costs import plan_encoding, plan_processor
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -26,7 +26,7 @@ from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
-from megatron.planning.parameter_count import count_rank_parameters
+from megatron.planning.model_costs import count_rank_parameters
 
 RESERVED_FRACTION = 0.1
 """Of a GPU's memory, for what no formula here counts."""

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.planning.flops import estimate_forward_flops
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.model_costs import count_parameters, estimate_forward_flops, plan_encoding
 from megatron.planning.parallel_layouts import (
     ParallelLayout,
     build_configured_layout,
@@ -13,8 +13,6 @@ from megatron.planning.parallel_layouts import (
     find_smallest_layout,
     fit_config_to_cluster,
 )
-from megatron.planning.parameter_count import count_parameters
-from megatron.planning.position_costs import plan_encoding
 from megatron.planning.step_time import Cluster
 from megatron.utils.errors import UserError
 

@@ -37,9 +37,12 @@ from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
-from megatron.planning.flops import TRAINING_TO_FORWARD_RATIO, estimate_forward_flops
-from megatron.planning.parameter_count import count_rank_parameters
-from megatron.planning.position_costs import plan_processor
+from megatron.planning.model_costs import (
+    TRAINING_TO_FORWARD_RATIO,
+    count_rank_parameters,
+    estimate_forward_flops,
+    plan_processor,
+)
 
 LINK_EFFICIENCY = 0.75
 """Of a link's rate by its data sheet; NCCL's tests show such shares for large messages."""

@@ -14,7 +14,7 @@ from megatron.config.schema import Config
 from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.planning.parameter_count import count_parameters
+from megatron.planning.model_costs import count_parameters
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_bytes
 

@@ -28,7 +28,7 @@ from megatron.checkpoint.trained_run import open_run
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.data.vocabulary import read_vocabulary
 from megatron.evaluation.texts import load_text
-from megatron.options.analysis import AnalysisOptions
+from megatron.options.commands import AnalysisOptions
 from megatron.reports.html_page import HtmlPicture
 from megatron.utils.errors import UserError
 

@@ -14,8 +14,8 @@ from megatron.checkpoint import layout, manifest, stored_config
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.config.schema import list_config_keys
+from megatron.conversion.export_model import HFWeights
 from megatron.conversion.families.farfield import FARFIELD
-from megatron.conversion.hf_weights import HFWeights
 from megatron.launch.console import run_console
 from megatron.options.model import ffn_hidden_size
 from megatron.training.trainer import train

@@ -9,7 +9,7 @@ from published import MODELS, ROWS, model_of
 
 from megatron.config.schema import Config
 from megatron.conversion.families.opt import POSITION_OFFSET
-from megatron.conversion.hf_config_reader import HFConfigReader
+from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.model_family import ModelFamily
 from megatron.conversion.registry import HF_FAMILIES, find_exact_family, get_family
 

@@ -11,7 +11,7 @@ import tokenizers as hf
 from tokenizer_files import SAMPLE
 
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
-from megatron.conversion.imported_run import resolve_tokenizer
+from megatron.conversion.import_model import resolve_tokenizer
 from megatron.conversion.model_source import ModelSource
 from megatron.data.corpus import prepare_corpus
 from megatron.data.run_tokenizer import load_run_tokenizer, save_tokenizer
@@ -19,8 +19,8 @@ from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.data.vocabulary import read_vocabulary
 from megatron.evaluation.harness import HarnessModel
 from megatron.generation.text_generator import TextGenerator
+from megatron.options.commands import GenerationOptions
 from megatron.options.data import CorpusOptions, DataOptions
-from megatron.options.generation import GenerationOptions
 from megatron.utils.errors import UserError
 from tools.export.cases import Case, gpt_of
 

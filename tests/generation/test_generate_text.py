@@ -11,7 +11,7 @@ from models import build_model
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.generation import generate_text as generation
 from megatron.generation.text_generator import Completion, TextGenerator
-from megatron.options.generation import GenerationOptions
+from megatron.options.commands import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.utils.errors import UserError
 

@@ -9,7 +9,7 @@ from megatron.generation.decoding import check_prompt_length, group_prompts
 from megatron.generation.sampling import TokenSampler
 from megatron.generation.text_generator import Completion, TextGenerator
 from megatron.model.gpt import GPT
-from megatron.options.generation import GenerationOptions
+from megatron.options.commands import GenerationOptions
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.utils.errors import UserError
 

@@ -7,7 +7,7 @@ import pytest
 from models import build_model
 from tiny_runs import VOCABULARY, tiny_config
 
-from megatron.planning.flops import estimate_forward_flops
+from megatron.planning.model_costs import estimate_forward_flops
 from megatron.position.catalog import list_encodings, list_processors
 
 

@@ -13,7 +13,7 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
-from megatron.planning.parameter_count import count_parameters
+from megatron.planning.model_costs import count_parameters
 from megatron.utils.errors import UserError
 
 SCRIPT = Path(__file__).parents[1] / "support/planning_rank.py"

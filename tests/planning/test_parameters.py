@@ -14,7 +14,7 @@ from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, get_shard_spec
 from megatron.model import build
-from megatron.planning.parameter_count import count_parameters, count_rank_parameters
+from megatron.planning.model_costs import count_parameters, count_rank_parameters
 from megatron.position import catalog
 
 VOCABULARY = 50257

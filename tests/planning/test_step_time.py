@@ -8,7 +8,7 @@ from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec, get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes
-from megatron.planning.flops import estimate_forward_flops
+from megatron.planning.model_costs import estimate_forward_flops
 from megatron.planning.parallel_layouts import build_configured_layout
 from megatron.planning.step_time import LINK_EFFICIENCY, Cluster, StepTime, estimate_step_time
 from megatron.training.pipeline import compute_bubble

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from megatron.config.schema import Config
-from megatron.conversion.hf_config_reader import HFConfigReader
+from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.model_family import (
     COMMON_SUPPORTED_VALUES,
     EMBEDDING_WEIGHT,
     IDENTITY,
     OUTPUT_WEIGHT,
     ModelFamily,
+    Transform,
     WeightMapping,
     map_layers,
     map_linear_layers,
 )
-from megatron.conversion.transforms import Transform
 from megatron.options.model import ModelOptions, ffn_hidden_size, has_qkv_bias, intermediate_size_of, num_kv_heads
 
 AUTO_MAP = {

@@ -4,16 +4,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.conversion.hf_config_reader import HFConfigReader, read_activation
+from megatron.conversion.hf_config import HFConfigReader, read_activation
 from megatron.conversion.model_family import (
     EMBEDDING_WEIGHT,
     OUTPUT_WEIGHT,
+    ConcatQKV,
+    Identity,
     ModelFamily,
+    Transform,
+    Transpose,
     WeightMapping,
     has_grouped_queries,
     map_layers,
 )
-from megatron.conversion.transforms import ConcatQKV, Identity, Transform, Transpose
 from megatron.options.model import ffn_hidden_size, has_qkv_bias
 
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}

@@ -4,20 +4,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.conversion import rope
-from megatron.conversion.hf_config_reader import HFConfigReader, read_activation
+from megatron.conversion.hf_config import (
+    ROPE_DIFFERENCE,
+    HFConfigReader,
+    build_rope_keys,
+    read_activation,
+    read_rope_options,
+)
 from megatron.conversion.model_family import (
     EMBEDDING_WEIGHT,
     IDENTITY,
     OUTPUT_WEIGHT,
     ModelFamily,
+    Transform,
     WeightMapping,
     check_equal_biases,
     has_grouped_queries,
     map_layers,
     map_linear_layers,
 )
-from megatron.conversion.transforms import Transform
 from megatron.options.model import ffn_hidden_size
 
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "silu": "silu"}
@@ -39,7 +44,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "use_bias_in_attn_linear": attention_bias,
         "use_bias_in_mlp": True,
         "pos_emb": "rotary",
-        "pos_emb_options": rope.read_rope_options(
+        "pos_emb_options": read_rope_options(
             hf_config, base_key="rotary_emb_base", fraction_key="rotary_pct", default_fraction=0.25
         ),
     }
@@ -75,7 +80,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "attention_bias": model.use_bias_in_attn_linear,
         "rotary_pct": options.get("fraction", 1.0),
         "rotary_emb_base": options.get("base", 10000.0),
-        **rope.build_rope_keys(options, supports_fraction=True),
+        **build_rope_keys(options, supports_fraction=True),
     }
 
 
@@ -108,7 +113,7 @@ GPT_NEOX = ModelFamily(
     from_hf_config=_from_hf_config,
     supported_values=_supported_values,
     to_hf_keys=_to_hf_keys,
-    known_difference=rope.ROPE_DIFFERENCE,
+    known_difference=ROPE_DIFFERENCE,
     weight_mappings=_weight_mappings,
     ignored_pattern=r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|.*\brotary_emb\.inv_freq",
     tensor_aliases={"embed_out.weight": "lm_head.weight"},

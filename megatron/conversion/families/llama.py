@@ -5,17 +5,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.conversion import rope
-from megatron.conversion.hf_config_reader import HFConfigReader, read_activation
+from megatron.conversion.hf_config import (
+    ROPE_DIFFERENCE,
+    HFConfigReader,
+    build_rope_keys,
+    read_activation,
+    read_rope_options,
+)
 from megatron.conversion.model_family import (
     EMBEDDING_WEIGHT,
     OUTPUT_WEIGHT,
+    Concat,
+    Identity,
     ModelFamily,
+    SeparateQKV,
+    Transform,
     WeightMapping,
     check_equal_biases,
     map_layers,
 )
-from megatron.conversion.transforms import Concat, Identity, SeparateQKV, Transform
 from megatron.options.model import ffn_hidden_size, has_qkv_bias, intermediate_size_of, num_kv_heads
 
 ACTIVATION_TO_HF = {"swiglu": "silu", "geglu": "gelu"}
@@ -50,9 +58,7 @@ def _read_common_keys(hf_config: HFConfigReader) -> dict[str, Any]:
         "activation": activations_by_gate[gate_activation],
         "no_weight_tying": not hf_config.get_bool("tie_word_embeddings", False),
         "pos_emb": "rotary",
-        "pos_emb_options": rope.read_rope_options(
-            hf_config, base_key="rope_theta", fraction_key=None, default_fraction=1.0
-        ),
+        "pos_emb_options": read_rope_options(hf_config, base_key="rope_theta", fraction_key=None, default_fraction=1.0),
     }
 
 
@@ -119,7 +125,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "rms_norm_eps": model.rms_norm_epsilon,
         "hidden_act": ACTIVATION_TO_HF[model.activation],
         "rope_theta": options.get("base", 10000.0),
-        **rope.build_rope_keys(options, supports_fraction=False),
+        **build_rope_keys(options, supports_fraction=False),
     }
 
 
@@ -164,7 +170,7 @@ LLAMA = ModelFamily(
     from_hf_config=_llama_from_hf_config,
     supported_values=_supported_values,
     to_hf_keys=_llama_to_hf_keys,
-    known_difference=rope.ROPE_DIFFERENCE,
+    known_difference=ROPE_DIFFERENCE,
     weight_mappings=_weight_mappings,
     ignored_pattern=r".*\brotary_emb\.inv_freq",
     find_other_conflict=_find_llama_conflict,
@@ -176,7 +182,7 @@ QWEN2 = ModelFamily(
     from_hf_config=_qwen2_from_hf_config,
     supported_values=_supported_values,
     to_hf_keys=lambda config: {**_to_hf_keys(config), "use_sliding_window": False},
-    known_difference=rope.ROPE_DIFFERENCE,
+    known_difference=ROPE_DIFFERENCE,
     weight_mappings=_weight_mappings,
     find_other_conflict=_find_qwen2_conflict,
 )

@@ -4,17 +4,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.conversion.hf_config_reader import HFConfigReader, read_activation
+from megatron.conversion.hf_config import HFConfigReader, read_activation
 from megatron.conversion.model_family import (
     EMBEDDING_WEIGHT,
     OUTPUT_WEIGHT,
+    Identity,
     ModelFamily,
+    SeparateQKV,
+    SkipRows,
+    Transform,
     WeightMapping,
     check_equal_biases,
     has_grouped_queries,
     map_layers,
 )
-from megatron.conversion.transforms import Identity, SeparateQKV, SkipRows, Transform
 from megatron.options.model import ffn_hidden_size
 
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}

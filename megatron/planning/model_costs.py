@@ -1,0 +1,219 @@
+"""What a configuration's model costs: its parameters, its floating-point operations, and what of both the position
+encoding and the score processor add.
+
+What a method adds its file declares (`megatron/position/facts.py`), and it is read without importing it. A test builds
+every method that there is and compares. FLOPs are those that a run reports as TFLOP/s and MFU
+(`GPT.flops_per_token`; a test compares the two): a product of matrices counts 2 per multiply-add, the backward pass
+twice the forward pass, and scores only where a token may see another. What is computed again in the backward pass is no
+part of it, because it brings a run no further.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.config.schema import Config
+from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
+from megatron.model.position_modules import build_attention_dims
+from megatron.options.model import (
+    GATED,
+    ModelOptions,
+    PositionOptions,
+    ffn_hidden_size,
+    has_qkv_bias,
+    kv_hidden_size,
+    padded_vocab_size,
+)
+from megatron.position.catalog import (
+    MethodFacts,
+    MethodFileError,
+    format_path,
+    list_encodings,
+    list_processors,
+    read_encoding_facts,
+    read_processor_facts,
+)
+from megatron.position.facts import EncodingCost, MethodOptions, ProcessorCost
+from megatron.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class PlannedEncoding:
+    """An encoding with its options, as far as planning knows it."""
+
+    facts: MethodFacts
+    cost: EncodingCost
+    options: MethodOptions
+
+    @property
+    def supports_sdpa(self) -> bool:
+        """Nothing is added to the scores, so that PyTorch's fused attention can do it."""
+        return not self.facts.changes_scores
+
+
+@dataclass(frozen=True)
+class PlannedProcessor:
+    """A processor of two convolutions along the keys."""
+
+    width: int
+    kernel_size: int
+
+    @property
+    def kernel_radius(self) -> int:
+        """Columns on either side that a convolution reads."""
+        return self.kernel_size // 2
+
+    def flops_per_score(self, num_heads: int) -> float:
+        """Of its two convolutions in the forward pass, per score of all heads; those of a bias are shared by all
+        sequences and not counted."""
+        return 4.0 * self.kernel_size * num_heads * self.width
+
+    def count_parameters(self, num_heads: int, *, has_bias: bool) -> int:
+        """Of one layer; a bias doubles the first convolution's inputs."""
+        hidden = self.width * num_heads * (2 if has_bias else 1) * self.kernel_size + self.width
+        return hidden + num_heads * self.width * self.kernel_size + num_heads
+
+
+def plan_encoding(position: PositionOptions) -> PlannedEncoding:
+    """The encoding of a configuration. Raises UserError if its file does not declare what it costs."""
+    facts = _read_facts("pos_emb", position.pos_emb, list_encodings(), read_encoding_facts, EncodingCost)
+    assert isinstance(facts.cost, EncodingCost)
+    return PlannedEncoding(facts, facts.cost, facts.fill_options(position.pos_emb_options))
+
+
+def plan_processor(position: PositionOptions) -> PlannedProcessor | None:
+    """The processor of a configuration, None if it has none. Raises UserError as `plan_encoding`."""
+    if position.score_processor == "none":
+        return None
+    facts = _read_facts(
+        "score_processor", position.score_processor, list_processors(), read_processor_facts, ProcessorCost
+    )
+    assert isinstance(facts.cost, ProcessorCost)
+    options = facts.fill_options(position.score_processor_options)
+    return PlannedProcessor(facts.cost.width(options), facts.cost.kernel_size(options))
+
+
+def _read_facts(
+    key: str, name: str, methods: Sequence[str], read_facts: Callable[[str], MethodFacts], cost_type: type
+) -> MethodFacts:
+    """What the file of a method declares, its cost among it."""
+    if name not in methods:
+        kind = "encoding" if key == "pos_emb" else "processor"
+        raise UserError(f"the memory of {key} {name} is not known: no such {kind}")
+    try:
+        facts = read_facts(name)
+    except MethodFileError as error:
+        raise UserError(f"{key}: {error}", key) from error
+    if not isinstance(facts.cost, cost_type) or facts.defaults is None:
+        raise UserError(f"the memory of {key} {name} is not known: {format_path(facts.path)} declares no cost")
+    return facts
+
+
+def count_encoding_parameters(model: ModelOptions, position: PositionOptions) -> int:
+    """Parameters of one encoding, which all layers share or every layer has."""
+    encoding = plan_encoding(position)
+    return encoding.cost.num_parameters(build_attention_dims(model), encoding.options)
+
+
+def count_processor_parameters(model: ModelOptions, position: PositionOptions) -> int:
+    """Parameters of one layer's processor."""
+    processor = plan_processor(position)
+    if processor is None:
+        return 0
+    return processor.count_parameters(model.num_attention_heads, has_bias=plan_encoding(position).facts.adds_bias)
+
+
+def _count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
+    """Parameters of one layer on one rank of a tensor-parallel group: matrices are divided, and what is added after
+    their sum is not."""
+    model, position = config.model, config.position
+    hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
+    fc1_size = ffn_size * (2 if model.activation in GATED else 1)
+    norm_parameters = hidden_size * (2 if model.norm == "layernorm" else 1)
+    total_norm_parameters = norm_parameters * (1 if model.gpt_j_residual and model.gpt_j_tied else 2)
+    qkv_size = hidden_size + 2 * kv_hidden_size(model)
+    matrices = (qkv_size + hidden_size + fc1_size + ffn_size) * hidden_size
+    sharded_biases = (qkv_size if has_qkv_bias(model) else 0) + (fc1_size if model.use_bias_in_mlp else 0)
+    replicated_biases = (hidden_size if model.use_bias_in_attn_linear else 0) + (
+        hidden_size if model.use_bias_in_mlp else 0
+    )
+    own_encoding_parameters = count_encoding_parameters(model, position) if position.pos_emb_per_layer else 0
+    return (
+        (matrices + sharded_biases) // tensor_parallel_size
+        + replicated_biases
+        + total_norm_parameters
+        + own_encoding_parameters
+        + count_processor_parameters(model, position)
+    )
+
+
+def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int = 0) -> int:
+    """Parameters that a rank of a pipeline stage holds, before ZeRO divides them further.
+
+    A tied embedding is held by the first stage and the last, and an encoding that all layers share by all stages,
+    unless it only adds to the embeddings.
+    """
+    model, position = config.model, config.position
+    is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
+    embedding_parameters = padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
+    count = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline))) * _count_layer_parameters(
+        config, sizes.tensor
+    )
+    if not position.pos_emb_per_layer and (is_first or not plan_encoding(position).facts.only_adds_embeddings):
+        count += count_encoding_parameters(model, position)
+    if is_last:
+        count += model.hidden_size * (2 if model.norm == "layernorm" else 1)
+    is_tied = not model.no_weight_tying
+    return count + embedding_parameters * ((is_first or (is_last and is_tied)) + (is_last and not is_tied))
+
+
+def count_parameters(config: Config, vocab_size: int) -> int:
+    """Parameters of the model, each counted once."""
+    return count_rank_parameters(config, ParallelSizes(), vocab_size)
+
+
+TRAINING_TO_FORWARD_RATIO = 3
+"""Forward and backward pass, in forward passes."""
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Of the forward pass, per token."""
+
+    linear: float
+    """The linear layers of one layer."""
+    attention: float
+    """One layer's products of queries and keys, and of probabilities and values, with the encoding's own."""
+    processor: float
+    """One layer's convolutions along the keys."""
+    output: float
+    """The output layer, once."""
+    num_layers: int
+
+    @property
+    def training_flops_per_token(self) -> float:
+        """Forward and backward."""
+        return TRAINING_TO_FORWARD_RATIO * (
+            self.num_layers * (self.linear + self.attention + self.processor) + self.output
+        )
+
+
+def estimate_forward_flops(config: Config, vocab_size: int) -> ForwardFlops:
+    """The FLOPs of a configuration's forward pass at its training length."""
+    model, position = config.model, config.position
+    hidden_size, ffn_size, seq_length = model.hidden_size, ffn_hidden_size(model), model.seq_length
+    fc1_size = ffn_size * (2 if model.activation in GATED else 1)
+    max_keys = min(position.attention_window or seq_length, seq_length)
+    keys_per_token = (
+        max_keys - max_keys * (max_keys - 1) / 2 / seq_length
+    )  # keys that a token sees: the mean of min(i + 1, window)
+    encoding, processor_cost = plan_encoding(position), plan_processor(position)
+    return ForwardFlops(
+        linear=2.0 * hidden_size * (2 * hidden_size + 2 * kv_hidden_size(model) + fc1_size + ffn_size),
+        attention=hidden_size
+        * (4.0 * keys_per_token + 2.0 * encoding.cost.num_products(encoding.options, keys_per_token)),
+        processor=0.0
+        if processor_cost is None
+        else processor_cost.flops_per_score(model.num_attention_heads) * keys_per_token,
+        output=2.0 * padded_vocab_size(model, vocab_size) * hidden_size,
+        num_layers=model.num_layers,
+    )
