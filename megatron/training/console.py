@@ -12,7 +12,7 @@ from megatron.utils.progress import build_progress_bar
 
 QUIET_SECONDS = 30.0
 """Seconds after which a validation says how far it is where there is no bar, and again after as many."""
-WARMUP_STEPS = 5.0
+WARMUP_SECONDS = 5.0
 """Seconds of training before the first steps are taken for the speed of the run."""
 
 
@@ -67,9 +67,9 @@ class ConsoleReporter:
     ) -> None:
         self.console, self.train_iters = console, train_iters
         self._clock = clock
-        self._since = self._spoke = 0.0
-        self._first = self._step = 0  # the step that time is counted from, and the last that is done
-        self._warm = False  # has the first step, which is not like the others, been left out of the count?
+        self._start_time = self._last_line_time = 0.0
+        self._first_step = self._step = 0  # the step that time is counted from, and the last that is done
+        self._is_warm = False  # has the first step, which is not like the others, been left out of the count?
         self._estimate: float | None = None  # seconds, until a measured time has been told in its place
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
@@ -86,8 +86,8 @@ class ConsoleReporter:
 
         `estimate` is what the rest may take, in seconds, and shown until the first steps tell better.
         """
-        self._first = self._step = step
-        self._since, self._warm, self._estimate = self._clock(), False, estimate
+        self._first_step = self._step = step
+        self._start_time, self._is_warm, self._estimate = self._clock(), False, estimate
         if self._bar is not None:
             left = "" if estimate is None else f"{format_approximate_duration(estimate)} left"
             self._bar.update(self._task, completed=step, step=step, left=left)
@@ -102,14 +102,14 @@ class ConsoleReporter:
         """A step is done."""
         self._step = step
         now = self._clock()
-        left = (now - self._since) / max(1, step - self._first) * (self.train_iters - step)
+        left = (now - self._start_time) / max(1, step - self._first_step) * (self.train_iters - step)
         if self._bar is not None:
             self._bar.update(
                 self._task, description="training", completed=step, step=step, left=f"{format_duration(left)} left"
             )
-        if not self._warm:
-            self._first, self._since, self._warm = step, now, True
-        elif self._estimate is not None and now - self._since >= WARMUP_STEPS:
+        if not self._is_warm:
+            self._first_step, self._start_time, self._is_warm = step, now, True
+        elif self._estimate is not None and now - self._start_time >= WARMUP_SECONDS:
             self._estimate = None
             self.log(f"at the speed of the first steps: {format_approximate_duration(left)} left")
 
@@ -118,9 +118,9 @@ class ConsoleReporter:
         if self._bar is not None:
             self._bar.update(self._task, description=f"{split} {done}/{total}" if done < total else "training")
         elif done == 0:
-            self._spoke = self._clock()
-        elif done < total and self._clock() - self._spoke >= QUIET_SECONDS:
-            self._spoke = self._clock()
+            self._last_line_time = self._clock()
+        elif done < total and self._clock() - self._last_line_time >= QUIET_SECONDS:
+            self._last_line_time = self._clock()
             self.log(f"{split}: {done} of {total} batches")
 
     def train(self, record: TrainRecord) -> None:

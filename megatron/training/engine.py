@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(self, config: Config, model: nn.Module, groups: ProcessGroups) -> None:
         with disable_torch_compile():
-            import deepspeed  # after `join` has chosen the accelerator
+            import deepspeed  # after `init_distributed` has chosen the accelerator
 
             # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.
             import deepspeed.runtime.zero.muon.muon_optimizer
@@ -70,7 +70,7 @@ class Engine:
         self.pipeline = None
         if mesh.pipeline.size > 1:
             self.pipeline = PipelineSchedule(self.deepspeed.module, config, groups)
-            self.deepspeed.enable_backward_allreduce = False  # `accumulate` asks for it
+            self.deepspeed.enable_backward_allreduce = False  # `forward_backward` asks for it
             self.deepspeed.pipeline_parallelism = True
         self.grad_norm: Tensor | float = 0.0
         """The global gradient norm of the last step, before clipping; infinite if the step was skipped."""
@@ -225,12 +225,12 @@ def build_deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: fl
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},
     }
-    kind = training.compute_dtype
-    if kind == "bf16":
+    precision = training.compute_dtype
+    if precision == "bf16":
         result["bf16"] = {"enabled": True, "immediate_grad_update": pipelined}
         if (steps > 1 or pipelined) and zero["stage"] > 0:
             result["data_types"] = {"grad_accum_dtype": "fp32"}  # bfloat16 would lose the small ones in the sum
-    if kind == "fp16":
+    if precision == "fp16":
         fp16 = training.fp16
         result["fp16"] = {**fp16.model_dump(), "enabled": True}
     return result

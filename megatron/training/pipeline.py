@@ -33,12 +33,12 @@ class PipelineSchedule:
         training, mesh = config.training, groups.mesh
         self.gpt, self.groups = gpt, groups
         self._factor = 1.0
-        batch, places = training.train_micro_batch_size_per_gpu, config.model.seq_length // mesh.context.size
+        batch, length = training.train_micro_batch_size_per_gpu, config.model.seq_length // mesh.context.size
         # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
-        tokens = torch.empty(batch, places, dtype=torch.int64, device="meta")
-        losses = torch.empty(batch, places, dtype=torch.float32, device="meta", requires_grad=True)
-        kind = get_torch_dtype(training.compute_dtype)
-        hidden = torch.empty(places, batch, config.model.hidden_size, dtype=kind, device="meta", requires_grad=True)
+        tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
+        losses = torch.empty(batch, length, dtype=torch.float32, device="meta", requires_grad=True)
+        dtype = get_torch_dtype(training.compute_dtype)
+        hidden = torch.empty(length, batch, config.model.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         stage = PipelineStage(
             gpt,
             mesh.pipeline.index,
@@ -78,15 +78,15 @@ class PipelineSchedule:
     def _collect_inputs(
         self, micro_batches: Sequence[Batch], position_seed: int | None
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """What this stage is given: the first one tokens, the last one labels and the mask, of all micro-batches."""
+        """The inputs of this stage: the first one tokens, the last one labels and the mask, of all micro-batches."""
 
-        def whole(name: str) -> Tensor:
+        def join(name: str) -> Tensor:
             return torch.cat([batch[name] for batch in micro_batches]).to(self.groups.device, non_blocking=True)
 
-        args = (whole("tokens"),) if self.gpt.is_first_stage else ()
+        args = (join("tokens"),) if self.gpt.is_first_stage else ()
         kwargs: dict[str, Any] = {"position_seed": position_seed}
         if self.gpt.is_last_stage:
-            kwargs |= {"labels": whole("labels"), "target": whole("loss_mask")}
+            kwargs |= {"labels": join("labels"), "target": join("loss_mask")}
         return args, kwargs
 
     def _sum_losses(self, losses: list[Tensor]) -> Tensor:

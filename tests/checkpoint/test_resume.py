@@ -13,10 +13,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 
-from megatron.checkpoint import layout
+from megatron.checkpoint import layout, stored_config
 from megatron.checkpoint.engine_state import MOMENTS, EngineCounters, list_optimizer_shards
 from megatron.checkpoint.load_model import load_model
 from megatron.config.yaml_files import format_value
+from megatron.data import tokenizers
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
@@ -269,3 +270,21 @@ def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Pa
     assert result.loss < scratch.loss - 0.02
     with pytest.raises(UserError, match="hidden_size"):
         train(tiny_config(corpus, tmp_path / "no", load=str(trained), finetune=True, hidden_size=64))
+
+
+def test_a_start_reads_the_stored_configuration_and_the_tokenizer_once(
+    trained: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+
+    def count(module: Any, name: str) -> None:
+        usual = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **keys: (reads.append(name), usual(*args, **keys))[1])
+
+    count(stored_config, "read_yaml")
+    count(tokenizers, "tokenizer_from_files")
+    train(tiny_config(corpus, tmp_path / "fresh", train_iters=1))
+    assert reads == ["tokenizer_from_files"]
+    reads.clear()
+    train(tiny_config(corpus, tmp_path / "branch", load=str(trained), train_iters=5))
+    assert sorted(reads) == ["read_yaml", "tokenizer_from_files"]

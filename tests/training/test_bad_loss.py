@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.process_groups import single_process
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
-from megatron.training.loss_guard import Rollback, RunningMeanLoss
+from megatron.training.loss_guard import Continue, LossGuard, Rollback, RunningMeanLoss, Stop
 from megatron.training.records import find_divergence
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train_state import build_state
@@ -155,3 +158,41 @@ def test_the_usual_loss() -> None:
     usual.add(2.0)
     assert usual.mean == pytest.approx(0.98 * 4 + 0.02 * 2)
     assert (usual.is_spike(7.9, 2.0), usual.is_spike(8.0, 2.0)) == (False, True)
+
+
+def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, max_bad_steps=2, **KEYS)
+    engine = SimpleNamespace(skipped=False, precision="fp32", loss_scale=1.0)
+    checkpoint = tmp_path / "checkpoints" / layout.format_checkpoint_name(4)
+
+    def build_guard(path: Path | None, last: Rollback | None = None) -> LossGuard:
+        return LossGuard(config, cast(Engine, engine), single_process(), lambda: path, last)
+
+    guard = build_guard(checkpoint)
+    assert guard.check(5, 20, torch.tensor(2.0)) == Continue()
+    assert guard.state_dict() == {"usual_loss": 2.0, "rollbacks": 0}
+    rollback = guard.check(6, 24, torch.tensor(7.0))
+    assert isinstance(rollback, Rollback)
+    assert (rollback.load, rollback.step, rollback.samples, rollback.count) == (str(tmp_path), 4, 24, 1)
+    skipped = rollback.skip_samples(TrainerState(step=4, consumed_samples=16, rollbacks=1, skipped_samples=3))
+    assert (skipped.consumed_samples, skipped.rollbacks, skipped.skipped_samples) == (24, 2, 11)
+
+    other = build_guard(None, rollback)
+    other.load_state_dict({"usual_loss": 2.0, "rollbacks": 1, "step": 4})
+    assert other.state_dict() == {"usual_loss": 2.0, "rollbacks": 1}
+    stop = other.check(6, 24, torch.tensor(7.0))
+    assert stop == Stop(
+        "its loss 7 is more than loss_spike × the usual 2",
+        "step 6: its loss 7 is more than loss_spike × the usual 2; no checkpoint was saved",
+    )
+    assert cast(Rollback, build_guard(checkpoint, rollback).check(7, 28, torch.tensor(math.nan))).count == 2
+    third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))
+    assert (
+        "gone back 3 times to the same checkpoint already"
+        in cast(Stop, third.check(7, 28, torch.tensor(math.nan))).message
+    )
+
+    engine.skipped = True
+    first = guard.check(7, 28, torch.tensor(math.nan))
+    assert first == Continue("step 7 skipped: its loss is nan (1 in a row, stop at 2)")
+    assert isinstance(guard.check(8, 32, torch.tensor(1.0)), Rollback)
