@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,3 +224,14 @@ def describe_submission(job: SlurmJob, job_id: str) -> list[str]:
         f"submitted SLURM job {job_id}: {size}; script {folder}/{SCRIPT}",
         f"queue: squeue -j {job_id}; log, once it runs: tail -f {log}; stop: scancel {job_id}",
     ]
+
+
+def format_array_indices(numbers: Sequence[int]) -> str:
+    """Rising numbers in SLURM's short form: 0-3,5."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,5 +1,6 @@
-"""Experiments: variants × seeds, trained and scored alike, with one report at the end.
+"""Sweeps: variants × seeds, trained and evaluated alike, with one report at the end.
 
-`spec` reads the file, `check` refuses what is wrong in it, `estimate` says what is to be done, `supervision` runs a
-training as a process, `receipts` know what is done already, and `run` goes through all of it.
+`spec.py` reads the file, `validation.py` refuses what is wrong in it, `remaining_work.py` knows what is done and
+estimates what is left, `member_run.py` trains one member as a process and evaluates it, and
+`run_sweep.py` goes through all.
 """

@@ -34,14 +34,20 @@ from megatron.checkpoint.layout import list_checkpoints
 from megatron.checkpoint.run_folder import LOCK, SWEEP_LOCK, RunLock, is_saved_config
 from megatron.launch import slurm
 from megatron.launch.console import log_traceback, run_console
+from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables
-from megatron.sweeps import receipts, slurm_array, training_process
+from megatron.sweeps.member_run import run_member
+from megatron.sweeps.remaining_work import (
+    MemberWork,
+    build_failure,
+    estimate_work,
+    find_divergence,
+    find_finished_step,
+)
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
-from megatron.sweeps.work_estimate import MemberWork, estimate_work
-from megatron.training.records import METRICS_FILE
 from megatron.utils.atomic_io import make_folder, refuse_foreign_files
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration, format_flops
@@ -51,16 +57,17 @@ from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 if TYPE_CHECKING:
     from megatron.reports.paper_experiment import Experiment
 
-# What needs torch or matplotlib is imported where it is used: a mistake in the file is told at once.
+# What needs torch or matplotlib is imported where it is used: a mistake in the file is reported at once.
 
-STOPPING = "stopping; a training under way saves after its step first (again to end at once)"
-REPORT = "report.html"
-CARRIES_ON = "the same command carries on from here"
-BUSY = "a sweep is running there; wait for its end, or choose another folder"
-RETRIES = "--retry-failed trains again what diverged"
-TRIES_AGAIN = "the same command tries again what failed"
-NAMED = 5
+STOPPING_MESSAGE = "stopping; a training under way saves after its step first (again to end at once)"
+REPORT_FILE = "report.html"
+CARRY_ON_HINT = "the same command carries on from here"
+LOCKED_MESSAGE = "a sweep is running there; wait for its end, or choose another folder"
+RETRY_DIVERGED_HINT = "--retry-failed trains again what diverged"
+RETRY_FAILED_HINT = "the same command tries again what failed"
+MAX_NAMED_FAILURES = 5
 """Failures that a line names."""
+Log = Callable[[str], None]
 
 
 def run_sweep(
@@ -92,9 +99,7 @@ def run_sweep(
     sweep = read_sweep(files, overrides, search)
     if member is not None and member >= len(sweep.members):
         raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members; the first is 0")
-    array = slurm_array.build_array_job(
-        sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search
-    )
+    array = _build_array_job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
     if dry:
         if array is None:
             raise UserError("--dry-run shows the batch script of a sweep: it needs launcher=slurm")
@@ -104,17 +109,49 @@ def run_sweep(
     _refuse_files_of_others(sweep)
     lock = None
     if member is None:
-        lock = RunLock(sweep.output_folder, name=SWEEP_LOCK, key="sweep.output", busy=BUSY, patience=1.0)
-    with _release_on_exit(lock), _open_console(console, sweep.output_folder / "log.txt") as shown:
-        say = _build_line_printer(shown)
+        lock = RunLock(sweep.output_folder, name=SWEEP_LOCK, key="sweep.output", busy=LOCKED_MESSAGE, patience=1.0)
+    with _release_on_exit(lock), _open_console(console, sweep.output_folder / "log.txt") as progress_console:
+        log = _build_line_printer(progress_console)
         for note in sweep.notes:
-            shown.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+            progress_console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
         try:
-            with acknowledge_signals(say, STOPPING):
-                return _run_members(sweep, shown, say, member, array, retry_failed)
+            with acknowledge_signals(log, STOPPING_MESSAGE):
+                return _run_members(sweep, progress_console, log, member, array, retry_failed)
         except (KeyboardInterrupt, StoppedBySignal):
-            say(f"stopped; {CARRIES_ON}")
+            log(f"stopped; {CARRY_ON_HINT}")
             raise
+
+
+def _build_array_job(
+    sweep: Sweep, files: Sequence[str | Path], overrides: Sequence[str], search: Sequence[str | Path] | None
+) -> slurm.SlurmJob | None:
+    """The job array of all members; None if the sweep is to run in this process.
+
+    Args:
+        sweep: as it was read from `files`, `overrides` and `search`, which each task reads again.
+
+    Raises:
+        UserError: members that want different jobs, or more than a node each.
+    """
+    launches = [member.config.launch for member in sweep.members]
+    if not uses_slurm(launches[0]):
+        return None
+    if any(launch != launches[0] for launch in launches):
+        raise UserError("launcher slurm: all variants of a sweep need the same processes, devices and slurm keys")
+    if launches[0].nodes not in (None, 1):
+        raise UserError(
+            f"nodes is {launches[0].nodes}, but each run of a sweep has one node; train large ones by train"
+        )
+    folders = [word for folder in search or () for word in ("--conf-dir", str(folder))]
+    return slurm.SlurmJob(
+        name=sweep.output_folder.name,
+        folder=sweep.output_folder,
+        command=("sweep", *folders, *map(str, files), *overrides, "--member=$SLURM_ARRAY_TASK_ID"),
+        launch=launches[0],
+        tasks=1,  # which starts the processes of its training
+        nodes=1,
+        array=slurm.format_array_indices(range(len(sweep.members))),
+    )
 
 
 def _refuse_files_of_others(sweep: Sweep) -> None:
@@ -123,215 +160,169 @@ def _refuse_files_of_others(sweep: Sweep) -> None:
 
     key, output = "sweep.output", sweep.output_folder
     check_no_foreign_results(key, output)
-    refuse_foreign_files(key, [output / REPORT], is_generated_page)
+    refuse_foreign_files(key, [output / REPORT_FILE], is_generated_page)
     for member in sweep.members:
-        begun = (member.folder / LOCK).exists() or bool(list_checkpoints(member.folder))
+        is_started = (member.folder / LOCK).exists() or bool(list_checkpoints(member.folder))
 
-        def ours(path: Path, member: SweepMember = member, begun: bool = begun) -> bool:
-            return begun or is_saved_config(member.get_path_beside(".yml"))
+        def is_ours(path: Path, member: SweepMember = member, is_started: bool = is_started) -> bool:
+            return is_started or is_saved_config(member.get_path_beside(".yml"))
 
-        refuse_foreign_files(key, [member.get_path_beside(".yml"), member.get_path_beside(".txt")], ours)
-    configured = any(member.get_path_beside(".yml").exists() for member in sweep.members)
-    refuse_foreign_files(key, [output / RESULTS_FILE], lambda _: configured or (output / REPORT).exists())
+        refuse_foreign_files(key, [member.get_path_beside(".yml"), member.get_path_beside(".txt")], is_ours)
+    has_config = any(member.get_path_beside(".yml").exists() for member in sweep.members)
+    refuse_foreign_files(key, [output / RESULTS_FILE], lambda _: has_config or (output / REPORT_FILE).exists())
 
 
 def _run_members(
-    sweep: Sweep,
-    console: Console,
-    say: Callable[[str], None],
-    only: int | None,
-    array: slurm.SlurmJob | None,
-    retry_failed: bool,
+    sweep: Sweep, console: Console, log: Log, only_member: int | None, array: slurm.SlurmJob | None, retry_failed: bool
 ) -> list[Record]:
-    begun = time.monotonic()
-    finished = {
-        member: receipts.find_finished_step(member) for member in sweep.members
-    }  # refuses foreign folders first
-    known = {} if retry_failed else {m: why for m in sweep.members if (why := receipts.find_divergence(m)) is not None}
+    """Do what is left: of one member, as a job array, or all of it in this process."""
+    start_time = time.monotonic()
+    finished_steps = {member: find_finished_step(member) for member in sweep.members}  # refuses foreign folders first
+    diverged: dict[SweepMember, RunFailure] = {}
+    if not retry_failed:
+        diverged = {m: failure for m in sweep.members if (failure := find_divergence(m)) is not None}
     if sweep.options.corpus is not None:
-        _prepare_corpus(sweep.options.corpus, console, say)
-    todo = estimate_work(sweep, finished, say)
-    open_ = [index for index, (member, each) in enumerate(todo.items()) if each.has_work and member not in known]
-    if array is not None and open_:
-        job = replace(array, array=slurm_array.format_array_indices(open_))
+        _prepare_corpus(sweep.options.corpus, console, log)
+    works = estimate_work(sweep, finished_steps, log)
+    indices = [i for i, (member, work) in enumerate(works.items()) if work.has_work and member not in diverged]
+    if array is not None and indices:
+        job = replace(array, array=slurm.format_array_indices(indices))
         for line in slurm.describe_submission(job, slurm.submit_job(job)):
-            say(line)
-        say(f"{len(open_)} of {len(todo)} runs submitted; once they have ended, the same command writes the report")
+            log(line)
+        log(f"{len(indices)} of {len(works)} runs submitted; once they have ended, the same command writes the report")
         return []
-    if only is not None:
-        member = sweep.members[only]
-        if member in known:
-            raise RunError(f"{member.name}: {known[member]}; {RETRIES}")
-        with ProgressMeter(console, [todo[member].training, todo[member].evaluation]) as meter:
-            return _run_member(member, todo[member], meter)
-    found: list[Record] = []
-    failed: list[RunFailure] = []
-    jobs = [job for member, each in todo.items() if member not in known for job in (each.training, each.evaluation)]
-    pending = {member: each for member, each in todo.items() if member not in known}
+    if only_member is not None:
+        member = sweep.members[only_member]
+        if member in diverged:
+            raise RunError(f"{member.name}: {diverged[member]}; {RETRY_DIVERGED_HINT}")
+        work = works[member]
+        with ProgressMeter(console, [work.training, work.evaluation]) as meter:
+            return run_member(member, work, meter)
+    records, failures = _run_all_members(sweep, console, works, diverged)
+    if records:
+        _print_results(sweep, records, failures, console)
+        names = (REPORT_FILE, *(f"results.{suffix}" for suffix in ("json", "csv", "md", "png")))
+        files = ", ".join(str(sweep.output_folder / name) for name in names)
+        log(f"{files} ({format_duration(time.monotonic() - start_time)})")
+    if failures:
+        num_diverged = sum(find_divergence(member) is not None for member in works)
+        raise RunError(_describe_failures(failures, num_diverged, len(works)))
+    return records
+
+
+def _run_all_members(
+    sweep: Sweep, console: Console, works: dict[SweepMember, MemberWork], diverged: dict[SweepMember, RunFailure]
+) -> tuple[list[Record], list[RunFailure]]:
+    """Run one member after the other, and rewrite the report after each. One that fails keeps no other from running."""
+    records: list[Record] = []
+    failures: list[RunFailure] = []
+    pending = {member: work for member, work in works.items() if member not in diverged}
+    jobs = [job for work in pending.values() for job in (work.training, work.evaluation)]
     with ProgressMeter(console, jobs, forecast=lambda left: meter.log(_describe_time_left(pending, left))) as meter:
-        meter.log(_describe_plan(pending, len(todo)))
-        for number, (member, each) in enumerate(todo.items(), start=1):
-            worked = each.has_work and member not in known
-            if member in known:
-                failed.append(known[member])
-                meter.log(f"{member.name}: {known[member]}; {RETRIES}")
+        meter.log(_describe_plan(pending, len(works)))
+        for number, (member, work) in enumerate(works.items(), start=1):
+            had_work = work.has_work and member not in diverged
+            if member in diverged:
+                failures.append(diverged[member])
+                meter.log(f"{member.name}: {diverged[member]}; {RETRY_DIVERGED_HINT}")
             else:
                 try:
-                    found += _run_member(member, each, meter)
+                    records += run_member(member, work, meter)
                 except FarfieldError as error:
-                    failed.append(receipts.find_divergence(member) or receipts.build_failure(member, str(error)))
-                    meter.skip(each.training)
-                    meter.skip(each.evaluation)
-                    meter.log(f"{member.name}: {failed[-1]}")
-            if found and (worked or number == len(todo)):  # pictures of what was there take longer than all else
-                _write_results(sweep, found, failed)
-            if worked and number < len(todo) and (left := estimate_seconds_left(meter.jobs)) is not None:
-                meter.log(f"{number} of {len(todo)} runs done, about {format_duration(left)} left")
-    found = sort_baselines_last(found)
-    if found:
-        _print_results(sweep, found, failed, console)
-        names = (REPORT, *(f"results.{ending}" for ending in ("json", "csv", "md", "png")))
-        files = ", ".join(str(sweep.output_folder / name) for name in names)
-        say(f"{files} ({format_duration(time.monotonic() - begun)})")
-    if failed:
-        diverged = sum(receipts.find_divergence(member) is not None for member in todo)
-        raise RunError(_describe_failures(failed, diverged, len(todo)))
-    return found
+                    failures.append(find_divergence(member) or build_failure(member, str(error)))
+                    meter.skip(work.training)
+                    meter.skip(work.evaluation)
+                    meter.log(f"{member.name}: {failures[-1]}")
+            if records and (had_work or number == len(works)):  # unchanged pictures take longer than all else
+                _write_results(sweep, records, failures)
+            if had_work and number < len(works) and (left := estimate_seconds_left(meter.jobs)) is not None:
+                meter.log(f"{number} of {len(works)} runs done, about {format_duration(left)} left")
+    return sort_baselines_last(records), failures
 
 
-def _print_results(sweep: Sweep, found: Sequence[Record], failed: Sequence[RunFailure], console: Console) -> None:
+def _print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], console: Console) -> None:
     """The tables of a sweep, on the console."""
-    print_comparison_tables(console, found, failed)
+    print_comparison_tables(console, records, failures)
     options = sweep.options
     for grid in (
-        _build_experiment(sweep).build_tables(found, failures=failed)
+        _build_experiment(sweep).build_tables(records, failures=failures)
         if options.published or options.against or options.differences
         else ()
     ):
         console.print(f"\n{grid.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
 
 
-def _describe_failures(failed: Sequence[RunFailure], diverged: int, members: int) -> str:
+def _describe_failures(failures: Sequence[RunFailure], num_diverged: int, num_members: int) -> str:
     """One line for all that failed: how many, and each with its reason."""
-    each = "; ".join(f"{one.method}, seed {one.seed}: {one}" for one in failed[:NAMED])
-    more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
-    again = RETRIES if diverged == len(failed) else TRIES_AGAIN if not diverged else f"{TRIES_AGAIN}, and {RETRIES}"
-    return f"{len(failed)} of {members} runs failed: {each}{more}; {again}"
+    named = failures[:MAX_NAMED_FAILURES]
+    reasons = "; ".join(f"{failure.method}, seed {failure.seed}: {failure}" for failure in named)
+    more = f"; and {len(failures) - len(named)} more" if len(failures) > len(named) else ""
+    hints = [RETRY_FAILED_HINT] if num_diverged < len(failures) else []
+    hints += [RETRY_DIVERGED_HINT] if num_diverged else []
+    return f"{len(failures)} of {num_members} runs failed: {reasons}{more}; {', and '.join(hints)}"
 
 
-def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, say: Callable[[str], None]) -> None:
+def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, log: Log) -> None:
     from megatron.data.corpus import prepare_corpus
 
     job = WorkItem(f"corpus {corpus.folder}", "prepare", 1.0)
     with ProgressMeter(console, [job]) as meter:
         meter.begin(job)
-        made = prepare_corpus(corpus, corpus.folder, progress=meter.report_stage, log=meter.log)
-    for note in made.notes:
-        say(note)
-    sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in made.splits.items())
-    say(f"corpus {made.folder} {'is there' if made.reused else 'prepared'}: {sizes}")
+        info = prepare_corpus(corpus, corpus.folder, progress=meter.report_stage, log=meter.log)
+    for note in info.notes:
+        log(note)
+    sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in info.splits.items())
+    log(f"corpus {info.folder} {'is there' if info.reused else 'prepared'}: {sizes}")
 
 
-def _describe_plan(todo: dict[SweepMember, MemberWork], members: int) -> str:
+def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int) -> str:
     """How much there is to do, before any speed is known."""
-    runs = sum(each.has_work for each in todo.values())
+    runs = sum(work.has_work for work in works.values())
     if not runs:
-        return f"nothing to do: {len(todo)} of {members} runs are done"
-    training = sum(each.training.work for each in todo.values())
-    evaluation = sum(each.evaluation.work for each in todo.values())
+        return f"nothing to do: {len(works)} of {num_members} runs are done"
+    training = sum(work.training.work for work in works.values())
+    evaluation = sum(work.evaluation.work for work in works.values())
     return (
-        f"{runs} of {members} runs to do: {format_flops(training)} of training and {format_flops(evaluation)} of "
-        f"evaluation; "
-        "how long that takes follows with the first steps"
+        f"{runs} of {num_members} runs to do: {format_flops(training)} of training and {format_flops(evaluation)} of "
+        f"evaluation; how long that takes follows with the first steps"
     )
 
 
-def _describe_time_left(todo: dict[SweepMember, MemberWork], left: float) -> str:
-    runs = sum(each.has_work for each in todo.values())
-    return f"about {format_duration(left)} for {runs} of {len(todo)} runs, at the speed of the first steps"
+def _describe_time_left(works: dict[SweepMember, MemberWork], left: float) -> str:
+    runs = sum(work.has_work for work in works.values())
+    return f"about {format_duration(left)} for {runs} of {len(works)} runs, at the speed of the first steps"
 
 
-def _run_member(member: SweepMember, todo: MemberWork, meter: ProgressMeter) -> list[Record]:
-    """Train and evaluate one member."""
-    _train_member(member, todo, meter)
-    return _evaluate_member(member, todo.evaluation, meter)
+def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
+    """Records of runs, then those of no run, each once: every run of a task brings the same baselines with it."""
+    baselines = [record for record in records if record.run is None]
+    runs = [record for record in records if record.run is not None]
+    return [*runs, *(record for index, record in enumerate(baselines) if record not in baselines[:index])]
 
 
-def _train_member(member: SweepMember, todo: MemberWork, meter: ProgressMeter) -> None:
-    """Train a member to its end, or find it trained."""
-    done, steps, job = todo.done, member.config.training.train_iters, todo.training
-    if done >= steps and not receipts.lacks_test_data(member):
-        meter.skip(job)
-        meter.log(f"{member.name}: trained already, {done} steps in {member.folder}")
-        return
-    if done:
-        what = f"resumes after step {done} of {steps}" if done < steps else "is trained; its test is made up for"
-        meter.log(f"{member.name}: {what}")
-    # With `load` naming its own folder a run resumes.
-    config = member.config.replace(load=str(member.folder)) if done else member.config
-    config.save(member.get_path_beside(".yml"))
-
-    def watch(step: int | None) -> None:
-        share = 0.0 if step is None else max(0, step - done) / max(1, steps - done)
-        meter.update(share * job.work, f"step {done if step is None else step} of {steps}")
-
-    meter.begin(job, f"step {done} of {steps}")
-    training_process.train_in_subprocess(
-        member.get_path_beside(".yml"), member.get_path_beside(".txt"), member.folder / METRICS_FILE, watch
-    )
-    if receipts.find_finished_step(member) < steps:
-        raise RunError(f"training ended early without an error; its output is in {member.get_path_beside('.txt')}")
-    meter.finish()
-
-
-def _evaluate_member(member: SweepMember, job: WorkItem, meter: ProgressMeter) -> list[Record]:
-    """Evaluate a trained member, or find it evaluated in the same way."""
-    from megatron.evaluation.run import evaluate_runs
-
-    known = receipts.read_evaluated_records(member)
-    if known is not None:
-        meter.skip(job)
-        meter.log(f"{member.name}: evaluated already")
-        return known
-    meter.begin(job, "loading")
-    found = evaluate_runs(
-        [member.folder],
-        member.evaluation,
-        output=member.results,
-        names=[member.variant],
-        progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
-    )
-    meter.finish()
-    receipts.write_receipt(member, found)
-    return found
-
-
-def sort_baselines_last(found: Sequence[Record]) -> list[Record]:
-    """Records of runs, then those of no run, each once: every run of a task brings the same floors with it."""
-    floors = [each for each in found if each.run is None]
-    runs = [each for each in found if each.run is not None]
-    return [*runs, *(each for index, each in enumerate(floors) if each not in floors[:index])]
-
-
-def _write_results(sweep: Sweep, found: Sequence[Record], failed: Sequence[RunFailure]) -> None:
+def _write_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure]) -> None:
     """Rewrite the results and the report of what is measured so far."""
     from megatron.reports import paper_experiment, report
     from megatron.reports.results_output import write_results
 
     output = sweep.output_folder
-    found = sort_baselines_last(found)
-    write_results(output, found, failed)
-    told = _build_experiment(sweep)
-    if told.has_paper_comparison:  # the results of other sweeps may be put together with others
-        paper_experiment.write_experiment(output / RESULTS_FILE, told)
-    measured = {(record.method, record.seed) for record in found}
+    records = sort_baselines_last(records)
+    write_results(output, records, failures)
+    experiment = _build_experiment(sweep)
+    if experiment.has_paper_comparison:  # the results of other sweeps may be put together with others
+        paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
+    measured = {(record.method, record.seed) for record in records}
     texts = dict(sweep.texts)
     done = [member for member in sweep.members if (member.variant, member.seed) in measured]
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
-    missing = len(sweep.members) - len(done) - len(failed)
+    missing = len(sweep.members) - len(done) - len(failures)
     report.write_report(
-        output / REPORT,
-        [report.ReportSection(sweep.options.title, found, told.build_tables(found, failures=failed), failed)],
+        output / REPORT_FILE,
+        [
+            report.ReportSection(
+                sweep.options.title, records, experiment.build_tables(records, failures=failures), failures
+            )
+        ],
         num_pending_runs=missing,
         configurations=texts,
     )
@@ -341,11 +332,11 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
     from megatron.reports.paper_experiment import Experiment, PublishedTable
 
     options = sweep.options
-    table_formats = tuple(
-        PublishedTable(each.source, each.train_length, each.metric, tuple(each.lengths), dict(each.rows))
-        for each in options.published
+    published = tuple(
+        PublishedTable(table.source, table.train_length, table.metric, tuple(table.lengths), dict(table.rows))
+        for table in options.published
     )
-    return Experiment(options.title, options.against, table_formats, tuple(options.differences))
+    return Experiment(options.title, options.against, published, tuple(options.differences))
 
 
 @contextmanager
@@ -358,14 +349,15 @@ def _release_on_exit(lock: RunLock | None) -> Iterator[None]:
             lock.release()
 
 
-def _build_line_printer(console: Console) -> Callable[[str], None]:
+def _build_line_printer(console: Console) -> Log:
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def _open_console(given: Console | None, log: Path) -> Iterator[Console]:
-    if given is not None:
-        yield given
-        return
-    with run_console(log) as console, log_traceback(log):
+def _open_console(console: Console | None, log_file: Path) -> Iterator[Console]:
+    """The console that was passed, or the terminal; what libraries print then goes to the log file."""
+    if console is not None:
         yield console
+        return
+    with run_console(log_file) as terminal, log_traceback(log_file):
+        yield terminal

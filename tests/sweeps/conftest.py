@@ -22,8 +22,8 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import plots
 from megatron.reports.records import Record
 from megatron.reports.records import write_records as write_records
+from megatron.sweeps import member_run
 from megatron.sweeps import run_sweep as sweeps
-from megatron.sweeps import training_process
 from megatron.training.records import METRICS_FILE
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import RunError
@@ -149,7 +149,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def initialiser(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Initialiser:
     stand_in = Initialiser()
-    monkeypatch.setattr(training_process, "train_in_subprocess", stand_in.train)
+    monkeypatch.setattr(member_run, "train_in_subprocess", stand_in.train)
     return stand_in
 
 
@@ -157,7 +157,7 @@ def initialiser(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> I
 def trainer(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """The stand-in, and evaluation replaced by a record of what it was asked for."""
     stand_in = Trainer()
-    monkeypatch.setattr(training_process, "train_in_subprocess", stand_in.train)
+    monkeypatch.setattr(member_run, "train_in_subprocess", stand_in.train)
 
     def evaluate(
         runs: list[Path], options: EvaluationOptions, *, names: list[str], output: Path, **_: object

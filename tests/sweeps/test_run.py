@@ -12,8 +12,8 @@ from rich.console import Console
 
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.reports.combine import combine_results
+from megatron.sweeps import member_run
 from megatron.sweeps import run_sweep as sweeps
-from megatron.sweeps import training_process
 from megatron.sweeps.spec import read_sweep
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import StoppedBySignal, raising_on_signals
@@ -147,7 +147,7 @@ def quiet() -> Console:
 
 
 def test_a_training_that_ends_early_without_an_error_is_told(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_process, "train_in_subprocess", lambda *_: None)
+    monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_: None)
     with pytest.raises(RunError, match=r"ended early without an error; its output is in out/rotary/seed_1234.txt"):
         run()
 
@@ -156,9 +156,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch
     said: list[str] = []
     monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: said.append)
     for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedBySignal)):
-        monkeypatch.setattr(
-            training_process, "train_in_subprocess", lambda *_, number=number: signal.raise_signal(number)
-        )
+        monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_, number=number: signal.raise_signal(number))
         with raising_on_signals(), pytest.raises(ending):
             run()
         assert said[-2:] == [
@@ -230,7 +228,7 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
         Trainer.train(trainer, configuration, printed, metrics, slowly)
 
     trainer.steps = (1, 2, 3)
-    monkeypatch.setattr(training_process, "train_in_subprocess", watched)
+    monkeypatch.setattr(member_run, "train_in_subprocess", watched)
     write(ONE)
     _, said = run("sweep.seeds=[3, 4, 5]")
     lines = said.splitlines()

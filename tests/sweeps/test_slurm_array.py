@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron.launch.slurm import format_array_indices
 from megatron.sweeps import run_sweep as sweeps
-from megatron.sweeps.slurm_array import format_array_indices
 from megatron.utils.errors import UserError
 
 from .conftest import BASE, Trainer, run, write

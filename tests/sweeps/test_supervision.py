@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron.sweeps import training_process
+from megatron.sweeps import member_run
 from megatron.utils.errors import RunError, UserError
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_process, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(training_process, "DEEPY", tmp_path / "trainer.py")
+    monkeypatch.setattr(member_run, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(member_run, "DEEPY", tmp_path / "trainer.py")
     return tmp_path
 
 
 def train(script: str, watch=lambda step: None) -> None:
     Path("trainer.py").write_text(textwrap.dedent(script))
-    training_process.train_in_subprocess(Path("run.yml"), Path("run.txt"), Path("metrics.jsonl"), watch)
+    member_run.train_in_subprocess(Path("run.yml"), Path("run.txt"), Path("metrics.jsonl"), watch)
 
 
 def test_a_training_is_watched_to_its_end(place: Path) -> None:
@@ -95,13 +95,13 @@ def test_an_interrupt_gives_it_time_to_save(place: Path) -> None:
 
 
 def test_a_second_interrupt_does_without(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = training_process.subprocess.Popen.wait
+    usual = member_run.subprocess.Popen.wait
 
     def impatient(self: object, timeout: float | None = None) -> int:
-        monkeypatch.setattr(training_process.subprocess.Popen, "wait", usual)
+        monkeypatch.setattr(member_run.subprocess.Popen, "wait", usual)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training_process.subprocess.Popen, "wait", impatient)
+    monkeypatch.setattr(member_run.subprocess.Popen, "wait", impatient)
     with pytest.raises(KeyboardInterrupt):
         train(PATIENT, interrupted)
     assert not Path("saved").exists()
@@ -115,7 +115,7 @@ def test_a_second_interrupt_does_without(place: Path, monkeypatch: pytest.Monkey
 )
 def test_the_newest_step_that_was_written(place: Path, content: str, step: int | None) -> None:
     metrics = Path("metrics.jsonl")
-    assert training_process.read_last_step(metrics, 0) is None
+    assert member_run.read_last_step(metrics, 0) is None
     metrics.write_text(content)
-    assert training_process.read_last_step(metrics, 0) == step
-    assert training_process.read_last_step(metrics, time.time() + 60) is None
+    assert member_run.read_last_step(metrics, 0) == step
+    assert member_run.read_last_step(metrics, time.time() + 60) is None

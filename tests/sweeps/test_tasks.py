@@ -7,10 +7,10 @@ import pytest
 from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.reports.records import record_from_row
-from megatron.sweeps import receipts
+from megatron.sweeps import remaining_work
+from megatron.sweeps.remaining_work import estimate_work
 from megatron.sweeps.run_sweep import sort_baselines_last
 from megatron.sweeps.spec import read_sweep
-from megatron.sweeps.work_estimate import estimate_work
 from megatron.tasks.task_config import read_task_config
 
 SWEEP = """\
@@ -56,7 +56,7 @@ def test_work_counts_the_lengths_that_are_drawn(members) -> None:
 
 def test_a_task_has_a_test(members) -> None:
     """So a run that was killed between its last checkpoint and the end of its test is taken up again."""
-    assert all(map(receipts.lacks_test_data, members.members))
+    assert all(map(remaining_work.lacks_test_record, members.members))
 
 
 def test_shipped_sweeps_are_read() -> None:

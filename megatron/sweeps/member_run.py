@@ -1,0 +1,164 @@
+"""One member of a sweep: its training, as a process of its own that is started, watched and ended, and its evaluation.
+
+The process is `./deepy.py train FILE`, so no run inherits another's state, and any can be repeated by hand.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.reports.records import Record
+from megatron.sweeps.remaining_work import (
+    MemberWork,
+    find_finished_step,
+    lacks_test_record,
+    read_evaluated_records,
+    write_evaluation_marker,
+)
+from megatron.sweeps.spec import SweepMember
+from megatron.training.records import METRICS_FILE
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.progress import ProgressMeter, WorkItem
+from megatron.utils.signals import get_parent_variable
+
+DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
+POLL_SECONDS = 0.2
+
+
+def run_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -> list[Record]:
+    """Train and evaluate one member, as far as that is not done.
+
+    Returns:
+        What was measured of it.
+
+    Raises:
+        UserError, RunError: what the training ended with, or the evaluation refuses.
+    """
+    _train_member(member, work, meter)
+    return _evaluate_member(member, work.evaluation, meter)
+
+
+def _train_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -> None:
+    """Train a member to its end, or find it trained."""
+    done, steps, job = work.finished_steps, member.config.training.train_iters, work.training
+    if done >= steps and not lacks_test_record(member):
+        meter.skip(job)
+        meter.log(f"{member.name}: trained already, {done} steps in {member.folder}")
+        return
+    if done:
+        plan = f"resumes after step {done} of {steps}" if done < steps else "is trained; its test is made up for"
+        meter.log(f"{member.name}: {plan}")
+    # With `load` naming its own folder a run resumes.
+    config = member.config.replace(load=str(member.folder)) if done else member.config
+    config.save(member.get_path_beside(".yml"))
+
+    def show_step(step: int | None) -> None:
+        fraction = 0.0 if step is None else max(0, step - done) / max(1, steps - done)
+        meter.update(fraction * job.work, f"step {done if step is None else step} of {steps}")
+
+    meter.begin(job, f"step {done} of {steps}")
+    train_in_subprocess(
+        member.get_path_beside(".yml"), member.get_path_beside(".txt"), member.folder / METRICS_FILE, show_step
+    )
+    if find_finished_step(member) < steps:
+        raise RunError(f"training ended early without an error; its output is in {member.get_path_beside('.txt')}")
+    meter.finish()
+
+
+def _evaluate_member(member: SweepMember, job: WorkItem, meter: ProgressMeter) -> list[Record]:
+    """Evaluate a trained member, or find it evaluated in the same way."""
+    from megatron.evaluation.run import evaluate_runs
+
+    records = read_evaluated_records(member)
+    if records is not None:
+        meter.skip(job)
+        meter.log(f"{member.name}: evaluated already")
+        return records
+    meter.begin(job, "loading")
+    records = evaluate_runs(
+        [member.folder],
+        member.evaluation,
+        output=member.results,
+        names=[member.variant],
+        progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
+    )
+    meter.finish()
+    write_evaluation_marker(member, records)
+    return records
+
+
+def train_in_subprocess(
+    configuration: Path, output: Path, metrics: Path, show_step: Callable[[int | None], None]
+) -> None:
+    """Train to the end.
+
+    Args:
+        configuration: the run's whole configuration, a file.
+        output: the file for what the training prints.
+        metrics: the run's metrics.jsonl.
+        show_step: called now and then with the newest step that this training recorded, None before the first.
+
+    Raises:
+        UserError, RunError: what the training ended with.
+    """
+    with open(output, "w", encoding="utf-8") as file:
+        start_time = time.time()
+        child = subprocess.Popen(
+            [sys.executable, str(DEEPY), "train", str(configuration)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **get_parent_variable()},  # it ends with this process, however that goes
+            start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
+        )
+        try:
+            while child.poll() is None:
+                show_step(read_last_step(metrics, start_time))
+                time.sleep(POLL_SECONDS)
+        finally:
+            _stop_child(child)
+    if child.returncode != 0:
+        raise _build_error(child.returncode, output)
+
+
+def read_last_step(metrics: Path, since: float) -> int | None:
+    """The newest step in a run's metrics.jsonl, if that was written since a point in time."""
+    try:
+        if metrics.stat().st_mtime < since:
+            return None
+        with open(metrics, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - (1 << 14)))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last line end is still being written
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            return int(parse_json(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _stop_child(child: subprocess.Popen[bytes]) -> None:
+    """End a training that still runs when the sweep is leaving: it saves after its step, however long that takes."""
+    if child.poll() is not None:
+        return
+    child.terminate()
+    try:
+        child.wait()
+    except BaseException:  # a second signal
+        child.kill()
+        child.wait()
+        raise
+
+
+def _build_error(code: int, output: Path) -> FarfieldError:
+    """A failed training's own error line, with its kind."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    message = "; ".join(errors) if errors else f"training ended with exit code {code}; its output is in {output}"
+    return UserError(message) if code == UserError.exit_code and errors else RunError(message)

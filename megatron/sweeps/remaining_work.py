@@ -1,0 +1,215 @@
+"""What of a sweep is done already, and what is left, in FLOPs, which are known before the first training.
+
+Trainings are known by their checkpoints, evaluations by a file beside their results that says how they came about.
+
+A run folder whose configuration is not the one asked for is never taken for a member and never overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint import layout as checkpoints
+from megatron.checkpoint.manifest import find_latest_valid
+from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.trainer_state import TrainerState
+from megatron.config.load import read_config
+from megatron.config.yaml_files import format_value
+from megatron.data.lengths import list_sequence_lengths
+from megatron.data.parts import compute_sequence_range
+from megatron.reports.failures import RunFailure
+from megatron.reports.records import RESULTS_FILE, Record, read_records
+from megatron.sweeps.spec import Sweep, SweepMember
+from megatron.training import records
+from megatron.training.records import find_record
+from megatron.utils.atomic_io import parse_json, write_text_atomically
+from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.progress import WorkItem
+
+if TYPE_CHECKING:
+    from megatron.evaluation.targets import EvalEstimate
+
+# What needs torch is imported where it is used: a mistake in the file is reported at once.
+
+EVALUATION_MARKER_FILE = "evaluated.json"
+MARKER_FORMAT = 4  # 1 had no bootstrap, 2 was for the whole results.json, 3 named the options otherwise
+
+
+def find_finished_step(member: SweepMember) -> int:
+    """Steps of the member's newest whole checkpoint, which its training would go on from; 0 if there is none.
+
+    Raises:
+        UserError: its folder holds a run with another configuration.
+        RunError: it has checkpoints, but none is whole.
+    """
+    checkpoint = find_latest_valid(member.folder)
+    if checkpoint is None:
+        return 0
+    checkpoint_config = load_checkpoint_config(checkpoint).training_fingerprint()
+    member_config = member.resolved_config.training_fingerprint()
+    differing = [key for key, value in member_config.items() if checkpoint_config.get(key) != value]
+    if differing:
+        changes = ", ".join(
+            f"{key} {format_value(checkpoint_config.get(key))} there, {format_value(member_config[key])} here"
+            for key in differing[:4]
+        )
+        raise UserError(
+            f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
+            "another sweep.output"
+        )
+    return TrainerState.read(checkpoint).step
+
+
+def find_divergence(member: SweepMember) -> RunFailure | None:
+    """How the member's training ended, if its loss stayed bad: that is its result until it is asked for again.
+
+    A folder whose run was configured otherwise says nothing of the member.
+    """
+    divergence = records.find_divergence(member.folder)
+    if divergence is None:
+        return None
+    try:
+        run_config = read_config(member.folder / checkpoints.CONFIG).training_fingerprint()
+    except FarfieldError:
+        return None
+    member_config = member.resolved_config.training_fingerprint()
+    if any(run_config.get(key) != value for key, value in member_config.items()):
+        return None
+    step, reason = divergence
+    return build_failure(member, reason, step)
+
+
+def build_failure(member: SweepMember, reason: str, step: int | None = None) -> RunFailure:
+    """A member that gave no result, as reports have it."""
+    config = member.config
+    return RunFailure(
+        member.variant, member.seed, reason, step, config.model.seq_length if config.data.task is None else None
+    )
+
+
+def lacks_test_record(member: SweepMember) -> bool:
+    """Was a finished training killed between its last checkpoint and the end of its test?"""
+    training, data = member.config.training, member.config.data
+    tests = (
+        data.task is not None
+        or bool(data.test_data_paths)
+        or (data.data_path is not None and compute_sequence_range(data.split, "test", 10**9) is not None)
+    )
+    if not (tests and training.eval_interval and training.eval_iters):
+        return False
+    return not find_record(member.folder, "test", training.train_iters)
+
+
+def read_evaluated_records(member: SweepMember) -> list[Record] | None:
+    """The records of a member if it was scored in its way before and all of them are still in its results."""
+    results, marker = member.results / RESULTS_FILE, _read_marker(member.results / EVALUATION_MARKER_FILE)
+    if marker.get("how") != _describe_evaluation(member) or not results.is_file():
+        return None
+    records_by_hash = {_hash_record(record): record for record in read_records(results)}
+    hashes = marker.get("records") or []
+    if not hashes or not all(digest in records_by_hash for digest in hashes):
+        return None
+    return [records_by_hash[digest] for digest in hashes]
+
+
+def write_evaluation_marker(member: SweepMember, member_records: Sequence[Record]) -> None:
+    """Remember that these are the member's records, and how they came about."""
+    marker = {"how": _describe_evaluation(member), "records": [_hash_record(record) for record in member_records]}
+    write_text_atomically(member.results / EVALUATION_MARKER_FILE, json.dumps(marker, indent=1) + "\n")
+
+
+def _describe_evaluation(member: SweepMember) -> dict[str, Any]:
+    """All that an evaluation's results depend on, as far as a sweep decides it."""
+    checkpoint = checkpoints.resolve_checkpoint_path(member.folder)
+    weights = (checkpoint / checkpoints.WEIGHTS).stat()
+    return {
+        "format": MARKER_FORMAT,
+        "evaluate": member.evaluation.model_dump(exclude={"batch_tokens"}),
+        "method": member.variant,
+        "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
+    }
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _hash_record(record: Record) -> str:
+    return hashlib.sha256(json.dumps(record.to_row()).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class MemberWork:
+    """What is left to do for one member."""
+
+    finished_steps: int
+    """Steps that its training has behind it."""
+    training: WorkItem
+    evaluation: WorkItem
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.training.work or self.evaluation.work)
+
+
+def estimate_work(
+    sweep: Sweep, finished_steps: dict[SweepMember, int], log: Callable[[str], None]
+) -> dict[SweepMember, MemberWork]:
+    """Estimate the work that is left for each member.
+
+    Refuses what cannot be evaluated later, and says what can be evaluated at some lengths only.
+
+    Args:
+        sweep: as it was read.
+        finished_steps: steps that each training has behind it.
+        log: takes a line.
+
+    Raises:
+        UserError: a member cannot be trained on this machine, or not scored as the sweep says.
+    """
+    works: dict[SweepMember, MemberWork] = {}
+    scoring: dict[str, EvalEstimate] = {}  # the members of a variant differ in their seed, which changes no shape
+    for number, member in enumerate(sweep.members, start=1):
+        if member.variant not in scoring:
+            scoring[member.variant] = _build_scoring(member)
+            if (note := scoring[member.variant].note) is not None:
+                log(f"{member.variant}: {note}")
+        position = f"{number}/{len(sweep.members)}"
+        works[member] = _estimate_member(member, position, finished_steps[member], scoring[member.variant])
+    return works
+
+
+def _build_scoring(member: SweepMember) -> EvalEstimate:
+    from megatron.evaluation.targets import estimate_untrained
+    from megatron.model.build import check_position_options
+
+    config = member.config
+    try:
+        check_position_options(config.model, config.position)
+    except UserError as error:
+        raise UserError(f"sweep.variants.{member.variant}: {error}") from None
+    return estimate_untrained(member.name, config, member.evaluation)
+
+
+def _estimate_member(member: SweepMember, position: str, finished_steps: int, scoring: EvalEstimate) -> MemberWork:
+    config = member.resolved_config
+    training, lengths = config.training, list_sequence_lengths(config.data, config.model.seq_length)
+    assert training.train_batch_size is not None
+    sequences = training.train_batch_size * training.train_iters
+    flops = sum(scoring.model.flops_per_token(length) * length for length in lengths) / len(lengths)
+    left = max(0.0, 1 - finished_steps / training.train_iters)
+    is_evaluated = left == 0 and read_evaluated_records(member) is not None
+    return MemberWork(
+        finished_steps=finished_steps,
+        training=WorkItem(f"{position} train {member.name}", "train", flops * sequences * left),
+        evaluation=WorkItem(f"{position} evaluate {member.name}", "evaluate", 0.0 if is_evaluated else scoring.flops),
+    )
