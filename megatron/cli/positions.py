@@ -25,6 +25,8 @@ def positions(
     records, errors = describe_methods(names)
     for error in errors:
         print_to_stderr(f"error: {error}")
+    if errors and not records:
+        raise typer.Exit(2)
     if as_json:
         print(json.dumps(records, indent=2))
         return

@@ -6,13 +6,14 @@ body (`facts.py`) is evaluated by itself.
 """
 
 import ast
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.position.facts import HOOKS, MODEL_ARGUMENTS, EncodingCost, MethodOptions, ProcessorCost
+from megatron.position.facts import HOOKS, MODEL_ARGUMENTS, OVERRIDABLE, EncodingCost, MethodOptions, ProcessorCost
 
 FOLDER = Path(__file__).parent
 SCORE_HOOKS = frozenset({"table", "dense", "contextual"})
@@ -76,13 +77,40 @@ def list_processors() -> list[str]:
 
 
 def read_encoding_facts(name: str) -> MethodFacts:
-    """What an encoding's file declares. Raises MethodFileError for a file that is no valid Python."""
+    """What an encoding's file declares.
+
+    Raises MethodFileError: the file is no valid Python, the name of a hook is misspelt, or no hook is answered.
+    """
     return _read_facts(FOLDER / "encodings" / f"{name}.py")
 
 
 def read_processor_facts(name: str) -> MethodFacts:
     """What a processor's file declares. Raises MethodFileError for a file that is no valid Python."""
     return _read_facts(FOLDER / "processors" / f"{name}.py")
+
+
+def check_hook_names(class_name: str, functions: Iterable[str], hooks: Iterable[str], *, takes_positions: bool) -> None:
+    """Refuse a hook whose name is misspelt, and an encoding that answers none.
+
+    Args:
+        class_name: the encoding's, with its file.
+        functions: that the class defines.
+        hooks: that it answers, inherited ones too.
+        takes_positions: whether it says that it is told where tokens are.
+
+    Raises:
+        MethodFileError: names the file, the class and the function.
+    """
+    for name in functions:
+        if name in OVERRIDABLE or name.startswith("_"):
+            continue
+        if matches := difflib.get_close_matches(name, OVERRIDABLE, 1, cutoff=0.75):
+            raise MethodFileError(f"{class_name}.{name} is no hook of an encoding; did you mean {matches[0]}?")
+    if takes_positions and not any(hooks):
+        raise MethodFileError(
+            f"{class_name} answers none of the hooks {', '.join(HOOKS)}; an encoding that is told no positions says "
+            "takes_positions = False"
+        )
 
 
 def format_path(path: Path) -> str:
@@ -101,6 +129,8 @@ def _read_facts(path: Path) -> MethodFacts:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise MethodFileError(f"{format_path(path)}:{error.lineno}: {error.msg}") from error
+    except ValueError as error:  # no UTF-8, or a byte that no text has
+        raise MethodFileError(f"{format_path(path)}: no Python file: {error}") from error
     imports = {
         alias.asname or alias.name: str(node.module)
         for node in tree.body
@@ -125,26 +155,35 @@ def _read_class(path: Path, node: ast.ClassDef, inherited: MethodFacts) -> Metho
     facts["hooks"] = inherited.hooks | functions.keys() & set(HOOKS)
     facts["other_names"] = ()
     if "__init__" in functions:
-        facts["defaults"] = _read_defaults(functions["__init__"].args)
+        facts["defaults"] = _read_defaults(path, node.name, functions["__init__"].args)
     for item in node.body:
         targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
         for name in (target.id for target in targets if isinstance(target, ast.Name)):
             if name in _DECLARED and isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None:
                 facts[name] = _evaluate(path, f"{node.name}.{name}", item.value)
+    if path.parent.name == "encodings":
+        check_hook_names(
+            f"{format_path(path)}: {node.name}", functions, facts["hooks"], takes_positions=facts["takes_positions"]
+        )
     return MethodFacts(**facts)
 
 
-def _read_defaults(arguments: ast.arguments) -> dict[str, Any] | None:
+def _read_defaults(path: Path, class_name: str, arguments: ast.arguments) -> dict[str, Any] | None:
     if arguments.kwarg is not None:
         return None
     pairs = [
         *zip(reversed(arguments.args), reversed(arguments.defaults), strict=False),
         *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
     ]
-    defaults = {
-        argument.arg: None if default is None else ast.literal_eval(default)
-        for argument, default in pairs
-    }  # fmt: skip
+    defaults = {}
+    for argument, default in pairs:
+        try:
+            defaults[argument.arg] = None if default is None else ast.literal_eval(default)
+        except ValueError as error:
+            raise MethodFileError(
+                f"{format_path(path)}:{default.lineno}: {class_name}: the default of {argument.arg} must be written as "
+                "a number, a text, a truth value or None"
+            ) from error
     names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     return {name: defaults.get(name) for name in names if name not in MODEL_ARGUMENTS}
 

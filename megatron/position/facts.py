@@ -12,6 +12,8 @@ from typing import Any
 
 HOOKS = ("embed", "rotate", "table", "dense", "contextual")
 """The questions that an encoding may answer (`encoding.py`)."""
+OVERRIDABLE = (*HOOKS, "bias_tails", "contextual_flops", "kernel_parameters", "traits")
+"""All that an encoding may override. A function whose name is almost one of these is a misspelt one."""
 MODEL_ARGUMENTS = ("self", "dims", "has_bias")
 """Constructor arguments that the model gives; all others are options."""
 

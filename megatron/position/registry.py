@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from megatron.position.base import PositionModule
-from megatron.position.catalog import FOLDER, MethodFileError, format_path, list_encodings, list_processors
+from megatron.position.catalog import (
+    FOLDER,
+    MethodFileError,
+    check_hook_names,
+    format_path,
+    list_encodings,
+    list_processors,
+)
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import HOOKS, AttentionDims, OptionError
 from megatron.position.processor import Processor
@@ -52,7 +59,14 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
     if len(classes) != 1:
         raise MethodFileError(f"{format_path(path)} must define one {base.__name__}, it defines {len(classes)}")
     if issubclass(classes[0], Encoding):
-        check_hook_names(classes[0])
+        functions = (name for name, value in vars(classes[0]).items() if inspect.isfunction(value))
+        hooks = (hook for hook in HOOKS if classes[0].overrides_hook(hook))
+        check_hook_names(
+            f"{format_path(path)}: {classes[0].__name__}",
+            functions,
+            hooks,
+            takes_positions=classes[0].takes_positions,
+        )
     return classes[0]
 
 
@@ -153,25 +167,6 @@ def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list
                 }
             )
     return records, errors
-
-
-def check_hook_names(encoding: type[Encoding]) -> None:
-    """Refuse a hook whose name is misspelt, and an encoding that answers none.
-
-    Raises:
-        MethodFileError: names the file, the class and the function.
-    """
-    for name in vars(encoding):
-        if name.startswith("_") or hasattr(Encoding, name) or not inspect.isfunction(vars(encoding)[name]):
-            continue
-        if matches := difflib.get_close_matches(name, [*HOOKS, "bias_tails"], 1, cutoff=0.75):
-            raise MethodFileError(f"{_describe(encoding, name)} is no hook of an encoding; did you mean {matches[0]}?")
-    if encoding.takes_positions and not any(encoding.overrides_hook(hook) for hook in HOOKS):
-        raise MethodFileError(
-            f"{_describe(encoding)} answers none of the hooks {', '.join(HOOKS)}; an encoding that is told no "
-            f"positions "
-            "says takes_positions = False"
-        )
 
 
 def check_hook_results(encoding: Encoding) -> None:

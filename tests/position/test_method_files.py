@@ -8,7 +8,8 @@ import pytest
 
 from megatron.position import catalog, registry
 from megatron.position.catalog import MethodFileError
-from megatron.position.facts import AttentionDims, EncodingCost, ProcessorCost
+from megatron.position.encoding import Encoding
+from megatron.position.facts import OVERRIDABLE, AttentionDims, EncodingCost, ProcessorCost
 
 DIMS = AttentionDims(num_heads=2, head_dim=8, hidden_size=16, train_length=8, max_length=8)
 HEAD = """
@@ -105,11 +106,44 @@ def test_a_mistake_in_a_hook_is_one_line(add, body: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "    adds_bias = True\n    def tabel(self, n):\n        return n",
+            r"mine\.py: Mine\.tabel .* did you mean table\?",
+        ),
+        ("    def bias_tail(self):\n        return []", r"mine\.py: Mine\.bias_tail .* did you mean bias_tails\?"),
+        ("    pass", r"mine\.py: Mine answers none of the hooks embed, rotate, table, dense, contextual"),
+        (
+            "    def __init__(self, dims, *, base: int = 10**4):\n        pass",
+            r"mine\.py:8: Mine: the default of base must be written as a number",
+        ),
+    ],
+)
+def test_a_mistake_is_found_without_importing_the_file(add, body: str, message: str) -> None:
+    """So that planning refuses it too, and does not plan for an encoding that does nothing."""
+    add(body)
+    with pytest.raises(MethodFileError, match=message) as raised:
+        catalog.read_encoding_facts("mine")
+    assert "\n" not in str(raised.value)
+    assert catalog.read_encoding_facts("alibi").hooks == {"table"}
+
+
+def test_what_may_be_overridden_is_what_the_base_class_has() -> None:
+    public = {name for name, value in vars(Encoding).items() if callable(value) or isinstance(value, classmethod)}
+    asked_of_the_class = {"overrides_hook", "only_adds_embeddings"}
+    assert {name for name in public if not name.startswith("_")} - asked_of_the_class == set(OVERRIDABLE) - {
+        "kernel_parameters"  # of PositionModule
+    }
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("class Mine(Encoding)\n    pass", r"mine\.py:1: expected ':'"),
         ("import torch\n1 / 0\n", r"mine\.py:2: ZeroDivisionError: division by zero"),
         ("import torch\n", r"mine\.py must define one Encoding, it defines 0"),
+        ("\0", r"mine\.py: .*null bytes"),
     ],
 )
 def test_a_broken_file_disables_no_other(add, text: str, message: str) -> None:
