@@ -47,7 +47,7 @@ class LayerEncoding:
 
 @dataclass(frozen=True)
 class AnalysisContext:
-    """A model that is looked at, and the windows that it reads."""
+    """A model that is analyzed, and the windows that it reads."""
 
     name: str
     """Of its row, curve or picture."""
@@ -159,10 +159,10 @@ class Analysis:
     order: ClassVar[int]
     """Its place on the page."""
     title: ClassVar[str]
-    text: ClassVar[str]
+    description: ClassVar[str]
     """What is measured, in one to four sentences, with the source."""
-    data: ClassVar[Literal["csv", "json"]] = "csv"
-    """How its data are written; JSON where a row has lists."""
+    data_format: ClassVar[Literal["csv", "json"]] = "csv"
+    """Of its file; JSON where a row has lists."""
 
     def measure(self, context: AnalysisContext) -> Any:
         """The result of one model. Raises NotApplicable."""
@@ -219,7 +219,7 @@ def load_analyses() -> dict[str, Analysis]:
     return dict(sorted(analyses.items(), key=lambda item: item[1].order))
 
 
-def check_names(only: Sequence[str] | None) -> None:
+def check_analysis_names(only: Sequence[str] | None) -> None:
     """Raises UserError for a name that no analysis has."""
     for name in only or ():
         if name not in list_analysis_names():

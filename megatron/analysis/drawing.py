@@ -20,7 +20,7 @@ EMPTY_COLOR = "0.93"
 
 
 def create_panels(
-    count: int, narrow: bool, *, columns: int = 3, width: float = 3.2, height: float = 2.7, below: float = 0.0
+    count: int, narrow: bool, *, columns: int = 3, width: float = 3.2, height: float = 2.7, legend_height: float = 0.0
 ) -> tuple[Figure, list[Axes]]:
     """A figure of so many panels, row by row.
 
@@ -28,14 +28,14 @@ def create_panels(
         narrow: for telephones: 4 inches wide, at most two panels side by side if each is small.
         columns: panels side by side.
         width, height: inches of a panel.
-        below: inches for a legend under all of them.
+        legend_height: inches for a legend under all of them.
     """
     columns = min(count, columns)
     if narrow:
         columns = min(columns, max(1, int(4.2 // width)))
         width = 4.0 / columns
     rows = -(-count // columns)
-    size = (width * columns, height * rows + below)
+    size = (width * columns, height * rows + legend_height)
     figure = Figure(figsize=size, dpi=200 if narrow else 140, layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
@@ -112,9 +112,9 @@ def draw_heatmap(
     )
 
 
-def add_colour_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes]) -> None:
+def add_color_bar(figure: Figure, image: AxesImage, axes: Axes | Sequence[Axes]) -> None:
     """The bar with the scale of the colours."""
-    bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.02)
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.ax.tick_params(labelsize=6.5)
     bar.outline.set_visible(False)
 

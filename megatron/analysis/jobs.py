@@ -18,7 +18,7 @@ import numpy as np
 from megatron.analysis.analysis import (
     AnalysisContext,
     LayerEncoding,
-    check_names,
+    check_analysis_names,
     is_data_file,
     list_analysis_names,
     needs_text,
@@ -86,7 +86,7 @@ def read_analysis_request(
 
     Args:
         runs: folders of runs, or checkpoints.
-        configs: configurations to look at untrained, each as `train` takes them: `125M kerple_log num_layers=2`.
+        configs: configurations to analyze untrained, each as `train` takes them: `125M kerple_log num_layers=2`.
         output: the folder for the page and the data; a single run's own if None.
 
     Raises:
@@ -94,20 +94,20 @@ def read_analysis_request(
     """
     if not runs and not configs:
         raise UserError("no run given; name a run's folder, or a configuration with --config")
-    check_names(options.only)
+    check_analysis_names(options.only)
     check_precision(options.precision, options.device)
-    opened = open_runs(runs)
+    trained_runs = open_runs(runs)
     if duplicate := next((text for text in configs if configs.count(text) > 1), None):
         raise UserError(f"--config {duplicate!r} is given twice")
     untrained = tuple((text, _load_config(text)) for text in configs)
-    all_configs = [run.config for run in opened] + [config for _, config in untrained]
+    all_configs = [run.config for run in trained_runs] + [config for _, config in untrained]
     _check_indices("--layers", options.layers, [config.model.num_layers for config in all_configs], "layers")
     _check_indices("--heads", options.heads, [config.model.num_attention_heads for config in all_configs], "heads")
-    folder = _choose_folder(opened, untrained, output)
+    folder = _choose_folder(trained_runs, untrained, output)
     check_folder("--output", folder)
     _refuse_foreign_results(folder, options)
-    lengths, inputs = _choose_lengths_and_inputs(opened, all_configs, options)
-    return AnalysisRequest(opened, untrained, options, folder, lengths, inputs)
+    lengths, inputs = _choose_lengths_and_inputs(trained_runs, all_configs, options)
+    return AnalysisRequest(trained_runs, untrained, options, folder, lengths, inputs)
 
 
 def _load_config(text: str) -> Config:

@@ -1,7 +1,7 @@
 """`./deepy.py analyze RUN…`: trained runs and configurations in, one page with its data out.
 
-Models are looked at one after the other, each by every analysis; then the page shows them side by side. The data of an
-analysis are written as soon as a model has been looked at, so what was measured is kept whatever happens later.
+Models are analyzed one after the other, each by every analysis; then the page shows them side by side. The data of an
+analysis are written as soon as a model has been analyzed, so what was measured stays whatever happens later.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def analyze(
     output: str | Path | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Look at models side by side.
+    """Analyze models side by side.
 
     Args:
         runs: run folders (their latest checkpoint is taken) or checkpoint folders.
-        options: what is looked at; the defaults if None.
-        configs: configurations to look at untrained, each as `train` takes them.
+        options: which analyses, of what; the defaults if None.
+        configs: configurations to analyze untrained, each as `train` takes them.
         output: folder for the page and its data; `analysis` in a single run's folder if None.
         console: where the progress and the names of the files go; None is silent.
 
@@ -60,7 +60,7 @@ def analyze(
         The page.
 
     Raises:
-        UserError: anything that would keep the models from being looked at, before any work.
+        UserError: anything that would keep the models from being analyzed, before any work.
         RunError: a checkpoint is damaged, or what fails on the way.
     """
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
@@ -91,13 +91,13 @@ def analyze(
             del context
             meter.finish()
     page = write_text_atomically(request.folder / PAGE_FILE, _build_page(request, jobs, analyses))
-    written = [page, *(results.file for results in analyses if results.results)]
+    written = [page, *(results.file for results in analyses if results.by_model)]
     log(f"written: {', '.join(map(str, written))}")
     return page
 
 
 class AnalysisResults:
-    """The results of one analysis of all models: its file, and its part of the page.
+    """The results of one analysis of all models, its file, and its part of the page.
 
     Args:
         name, analysis: the analysis.
@@ -106,8 +106,8 @@ class AnalysisResults:
 
     def __init__(self, name: str, analysis: Analysis, folder: Path) -> None:
         self.name, self.analysis = name, analysis
-        self.file = folder / f"{name}.{analysis.data}"
-        self.results: dict[str, Any] = {}
+        self.file = folder / f"{name}.{analysis.data_format}"
+        self.by_model: dict[str, Any] = {}
         """Name of a model → what was measured."""
         self.missing: dict[str, str] = {}
         """Name of a model → why there is nothing to measure."""
@@ -115,7 +115,7 @@ class AnalysisResults:
     def measure(self, context: AnalysisContext) -> None:
         """Measure a model, and write the data of all until now."""
         try:
-            self.results[context.name] = self.analysis.measure(context)
+            self.by_model[context.name] = self.analysis.measure(context)
         except NotApplicable as reason:
             self.missing[context.name] = str(reason)
         else:
@@ -124,9 +124,9 @@ class AnalysisResults:
     def _format_data(self) -> str:
         """The rows as CSV or JSON, `method` first in each."""
         rows = [
-            {"method": name, **row} for name, result in self.results.items() for row in self.analysis.list_rows(result)
+            {"method": name, **row} for name, result in self.by_model.items() for row in self.analysis.list_rows(result)
         ]
-        if self.analysis.data == "json":
+        if self.analysis.data_format == "json":
             return "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n"
         out = io.StringIO()
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
@@ -141,10 +141,10 @@ class AnalysisResults:
         return PageSection(
             self.name,
             self.analysis.title,
-            self.analysis.text,
-            self.analysis.render_blocks(self.results, models) if self.results else [],
+            self.analysis.description,
+            self.analysis.render_blocks(self.by_model, models) if self.by_model else [],
             self.missing,
-            self.file.name if self.results else None,
+            self.file.name if self.by_model else None,
         )
 
 

@@ -6,13 +6,13 @@ import torch
 
 from megatron.utils.errors import RunError, is_out_of_memory
 
-BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+DEFAULT_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
 
 
 def choose_batch_tokens(device: torch.device, batch_tokens: int | None) -> int:
     """Input tokens of a forward pass on a device; what is usual there if None."""
-    return batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])
+    return batch_tokens or DEFAULT_BATCH_TOKENS.get(device.type, DEFAULT_BATCH_TOKENS["cuda"])
 
 
 def run_batched(

@@ -34,7 +34,7 @@ DEFAULT_MAX_GEN_TOKENS = 256
 """Tokens that a task lets a model write, unless it says how many: the harness's own default."""
 
 _GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-"""What tasks may say of how text is written."""
+"""Options of generation that tasks may give."""
 
 _TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 """A request's texts, if it has any, and the tokens of its context and of its continuation."""
@@ -52,7 +52,7 @@ class RequestCounts:
     """The requests of a task."""
 
     num_tokens: int = 0
-    """Scored or written."""
+    """Scored or completion."""
     num_requests: int = 0
     num_truncated: int = 0
     """Requests whose context was too long."""
@@ -138,19 +138,22 @@ class HarnessModel(TemplateLM):
             options = self._read_generation_options(requests[numbers[0]])
             max_context = self.max_length - options.maximum_tokens
             contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
-            writer = TextGenerator(self.model, self._tokenizer, options)
-            for written, _ in writer.generate([context[-max_context:] for context in contexts]):
-                if written.finish_reason is not None:
-                    number = numbers[written.prompt_index]
-                    texts[number] = written.text
-                    counts[number] = (max(len(written.tokens), 1), len(contexts[written.prompt_index]) > max_context)
+            generator = TextGenerator(self.model, self._tokenizer, options)
+            for completion, _ in generator.generate([context[-max_context:] for context in contexts]):
+                if completion.finish_reason is not None:
+                    number = numbers[completion.prompt_index]
+                    texts[number] = completion.text
+                    counts[number] = (
+                        max(len(completion.tokens), 1),
+                        len(contexts[completion.prompt_index]) > max_context,
+                    )
                     done += 1
                     self._after(done, len(requests))
         self._record_requests(requests, counts)
         return texts
 
     def _read_generation_options(self, request: Instance) -> GenerationOptions:
-        """How a task wants text to be written. Raises RunError where that cannot be done here."""
+        """A task's options of generation. Raises RunError for those that are not supported."""
         task_options: Any = normalize_gen_kwargs(dict(request.args[1]), DEFAULT_MAX_GEN_TOKENS)
         name, unsupported = request.task_name, sorted(set(task_options) - _GENERATION_KEYS)
         if unsupported:

@@ -2,7 +2,7 @@
 
 Each run is given every task at every length: a length is the most tokens that the model sees at once, and the
 training's own if none is named. Values are those that the harness computes; its name of a metric is ours but for
-`perplexity`, which is that of a text that is asked for and not that of all tokens (`target_perplexity`).
+`perplexity`, which is that of the target text alone and not that of all tokens (`target_perplexity`).
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class HarnessEval:
             fields = {**shared, "length": length, **stop_stopwatch()}
             for name, counts in model.request_counts.items():
                 if counts.num_truncated:
-                    share = f"{counts.num_truncated:,} of {counts.num_requests:,} requests"
-                    self.log(f"{name}: {share} were cut on the left to {length:,} tokens")
+                    truncated = f"{counts.num_truncated:,} of {counts.num_requests:,} requests"
+                    self.log(f"{name}: {truncated} were cut on the left to {length:,} tokens")
             records += build_task_records(results, model.request_counts, fields, self.log)
         return add_relative_changes(records)
 
@@ -173,7 +173,7 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
         raise UserError(f"--include-path is {folder}, which is no folder")
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not all(manager.match_tasks([name]) for name in options.tasks):
-        manager = TaskManager(include_path=folder)  # thousands of files: only where one of them is asked for
+        manager = TaskManager(include_path=folder)  # thousands of files: only where one of them is named
     names: list[str] = []
     for name in options.tasks:
         matches = manager.match_tasks([name])
@@ -229,21 +229,21 @@ def build_task_records(
             **record_fields,
         }
         for metric, value, stderr, filter_ in _iter_metric_values(values):
-            own_name = OWN_METRIC_NAMES.get(metric, metric)
+            metric_name = OWN_METRIC_NAMES.get(metric, metric)
             protocol = ", ".join([name, f"{results['n-shot'].get(name, 0)}-shot", *filter_])
             if metric == "bits_per_byte":
                 continue  # said of the perplexity per byte
             if (
-                own_name not in METRICS
-                or METRICS[own_name].invalid_reason(value) is not None
+                metric_name not in METRICS
+                or METRICS[metric_name].invalid_reason(value) is not None
                 or not math.isfinite(value)
             ):
                 log(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
                 continue
-            if METRICS[own_name].comparison == "ratio":
+            if METRICS[metric_name].comparison == "ratio":
                 stderr = None  # the harness has that of the value, which says little of its logarithm's
-            bits: dict[str, Any] = {"bits_per_byte": math.log2(value)} if own_name == "byte_perplexity" else {}
-            records.append(Record(**shared, **bits, protocol=protocol, metric=own_name, value=value, stderr=stderr))
+            bits: dict[str, Any] = {"bits_per_byte": math.log2(value)} if metric_name == "byte_perplexity" else {}
+            records.append(Record(**shared, **bits, protocol=protocol, metric=metric_name, value=value, stderr=stderr))
     return records
 
 

@@ -120,11 +120,11 @@ def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, ou
         raise UserError("no run given")
     check_precision(options.precision, options.device)
     check_backend(options.backend)
-    opened = open_runs(runs)
-    run_folder = _find_run_folder(opened)
+    trained_runs = open_runs(runs)
+    run_folder = _find_run_folder(trained_runs)
     folder = run_folder if output is None else Path(output)
     is_single_run = run_folder is not None and folder is not None and folder.resolve() == run_folder.resolve()
-    return EvalRequest(opened, options, folder, _read_saved_records(folder), is_single_run)
+    return EvalRequest(trained_runs, options, folder, _read_saved_records(folder), is_single_run)
 
 
 def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
@@ -234,7 +234,7 @@ def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
 
 
 def _describe_output(request: EvalRequest) -> str:
-    """Where the results will go, said while they can still be sent elsewhere."""
+    """Where the results will go: shown before the work, while another folder can still be given."""
     if request.folder is None:
         return "results will not be written: give --output FOLDER to keep them"
     line = f"results will be written to {request.folder}"

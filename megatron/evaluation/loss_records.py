@@ -27,7 +27,7 @@ MAX_BLOCKS = 4096
 """Records keep the sums of their blocks up to so many."""
 
 
-class Summary(NamedTuple):
+class LossSummary(NamedTuple):
     """The mean over all scored targets."""
 
     nll: float  # nats per token
@@ -58,12 +58,12 @@ class ScoredLength(NamedTuple):
 class LengthSummary(NamedTuple):
     """One length without its losses."""
 
-    summary: Summary
+    summary: LossSummary
     sums: np.ndarray  # of the losses that count, float64 [blocks]
     record_fields: Mapping[str, Any]
 
 
-def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> Summary:
+def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> LossSummary:
     """Mean and standard error of losses that are summed over blocks.
 
     The standard error treats blocks as the independent samples: neighbouring tokens share their context and their
@@ -76,9 +76,9 @@ def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> Summary:
     tokens, blocks = int(counts.sum()), len(sums)
     nll = float(sums.sum() / tokens)
     if blocks < 2:
-        return Summary(nll, None, tokens)
+        return LossSummary(nll, None, tokens)
     residuals = sums - nll * counts
-    return Summary(nll, math.sqrt(blocks / (blocks - 1) * float((residuals**2).sum())) / tokens, tokens)
+    return LossSummary(nll, math.sqrt(blocks / (blocks - 1) * float((residuals**2).sum())) / tokens, tokens)
 
 
 def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
@@ -239,7 +239,7 @@ class RecordBuilder:
                 **interval,
             )
 
-    def _bits_per_byte(self, summary: Summary) -> float | None:
+    def _bits_per_byte(self, summary: LossSummary) -> float | None:
         return summary.nll * summary.tokens / math.log(2) / self.tokens.num_bytes if self.tokens.num_bytes else None
 
 

@@ -102,8 +102,8 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
     # The page needs nothing beside it; links go to its own parts and to the data.
     assert not re.search(r"(?:src|href)=\"(?!#|data:)(?!\w+\.(?:csv|json)\")", text)
     for name, analysis in load_analyses().items():
-        assert (Path("out") / f"{name}.{analysis.data}").stat().st_size > 100
-        assert f"{name}.{analysis.data}" in text
+        assert (Path("out") / f"{name}.{analysis.data_format}").stat().st_size > 100
+        assert f"{name}.{analysis.data_format}" in text
     assert len(pictures) >= 8
     shown = " ".join(picture.alt for picture in pictures)
     for method in methods[1:]:
@@ -250,7 +250,7 @@ def test_analyses_are_found_by_their_files() -> None:
     for each in load_analyses().values():
         assert isinstance(each, Analysis)
         assert each.title
-        assert each.text.endswith(".")
+        assert each.description.endswith(".")
 
 
 def test_a_page_escapes_what_it_is_given() -> None:

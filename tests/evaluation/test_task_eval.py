@@ -49,13 +49,13 @@ class Oracle(nn.Module):
 
     max_length = None
 
-    def __init__(self, asked: TaskEval, wrong: int) -> None:
+    def __init__(self, task_eval: TaskEval, wrong: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.wrong, self.size = wrong, asked.task_config.task.vocab_size
+        self.wrong, self.size = wrong, task_eval.task_config.task.vocab_size
         self.known = {
             tuple(tokens.tolist()): (row, labels)
-            for drawn in map(asked.sample_batch, asked.lengths)
+            for drawn in map(task_eval.sample_batch, task_eval.lengths)
             for row, (tokens, labels) in enumerate(zip(drawn.tokens, drawn.labels, strict=True))
         }
 
@@ -78,9 +78,9 @@ class Oracle(nn.Module):
 @pytest.mark.parametrize("task", ["binary_addition", "reverse_string", "mqar", "copy_string"])
 def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
     of = config(task, 8, **({"pairs": 2, "vocabulary": 20} if task == "mqar" else {}))
-    asked, model = build_task_eval(EvaluationOptions(lengths=[8, 12], windows=7), [of]), gpt(of)
-    for length in asked.lengths:
-        drawn, choices = asked.sample_batch(length), asked.task_config.task.answer_ids
+    task_eval, model = build_task_eval(EvaluationOptions(lengths=[8, 12], windows=7), [of]), gpt(of)
+    for length in task_eval.lengths:
+        drawn, choices = task_eval.sample_batch(length), task_eval.task_config.task.answer_ids
         losses, correct = score_answers(model, drawn, choices, batch_tokens=3 * drawn.tokens.shape[1])
         for row in range(7):
             logits = model(torch.from_numpy(drawn.tokens[row : row + 1]))[0].detach().double().numpy()
@@ -95,14 +95,14 @@ def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
 
 def test_records_of_a_model_that_knows_the_answers() -> None:
     of = config(length=20)  # so many inputs that none is drawn twice
-    asked = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
-    found = asked.score(loaded(Oracle(asked, wrong=10), of), ScoringContext(record_fields={"run": "runs/a"}))
+    task_eval = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
+    found = task_eval.score(loaded(Oracle(task_eval, wrong=10), of), ScoringContext(record_fields={"run": "runs/a"}))
     accuracy = [record for record in found if record.metric == "accuracy"]
     assert [(r.length, r.train_length, r.protocol, r.windows) for r in accuracy] == [
         (length, 20, "task", 40) for length in (20, 40, 60)
     ]
     for record in accuracy:
-        drawn = asked.sample_batch(record.length)
+        drawn = task_eval.sample_batch(record.length)
         counts = drawn.accuracy_mask.sum(axis=1)
         assert record.value == counts[10:].sum() / counts.sum()
         assert record.tokens == counts.sum() < drawn.loss_mask.sum()  # the zeros after the terminator have a loss
@@ -120,12 +120,12 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
 def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
     """The model is wrong in the same rows at every length: were these drawn together, changes would look certain."""
     of = config(length=20)
-    asked = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
-    found = asked.score(loaded(Oracle(asked, wrong=10), of), ScoringContext())
+    task_eval = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
+    found = task_eval.score(loaded(Oracle(task_eval, wrong=10), of), ScoringContext())
     generator = np.random.default_rng(5)
     draws = {}
-    for length in asked.lengths:
-        counts = asked.sample_batch(length).accuracy_mask.sum(axis=1)
+    for length in task_eval.lengths:
+        counts = task_eval.sample_batch(length).accuracy_mask.sum(axis=1)
         rows = generator.integers(40, size=(4000, 40))
         draws[length] = (counts * (np.arange(40) >= 10))[rows].sum(axis=1) / counts[rows].sum(axis=1)
     (last,) = (record for record in found if (record.metric, record.length) == ("accuracy", 60))
@@ -142,24 +142,25 @@ def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
 
 def test_whole_answers_of_letters() -> None:
     of = config("copy_string", 5)
-    asked = build_task_eval(EvaluationOptions(lengths=[5], windows=20), [of])
+    task_eval = build_task_eval(EvaluationOptions(lengths=[5], windows=20), [of])
     found = {
-        record.metric: record.value for record in asked.score(loaded(Oracle(asked, wrong=5), of), ScoringContext())
+        record.metric: record.value
+        for record in task_eval.score(loaded(Oracle(task_eval, wrong=5), of), ScoringContext())
     }
     assert found == {"accuracy": 0.75, "exact_match": 0.75}
 
 
 def test_floors_stand_beside_the_models() -> None:
     of = config("bucket_sort", 10)
-    asked = build_task_eval(EvaluationOptions(lengths=[10, 40], windows=200), [of])
-    found = asked.build_baseline_records()
+    task_eval = build_task_eval(EvaluationOptions(lengths=[10, 40], windows=200), [of])
+    found = task_eval.build_baseline_records()
     values = {(record.method, record.metric, record.length): record.value for record in found}
     assert values[f"floor: {POSITION}", "accuracy", 40] > 0.7
     assert values[f"floor: {CONSTANT}", "accuracy", 40] == pytest.approx(0.2, abs=0.04)  # 5 deviations of 8,000
     assert values[f"floor: {POSITION}", "mean_accuracy", 40] == values[f"floor: {POSITION}", "accuracy", 40]
     recall = build_task_eval(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
     assert {record.value for record in recall.build_baseline_records() if "values" in record.method} == {0.25}
-    model = asked.score(loaded(Oracle(asked, wrong=0), of), ScoringContext())
+    model = task_eval.score(loaded(Oracle(task_eval, wrong=0), of), ScoringContext())
     (table, _) = build_comparison_tables([*model, *found])
     text = table_formats.render_comparison_markdown(table)
     assert text.count("floor: ") == 2
@@ -172,8 +173,8 @@ def test_floors_stand_beside_the_models() -> None:
 
 def test_positions_that_end() -> None:
     of = config("reverse_string", 6)
-    asked = build_task_eval(EvaluationOptions(lengths=[6, 9, 12], windows=4), [of])
-    found = asked.score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), ScoringContext())
+    task_eval = build_task_eval(EvaluationOptions(lengths=[6, 9, 12], windows=4), [of])
+    found = task_eval.score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), ScoringContext())
     assert [record.length for record in found if record.metric == "accuracy"] == [6, 9]
     assert {record.max_length for record in found} == {9}
 
@@ -208,20 +209,20 @@ def test_runs_of_different_tasks_are_apart() -> None:
 
 def test_a_loss_that_is_not_finite_is_told() -> None:
     of = config("even_pairs", 4)
-    asked, model = build_task_eval(EvaluationOptions(lengths=[4], windows=4), [of]), gpt(of)
+    task_eval, model = build_task_eval(EvaluationOptions(lengths=[4], windows=4), [of]), gpt(of)
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
     with pytest.raises(RunError, match="the loss at length 4 is nan"):
-        asked.score(loaded(model, of), ScoringContext())
+        task_eval.score(loaded(model, of), ScoringContext())
 
 
 def test_predictors_are_fitted_to_fewer_sequences_where_these_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = build_task_eval(EvaluationOptions(lengths=[4, 40]), [config("reverse_string", 4)])
-    assert [asked.sample_batch(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [
+    task_eval = build_task_eval(EvaluationOptions(lengths=[4, 40]), [config("reverse_string", 4)])
+    assert [task_eval.sample_batch(length, fitting=True).tokens.shape[0] for length in task_eval.lengths] == [
         NUM_FITTING_SEQUENCES
     ] * 2
     monkeypatch.setattr("megatron.evaluation.task_eval.MAX_FITTING_TOKENS", 800)
-    assert [asked.sample_batch(length, fitting=True).tokens.shape[0] for length in asked.lengths] == [100, 10]
+    assert [task_eval.sample_batch(length, fitting=True).tokens.shape[0] for length in task_eval.lengths] == [100, 10]
 
 
 def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

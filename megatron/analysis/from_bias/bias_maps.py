@@ -24,9 +24,9 @@ class BiasMapResult:
 
 class BiasMaps(Analysis):
     order = 50
-    data = "json"
+    data_format = "json"
     title = "exp(bias) over queries and keys"
-    text = (
+    description = (
         "The factor that the bias puts on the attention of query i to key j (Qin et al. 2023, Exploring Transformer "
         f"Extrapolation, figures 7 and 8), of the first {MAP_SIZE} positions. Near the diagonal all methods look "
         "alike, those that do not extrapolate too; what decides is how the factors end far away. Colours are "
@@ -74,12 +74,12 @@ def _first_and_last(result: BiasMapResult) -> list[int]:
 def _draw(panels: list[tuple[str, BiasMapResult, int]], narrow: bool) -> bytes:
     from matplotlib.colors import LogNorm
 
-    from megatron.analysis.drawing import add_colour_bar, add_titles, create_panels, draw_heatmap, save_png
+    from megatron.analysis.drawing import add_color_bar, add_titles, create_panels, draw_heatmap, save_png
 
     figure, axes = create_panels(len(panels), narrow, columns=4, width=2.0 if narrow else 2.5, height=2.1)
     largest = max(1.0, *(result.maps[head].nan_to_num(0).max().item() for _, result, head in panels))
     for panel, (name, result, head) in zip(axes, panels, strict=True):
         image = draw_heatmap(panel, result.maps[head].numpy(), LogNorm(MIN_FACTOR, largest))
         add_titles(panel, f"head {head}\n{name}", "key j", "query i", wrap=22 if narrow else 28)
-    add_colour_bar(figure, image, axes)
+    add_color_bar(figure, image, axes)
     return save_png(figure)

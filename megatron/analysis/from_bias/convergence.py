@@ -15,7 +15,7 @@ ConvergenceResult = list[tuple[str, list[BiasSeries], str]]
 class Convergence(Analysis):
     order = 10
     title = "Does the series of the bias converge?"
-    text = (
+    description = (
         "Of each head, Σ exp(bias at the distance t) over all t ≥ 0. Where it converges, and queries, keys and values "
         "are bounded, the output of attention to all keys and to the last j keys come as near to each other as one "
         "likes (Qin et al. 2023, Exploring Transformer Extrapolation, theorem 3.4). That is sufficient, of one layer "

@@ -50,14 +50,14 @@ def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> 
     low = torch.full((num_heads,), -1.0, dtype=torch.float64)  # the bias is not below −2 here, nor before
     high = torch.full((num_heads,), float(MAX_DISTANCE), dtype=torch.float64)
     heads = torch.arange(num_heads)
-    has_end = compute_bias(high)[heads, heads] < THRESHOLD
+    is_finite = compute_bias(high)[heads, heads] < THRESHOLD
     while bool((high - low > 1).any()):
         middle = ((low + high) / 2).floor()
         is_below = compute_bias(middle)[heads, heads] < THRESHOLD
         low, high = torch.where(is_below, low, middle), torch.where(is_below, middle, high)
     return [
-        None if not is_monotone else min(length, max_length) if ends else max_length
-        for is_monotone, ends, length in zip(never_rises, has_end.tolist(), high.tolist(), strict=True)
+        None if not is_monotone else min(length, max_length) if falls else max_length
+        for is_monotone, falls, length in zip(never_rises, is_finite.tolist(), high.tolist(), strict=True)
     ]
 
 
@@ -71,7 +71,7 @@ def accumulate_by_length(lengths: Sequence[float], end: int = MAX_PLOTTED_DISTAN
 class EffectiveLength(Analysis):
     order = 30
     title = "Effective length"
-    text = (
+    description = (
         "The least distance at which a head's bias is below −2, so that a key counts for less than e^−2 = 0.135 of one "
         f"at hand (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to "
         f"{MAX_PLOTTED_DISTANCE:,}. Heads of all layers are counted where each layer has parameters of its own. It is "
@@ -95,10 +95,14 @@ class EffectiveLength(Analysis):
         rows = []
         for name, result in results.items():
             lengths = [length for _, heads in result for length in heads]
-            known = sorted(length for length in lengths if length is not None)
-            within = sum(length <= MAX_PLOTTED_DISTANCE for length in known)
-            cells = [_format_length(known[0]), _format_length(known[(len(known) - 1) // 2]), _format_length(known[-1])]
-            rows.append([name, f"{len(lengths):,}", *cells, f"{within:,}", f"{len(lengths) - len(known):,}"])
+            defined = sorted(length for length in lengths if length is not None)
+            within = sum(length <= MAX_PLOTTED_DISTANCE for length in defined)
+            cells = [
+                _format_length(defined[0]),
+                _format_length(defined[(len(defined) - 1) // 2]),
+                _format_length(defined[-1]),
+            ]
+            rows.append([name, f"{len(lengths):,}", *cells, f"{within:,}", f"{len(lengths) - len(defined):,}"])
         columns = [
             "method",
             "heads",
@@ -129,7 +133,7 @@ def _draw(results: Mapping[str, EffectiveLengthResult], names: Sequence[str], na
     from megatron.analysis.drawing import add_legend, add_titles, create_panels, save_png
     from megatron.reports.plots import get_curve_style
 
-    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.2, below=0.18 * len(results))
+    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.2, legend_height=0.18 * len(results))
     for name, result in results.items():
         lengths = [length for _, heads in result for length in heads]
         curve = accumulate_by_length([length for length in lengths if length is not None])

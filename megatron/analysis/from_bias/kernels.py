@@ -20,7 +20,7 @@ MAX_PARAMETERS = 8
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LayerKernels:
     layer: str
     distances: torch.Tensor
     """float64 [N]."""
@@ -34,7 +34,7 @@ class Kernel:
 class Kernels(Analysis):
     order = 40
     title = "Kernels per head"
-    text = (
+    description = (
         "Each head's bias over the distance, as the model adds it after the scaling by 1/√d, and the weight that "
         "scores are multiplied by where there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line is the "
         f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are cut off in the picture. Where the bias "
@@ -42,14 +42,14 @@ class Kernels(Analysis):
         "heads, colours go from dark, head 0, to light."
     )
 
-    def measure(self, context: AnalysisContext) -> list[Kernel]:
+    def measure(self, context: AnalysisContext) -> list[LayerKernels]:
         longest = context.lengths[-1]
         kernels = [_measure_kernel(layer, longest, context.config.model.seq_length) for layer in context.encodings]
         if not kernels[0].terms:
             raise NotApplicable("It has neither a bias nor a weight over distances.")
         return kernels
 
-    def render_blocks(self, results: Mapping[str, list[Kernel]], names: Sequence[str]) -> list[Block]:
+    def render_blocks(self, results: Mapping[str, list[LayerKernels]], names: Sequence[str]) -> list[Block]:
         drawn = {name: _select_kernels(kernels) for name, kernels in results.items()}
         panels = [
             (name, kernel, term) for name, kernels in drawn.items() for kernel in kernels for term in kernel.terms
@@ -65,7 +65,7 @@ class Kernels(Analysis):
                 blocks.append(table)
         return blocks
 
-    def list_rows(self, result: list[Kernel]) -> Iterator[Mapping[str, object]]:
+    def list_rows(self, result: list[LayerKernels]) -> Iterator[Mapping[str, object]]:
         for kernel in result:
             for term, values in kernel.terms.items():
                 for head, curve in enumerate(values.tolist()):
@@ -76,7 +76,7 @@ class Kernels(Analysis):
                         }  # fmt: skip
 
 
-def _describe_panel(name: str, kernel: Kernel, term: str) -> str:
+def _describe_panel(name: str, kernel: LayerKernels, term: str) -> str:
     """Where the curves of a panel begin and end, in words: of all heads the least and the largest."""
     values, last_distance = kernel.terms[term], int(kernel.distances[-1])
 
@@ -91,7 +91,7 @@ def _describe_panel(name: str, kernel: Kernel, term: str) -> str:
 
 
 @torch.no_grad()
-def _measure_kernel(layer: LayerEncoding, longest: int, train_length: int) -> Kernel:
+def _measure_kernel(layer: LayerEncoding, longest: int, train_length: int) -> LayerKernels:
     encoding = to_float64(layer.encoding)
     distances = (
         torch.logspace(0, torch.tensor(float(longest)).log10().item(), NUM_DISTANCES, dtype=torch.float64).round() - 1
@@ -107,17 +107,17 @@ def _measure_kernel(layer: LayerEncoding, longest: int, train_length: int) -> Ke
         for name, value in encoding.named_parameters()
         if value.shape == (heads,) and type(encoding).overrides_hook("table")
     }
-    return Kernel(layer.name, distances, terms, parameters, train_length)
+    return LayerKernels(layer.name, distances, terms, parameters, train_length)
 
 
-def _select_kernels(kernels: list[Kernel]) -> list[Kernel]:
+def _select_kernels(kernels: list[LayerKernels]) -> list[LayerKernels]:
     """At most three layers."""
     if len(kernels) <= 3:
         return kernels
     return [kernels[0], kernels[len(kernels) // 2], kernels[-1]]
 
 
-def _build_parameter_table(name: str, kernels: list[Kernel]) -> Table | None:
+def _build_parameter_table(name: str, kernels: list[LayerKernels]) -> Table | None:
     names = list(kernels[0].parameters)
     if not names or len(names) > MAX_PARAMETERS:
         return None
@@ -129,13 +129,13 @@ def _build_parameter_table(name: str, kernels: list[Kernel]) -> Table | None:
     return Table(["layer and head", *names], rows, f"Parameters of {name}", folded=True)
 
 
-def _draw(panels: list[tuple[str, Kernel, str]], narrow: bool) -> bytes:
+def _draw(panels: list[tuple[str, LayerKernels, str]], narrow: bool) -> bytes:
     from megatron.analysis.drawing import REFERENCE_COLOR, add_legend, add_titles, create_panels, list_colors, save_png
 
     max_heads = max(len(next(iter(kernel.terms.values()))) for _, kernel, _ in panels)
     are_named = max_heads <= MAX_NAMED_HEADS
     figure, axes = create_panels(
-        len(panels), narrow, height=2.6, below=0.2 * (-(-max_heads // (3 if narrow else 6))) if are_named else 0
+        len(panels), narrow, height=2.6, legend_height=0.2 * (-(-max_heads // (3 if narrow else 6))) if are_named else 0
     )
     for panel, (name, kernel, term) in zip(axes, panels, strict=True):
         values = kernel.terms[term]

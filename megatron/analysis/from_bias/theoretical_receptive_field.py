@@ -36,7 +36,7 @@ class ReceptiveFieldResult:
 class TheoreticalReceptiveField(Analysis):
     order = 20
     title = "Theoretical receptive field"
-    text = (
+    description = (
         "How many of the last keys hold all but a share ε of the sum of b = exp(bias), if all scores were equal (Qin "
         "et al. 2023, equation 22): the least j with b(0) + … + b(j − 1) above (1 − ε) times the sum over all "
         "distances. It is infinite where the series diverges. The picture is made by the paper's other algorithm "
@@ -92,7 +92,7 @@ def _draw(results: Mapping[str, ReceptiveFieldResult], names: Sequence[str], nar
     from megatron.analysis.drawing import add_legend, add_titles, compute_band, create_panels, save_png
     from megatron.reports.plots import get_curve_style
 
-    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.4, below=0.18 * len(results))
+    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.4, legend_height=0.18 * len(results))
     for name, result in results.items():
         style = get_curve_style(names.index(name))
         middle, low, high = compute_band([[keys / result.length for keys in head.finite] for head in result.heads])

@@ -101,7 +101,7 @@ EmpiricalFieldResult = dict[int, AttentionMass]
 class EmpiricalReceptiveField(Analysis):
     order = 60
     title = "Empirical receptive field"
-    text = (
+    description = (
         "How many of the last keys hold all but a share ε of the attention that a trained model pays (Qin et al. 2023, "
         "section 3.3). Of each layer and head, the attention to each distance is averaged over the queries of the "
         "second half of every window, all of which have at least m keys, m being half the window's length; the "
@@ -186,7 +186,7 @@ def _draw(results: Mapping[str, EmpiricalFieldResult], names: Sequence[str], nar
     from megatron.reports.plots import get_curve_style
 
     lengths = sorted({length for result in results.values() for length in result})
-    figure, axes = create_panels(len(lengths), narrow, width=4.0, height=3.2, below=0.18 * len(results))
+    figure, axes = create_panels(len(lengths), narrow, width=4.0, height=3.2, legend_height=0.18 * len(results))
     for panel, length in zip(axes, lengths, strict=True):
         num_distances = 0
         for name, result in results.items():

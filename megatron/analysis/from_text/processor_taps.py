@@ -164,7 +164,7 @@ ProcessorJacobianResult = Mapping[int, list[ProcessorJacobian]]
 class ProcessorJacobians(Analysis):
     order = 90
     title = "What each head of the processor reads"
-    text = (
+    description = (
         "The derivative of head h's logit of query i and key j by head g's score (or bias) of the same query and the "
         "key δ places to the right, less what S + B alone would give (1 for g = h and δ = 0): how the processor mixes "
         "heads and neighbouring keys. A processor is not linear, so this is a mean over places of what is read; the "
@@ -239,7 +239,7 @@ def _format_shares(jacobian: ProcessorJacobian) -> list[str]:
 def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Figure:
     def draw(narrow: bool) -> bytes:
         from megatron.analysis.drawing import (
-            add_colour_bar,
+            add_color_bar,
             add_titles,
             choose_norm,
             create_panels,
@@ -253,7 +253,7 @@ def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Fig
         for panel, jacobian in zip(axes, drawn, strict=True):
             num_outputs, num_inputs, width = jacobian.mean.shape
             values = jacobian.mean.reshape(num_outputs, num_inputs * width).numpy()
-            add_colour_bar(figure, draw_heatmap(panel, values, choose_norm([values], signed=True)), panel)
+            add_color_bar(figure, draw_heatmap(panel, values, choose_norm([values], signed=True)), panel)
             for edge in range(1, num_inputs):
                 panel.axvline(edge * width - 0.5, color="0.75", linewidth=0.8)
             offset = jacobian.max_offset

@@ -103,9 +103,9 @@ class ScoreMapResult:
 
 class ScoreMaps(Analysis):
     order = 80
-    data = "json"
+    data_format = "json"
     title = "Scores, bias and processor of each head"
-    text = (
+    description = (
         "What query i makes of key j in the last of the windows of each length: the score q·k/√d with whatever the "
         "encoding does to it, the bias, what the score processor adds to both, and the attention that comes of them "
         "(Zheng et al. 2024, DAPE V2, figures 8 to 25). Maps are pooled to "
