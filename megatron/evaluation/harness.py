@@ -52,7 +52,7 @@ class RequestCounts:
     """The requests of a task."""
 
     num_tokens: int = 0
-    """Scored or completion."""
+    """Scored or generated."""
     num_requests: int = 0
     num_truncated: int = 0
     """Requests whose context was too long."""
