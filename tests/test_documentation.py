@@ -1,0 +1,58 @@
+"""The files and folders of ours that documentation, docstrings and comments name are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = "megatron|kernels|tools|tests|configs|docs"
+PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./-]*)")
+MODULE = re.compile(r"(?<![\w./*-])((?:\w+/)*\w+\.py)\b")
+PLACEHOLDER = re.compile(r"(^|/)[A-Z]+(?=[/.]|$)")
+
+NOT_OURS = {
+    "docs/results/gpu_check.json": "make gpu-check writes it",
+    "docs/results/gpu_check.md": "make gpu-check writes it",
+    "megatron/position/encodings/root.py": "the reader of docs/tutorial.md writes it",
+    "transformer.py": "GPT-NeoX's",
+    "utils.py": "GPT-NeoX's",
+    "version.py": "torch's",
+}
+
+# docs/log.md tells of the files that there were on the day of each entry, and so do records.
+PAGES = [page for pattern in ("*.md", "docs/*.md", "kernels/**/*.md") for page in sorted(ROOT.glob(pattern))]
+PAGES = [page for page in PAGES if page.name != "log.md"]
+SOURCES = [page for part in FOLDERS.split("|") for page in sorted((ROOT / part).rglob("*.py"))]
+FILES = {str(path.relative_to(ROOT)) for path in SOURCES} | {"deepy.py"}
+SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
+
+
+def find_missing_paths(text: str) -> list[str]:
+    """The paths below our folders that a text names and that are not there; NAME and OP stand for any name."""
+    names = {name.rstrip("./-") for name in PATH.findall(text) if not PLACEHOLDER.search(name)} - NOT_OURS.keys()
+    there = [name for name in names if (ROOT / name).exists() or list((ROOT / name).parent.glob(Path(name).name + ".*"))]
+    return sorted(names.difference(there))
+
+
+def find_missing_modules(text: str) -> list[str]:
+    """The Python files that a text names, however much of their path, and that are not there."""
+    names = {name for name in MODULE.findall(text) if not PLACEHOLDER.search(name)} - NOT_OURS.keys()
+    return sorted(name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in FILES))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert find_missing_paths(text) + find_missing_modules(text) == []
+
+
+def test_the_files_that_the_code_names_are_there() -> None:
+    missing = {str(path.relative_to(ROOT)): find_missing_modules(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+def test_what_is_missing_is_found() -> None:
+    text = "see `megatron/nothing.py`, nothing.py, and megatron/position/encodings/NAME.py; encodings/rotary.py"
+    assert find_missing_paths(text) == ["megatron/nothing.py"]
+    assert find_missing_modules(text) == ["megatron/nothing.py", "nothing.py"]
