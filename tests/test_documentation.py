@@ -31,8 +31,7 @@ SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests
 def find_missing_paths(text: str) -> list[str]:
     """The paths below our folders that a text names and that are not there; NAME and OP stand for any name."""
     names = {name.rstrip("./-") for name in PATH.findall(text) if not PLACEHOLDER.search(name)} - NOT_OURS.keys()
-    there = [name for name in names if (ROOT / name).exists() or list((ROOT / name).parent.glob(Path(name).name + ".*"))]
-    return sorted(names.difference(there))
+    return sorted(name for name in names if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}.*")))
 
 
 def find_missing_modules(text: str) -> list[str]:

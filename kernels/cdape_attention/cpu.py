@@ -75,9 +75,9 @@ def set_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
         offset, expected = library.cdape_field_offset(name.encode()), getattr(_Problem, name).offset
         if offset != expected:
             found = "there is none" if offset < 0 else f"it lies at {offset}"
-            raise RuntimeError(f"host.py has {name} of Problem at byte {expected}, in native/problem.h {found}")
+            raise RuntimeError(f"cpu.py has {name} of Problem at byte {expected}, in native/problem.h {found}")
     if (size := library.cdape_problem_size()) != ctypes.sizeof(_Problem):
-        raise RuntimeError(f"Problem has {ctypes.sizeof(_Problem)} bytes in host.py, {size} in native/problem.h")
+        raise RuntimeError(f"Problem has {ctypes.sizeof(_Problem)} bytes in cpu.py, {size} in native/problem.h")
     return library
 
 

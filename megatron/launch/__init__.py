@@ -1,7 +1,6 @@
-"""Starting work on this machine: `local.py` trains, with one process or several.
+"""Starting work: `dispatch.py` decides where a training runs.
 
-`slurm.py` hands the work to SLURM, `nodes.py` to the machines of a hostfile (`node.py` is its other end).
-
-`console.py` keeps third parties' noise off the user's console, `worker.py` is what each process runs, `processes.py`
-starts, watches and ends them, `parent.py` keeps any from outliving its parent.
+`local_launcher.py` trains on this machine, with one process or several; `rank_group.py` starts, watches and ends these,
+and `worker.py` is what each of them runs. `ssh_launcher.py` does so on the machines of a hostfile, and `slurm.py` hands
+the work to SLURM. `console.py` keeps third parties' noise off the user's console, `run_status.py` says how runs are.
 """

@@ -128,7 +128,7 @@ def expected(gpt: GPT) -> dict[str, Tensor]:
 
 
 def write_case(case: Case, folder: Path) -> Path:
-    """A run of the case, and beside it what the export must compute (`export_reader.py` reads it). Returns the run."""
+    """A run of the case, and beside it what the export must compute (`reader.py` reads it). Returns the run."""
     tokenizer = ByteTokenizer()
     gpt = gpt_of(case, tokenizer.vocab_size)
     run = write_run(folder / "run", case.config(), gpt, tokenizer)

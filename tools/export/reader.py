@@ -1,4 +1,4 @@
-"""Reads exports as somebody would who has torch and transformers only: `export_reader.py FOLDER…`.
+"""Reads exports as somebody would who has torch and transformers only: `reader.py FOLDER…`.
 
 Each FOLDER holds an export, what this project computes (`expected.safetensors`) and what of (`case.json`). The export
 lies in a folder of the same name as FOLDER, because transformers 4 tells exports apart by that.

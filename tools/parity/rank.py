@@ -1,4 +1,4 @@
-"""One rank of the parity table: `parity_rank.py FOLDER RANK WORLD` trains the cases of FOLDER/job.json in turn.
+"""One rank of the parity table: `rank.py FOLDER RANK WORLD` trains the cases of FOLDER/job.json in turn.
 
 FOLDER/RANK.json gets, of each, the losses and gradient norms of its steps and the loss of a validation after them.
 """
