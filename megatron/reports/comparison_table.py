@@ -1,7 +1,7 @@
 """Which records may stand in one table, and what stands in its cells.
 
 Records of different metrics, axes, protocols, training lengths or target tokens are never put into one table, because
-their numbers cannot be compared (`combine.py` says where those of several training lengths can). With several seeds a
+their numbers cannot be compared (`verdict_tables.py` says where those of several training lengths can). With several seeds a
 cell is their arithmetic mean ± sample standard deviation. The last column is the change from the shortest length to
 the largest with its bootstrap interval, and in a word what that says.
 
@@ -18,8 +18,8 @@ significance on logarithms are about. Cells stay arithmetic means, as papers pri
 ratio of two cells is another number than the change.
 
 Not every cell has every seed. A cell that has fewer than the fullest of its table says its n, a change or a comparison
-says over how many pairs it was taken, and `verdict_tables.py` lists what is not there. Predictors that learned nothing have no
-seeds, and never compete for the mark of the best.
+says over how many pairs it was taken, and `verdict_tables.py` lists what is not there. Predictors that learned nothing
+have no seeds, and never compete for the mark of the best.
 """
 
 import statistics
