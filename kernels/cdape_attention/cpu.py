@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels.cdape_attention.args import check_shapes
-from kernels.cdape_attention.bias_term import bias_contributions as make_shares
+from kernels.cdape_attention.bias_term import bias_contributions
 from kernels.jit_build import CompileError, build_library
 
 NATIVE = Path(__file__).parent / "native"
@@ -36,14 +36,15 @@ MAX_BLOCK_ROWS, MIN_BLOCK_ROWS = 64, 8
 class _Problem(ctypes.Structure):
     """`Problem` of native/problem.h."""
 
+    _SIZES = "batch heads rows columns dim width kernel_size offset window"
+    _DERIVED_SIZES = "num_threads padded_dim padded_width block_rows margin"
+    _POINTERS = "next_block q k v kt vt contributions edge bias w1 w2 w1t w2t out row_max row_sum"
+    _BACKWARD_POINTERS = "dout delta dq dk dv dcontributions dedge dbias dw1 dw2"
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("batch", "heads", "rows", "columns", "dim", "width", "taps", "offset")),
-        *((name, ctypes.c_long) for name in ("window", "threads", "wide_dim", "wide_width", "unit", "margin")),
-        *((name, ctypes.c_void_p) for name in ("next", "q", "k", "v", "kt", "vt", "shares", "edge", "bias")),
-        *((name, ctypes.c_void_p) for name in ("w1", "w2", "w1t", "w2t", "out", "largest", "total")),
+        *((name, ctypes.c_long) for name in (_SIZES + " " + _DERIVED_SIZES).split()),
+        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
         ("splits", ctypes.c_long),
-        *((name, ctypes.c_void_p) for name in ("dout", "inner", "dq", "dk", "dv", "dshares", "dedge", "dbias")),
-        *((name, ctypes.c_void_p) for name in ("dw1", "dw2")),
+        *((name, ctypes.c_void_p) for name in _BACKWARD_POINTERS.split()),
     )
 
 
@@ -74,8 +75,8 @@ def set_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, *_ in _Problem._fields_:
         offset, expected = library.cdape_field_offset(name.encode()), getattr(_Problem, name).offset
         if offset != expected:
-            found = "there is none" if offset < 0 else f"it lies at {offset}"
-            raise RuntimeError(f"cpu.py has {name} of Problem at byte {expected}, in native/problem.h {found}")
+            actual = "there is none" if offset < 0 else f"it lies at {offset}"
+            raise RuntimeError(f"cpu.py has {name} of Problem at byte {expected}, in native/problem.h {actual}")
     if (size := library.cdape_problem_size()) != ctypes.sizeof(_Problem):
         raise RuntimeError(f"Problem has {ctypes.sizeof(_Problem)} bytes in cpu.py, {size} in native/problem.h")
     return library
@@ -102,14 +103,14 @@ def cdape_attention(
     most MAX_KERNEL_SIZE taps.
     """
     check_shapes(q, k, v, bias, w1, b1, w2, b2, offset, window)
-    given = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
-    for name, x in given.items():
+    inputs = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    for name, x in inputs.items():
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be float32 on a CPU")
     if w1.shape[-1] > MAX_KERNEL_SIZE:
         raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MAX_KERNEL_SIZE}")
     heads, rows = q.shape[1:3]
-    table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
+    table = bias_contributions(bias, w1, b1, rows, offset, window, q.dtype)
     residual = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
@@ -119,20 +120,20 @@ def cdape_attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, b2: Tensor, offset: int, window: int | None, *inputs: Tensor) -> Tensor:
-        """`inputs` are _Call's."""
+        """`inputs` are `_Call`'s."""
         del b2  # a constant for all of a head's logits has no effect under the softmax
         call = _Call(*inputs, offset=offset, window=window)
-        out, largest, total = call.forward()
-        ctx.save_for_backward(*inputs, out, largest, total)
-        ctx.extent = {"offset": offset, "window": window}
+        out, row_max, row_sum = call.forward()
+        ctx.save_for_backward(*inputs, out, row_max, row_sum)
+        ctx.sizes = {"offset": offset, "window": window}
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, largest, total = ctx.saved_tensors
-        found = _Call(*inputs, **ctx.extent).backward(dout, out, largest, total)
-        return out.new_zeros(out.shape[1]), None, None, *found
+        *inputs, out, row_max, row_sum = ctx.saved_tensors
+        gradients = _Call(*inputs, **ctx.sizes).backward(dout, out, row_max, row_sum)
+        return out.new_zeros(out.shape[1]), None, None, *gradients
 
 
 class _Call:
@@ -143,7 +144,7 @@ class _Call:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        shares: Tensor,
+        contributions: Tensor,
         residual: Tensor,
         w1: Tensor,
         w2: Tensor,
@@ -153,124 +154,124 @@ class _Call:
     ) -> None:
         self.library = _load_library()
         self.batch, self.heads, self.rows, self.dim = q.shape
-        self.width, _, self.taps = w1.shape
-        self.reach, self.count = self.taps // 2, offset + self.rows
+        self.width, _, self.kernel_size = w1.shape
+        self.padding, self.count = self.kernel_size // 2, offset + self.rows
         self.lanes = self.library.cdape_lanes()
-        self.margin = self.library.cdape_margin(self.taps)
-        self.wide_dim, self.wide_width = (-(-n // self.lanes) * self.lanes for n in (self.dim, self.width))
-        self.threads = min(torch.get_num_threads(), MAX_THREADS)
+        self.margin = self.library.cdape_margin(self.kernel_size)
+        self.padded_dim, self.padded_width = (-(-n // self.lanes) * self.lanes for n in (self.dim, self.width))
+        self.num_threads = min(torch.get_num_threads(), MAX_THREADS)
         # Units are so small that there are some for each thread.
-        self.unit = MAX_BLOCK_ROWS
-        while self.unit > MIN_BLOCK_ROWS and self.batch * -(-self.rows // self.unit) < 4 * self.threads:
-            self.unit //= 2
+        self.block_rows = MAX_BLOCK_ROWS
+        while self.block_rows > MIN_BLOCK_ROWS and self.batch * -(-self.rows // self.block_rows) < 4 * self.num_threads:
+            self.block_rows //= 2
         self.has_bias = residual.shape[1] > 0
-        distances = shares[: self.reach + self.count]
-        edge = shares[self.reach + self.count :].view(self.rows, self.reach, self.width)
-        self.given = {
-            "q": self._wide(q),
-            "k": self._wide(k),
-            "v": self._wide(v),
-            "kt": self._with_margins(k.transpose(-1, -2), self.margin),
-            "shares": self._with_margins(distances.flip(0).t(), self.margin + self.unit),
+        distances = contributions[: self.padding + self.count]
+        edge = contributions[self.padding + self.count :].view(self.rows, self.padding, self.width)
+        self.inputs = {
+            "q": self._pad_dim(q),
+            "k": self._pad_dim(k),
+            "v": self._pad_dim(v),
+            "kt": self._add_margins(k.transpose(-1, -2), self.margin),
+            "contributions": self._add_margins(distances.flip(0).t(), self.margin + self.block_rows),
             "edge": edge.transpose(1, 2).contiguous(),
             "w1": w1.permute(1, 2, 0).contiguous(),
             "w2": w2.permute(1, 2, 0).contiguous(),
         }
         if self.has_bias:
-            self.given["bias"] = self._with_margins(residual.flip(1), self.margin + self.unit)
-        self.extent = {
+            self.inputs["bias"] = self._add_margins(residual.flip(1), self.margin + self.block_rows)
+        self.sizes = {
             "batch": self.batch,
             "heads": self.heads,
             "rows": self.rows,
             "columns": k.shape[2],
             "dim": self.dim,
             "width": self.width,
-            "taps": self.taps,
+            "kernel_size": self.kernel_size,
             "offset": offset,
             "window": UNBOUNDED if window is None else min(window, UNBOUNDED),
-            "threads": self.threads,
-            "wide_dim": self.wide_dim,
-            "wide_width": self.wide_width,
-            "unit": self.unit,
+            "num_threads": self.num_threads,
+            "padded_dim": self.padded_dim,
+            "padded_width": self.padded_width,
+            "block_rows": self.block_rows,
             "margin": self.margin,
         }
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output [B, H, R, d], and the softmax's maximum and sum, both [B, H, R]."""
-        q = self.given["q"]
-        made = {
-            "next": torch.zeros(1, dtype=torch.int64),
+        q = self.inputs["q"]
+        outputs = {
+            "next_block": torch.zeros(1, dtype=torch.int64),
             "out": torch.empty_like(q),
-            "largest": q.new_empty(q.shape[:3]),
-            "total": q.new_empty(q.shape[:3]),
+            "row_max": q.new_empty(q.shape[:3]),
+            "row_sum": q.new_empty(q.shape[:3]),
         }
-        self._run(self.library.cdape_forward, made)
-        return self._narrow(made["out"]), made["largest"], made["total"]
+        self._run(self.library.cdape_forward, outputs)
+        return self._unpad_dim(outputs["out"]), outputs["row_max"], outputs["row_sum"]
 
-    def backward(self, dout: Tensor, out: Tensor, largest: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, shares, residual, w1 and w2."""
-        given, threads, width, taps = self.given, self.threads, self.width, self.taps
+    def backward(self, dout: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, contributions, residual, w1 and w2."""
+        inputs, num_threads, width, kernel_size = self.inputs, self.num_threads, self.width, self.kernel_size
         dout = dout.contiguous()  # so that sums are of the same order however it lies in memory
-        splits = self._splits()
-        each = splits, self.batch, self.heads, given["k"].shape[2], self.wide_dim
+        splits = self._choose_splits()
+        shape = splits, self.batch, self.heads, inputs["k"].shape[2], self.padded_dim
         zeros = out.new_zeros
-        made = {
-            "vt": self._with_margins(self._narrow(given["v"]).transpose(-1, -2), self.margin),
-            "w1t": given["w1"].flip(1).permute(2, 1, 0).contiguous(),
-            "w2t": given["w2"].flip(1).permute(2, 1, 0).contiguous(),
-            "dout": self._wide(dout),
-            "inner": (dout * out).sum(-1),
-            "largest": largest,
-            "total": total,
-            "dq": torch.empty_like(given["q"]),
-            "dk": zeros(each),
-            "dv": zeros(each),
-            "dshares": zeros(threads, *given["shares"].shape),
-            "dedge": zeros(threads, *given["edge"].shape),
-            "dw1": zeros(threads, self.heads, taps, self.wide_width),
-            "dw2": zeros(threads, self.heads, taps, self.wide_width),
+        outputs = {
+            "vt": self._add_margins(self._unpad_dim(inputs["v"]).transpose(-1, -2), self.margin),
+            "w1t": inputs["w1"].flip(1).permute(2, 1, 0).contiguous(),
+            "w2t": inputs["w2"].flip(1).permute(2, 1, 0).contiguous(),
+            "dout": self._pad_dim(dout),
+            "delta": (dout * out).sum(-1),
+            "row_max": row_max,
+            "row_sum": row_sum,
+            "dq": torch.empty_like(inputs["q"]),
+            "dk": zeros(shape),
+            "dv": zeros(shape),
+            "dcontributions": zeros(num_threads, *inputs["contributions"].shape),
+            "dedge": zeros(num_threads, *inputs["edge"].shape),
+            "dw1": zeros(num_threads, self.heads, kernel_size, self.padded_width),
+            "dw2": zeros(num_threads, self.heads, kernel_size, self.padded_width),
         }
         if self.has_bias:
-            made["dbias"] = zeros(threads, *given["bias"].shape)
-        self._run(self.library.cdape_backward, made, splits=splits)
-        margin = self.margin + self.unit
-        by_distance = made["dshares"].sum(0)[:, margin:-margin].t().flip(0)
-        edge = made["dedge"].sum(0).transpose(1, 2).flatten(0, 1)
-        dbias = made["dbias"].sum(0)[:, margin:-margin].flip(1) if self.has_bias else zeros(self.heads, 0)
+            outputs["dbias"] = zeros(num_threads, *inputs["bias"].shape)
+        self._run(self.library.cdape_backward, outputs, splits=splits)
+        margin = self.margin + self.block_rows
+        by_distance = outputs["dcontributions"].sum(0)[:, margin:-margin].t().flip(0)
+        edge = outputs["dedge"].sum(0).transpose(1, 2).flatten(0, 1)
+        dbias = outputs["dbias"].sum(0)[:, margin:-margin].flip(1) if self.has_bias else zeros(self.heads, 0)
         return (
-            self._narrow(made["dq"]),
-            self._narrow(made["dk"].sum(0)),
-            self._narrow(made["dv"].sum(0)),
+            self._unpad_dim(outputs["dq"]),
+            self._unpad_dim(outputs["dk"].sum(0)),
+            self._unpad_dim(outputs["dv"].sum(0)),
             torch.cat([by_distance, edge]),
             dbias,
-            made["dw1"].sum(0)[..., :width].flip(1).permute(2, 0, 1),
-            made["dw2"].sum(0)[..., :width].transpose(1, 2),
+            outputs["dw1"].sum(0)[..., :width].flip(1).permute(2, 0, 1),
+            outputs["dw2"].sum(0)[..., :width].transpose(1, 2),
         )
 
-    def _splits(self) -> int:
+    def _choose_splits(self) -> int:
         """The least number of parts of a sequence that gives all threads as much to do, or nearly."""
         for splits in range(1, MAX_SPLITS):
             parts = self.batch * splits
-            if parts % self.threads == 0 or parts >= 8 * self.threads:
+            if parts % self.num_threads == 0 or parts >= 8 * self.num_threads:
                 return splits
         return MAX_SPLITS
 
-    def _run(self, function: Callable[[Any], Any], made: dict[str, Tensor], **more: int) -> None:
-        problem = _Problem(**self.extent, **more)
-        for name, tensor in (self.given | made).items():
+    def _run(self, function: Callable[[Any], Any], outputs: dict[str, Tensor], **extra_sizes: int) -> None:
+        problem = _Problem(**self.sizes, **extra_sizes)
+        for name, tensor in (self.inputs | outputs).items():
             assert tensor.is_contiguous()
             setattr(problem, name, tensor.data_ptr())
         function(ctypes.byref(problem))
 
-    def _wide(self, x: Tensor) -> Tensor:
+    def _pad_dim(self, x: Tensor) -> Tensor:
         """[…, d] with d filled up with zeros to whole vectors."""
-        filled = x if self.wide_dim == self.dim else F.pad(x, (0, self.wide_dim - self.dim))
+        filled = x if self.padded_dim == self.dim else F.pad(x, (0, self.padded_dim - self.dim))
         return filled.contiguous()  # padding keeps the order of axes in memory
 
-    def _narrow(self, x: Tensor) -> Tensor:
+    def _unpad_dim(self, x: Tensor) -> Tensor:
         return x[..., : self.dim]
 
-    def _with_margins(self, x: Tensor, margin: int) -> Tensor:
+    def _add_margins(self, x: Tensor, margin: int) -> Tensor:
         lines = x.new_zeros(*x.shape[:-1], x.shape[-1] + 2 * margin)
         lines[..., margin:-margin] = x
         return lines

@@ -3,57 +3,57 @@
 #include "threads.h"
 
 typedef struct {
-    float *logits;          /* [unit, row_stride], first scores */
-    float *hidden;          /* [D, LINE] */
-    float *out;             /* [unit, H, wide_dim] */
-    float *largest, *total; /* [unit, H] */
-} Space;
+    float *logits;            /* [block_rows, row_stride], first scores */
+    float *hidden;            /* [D, LINE] */
+    float *out;               /* [block_rows, H, padded_dim] */
+    float *row_max, *row_sum; /* [block_rows, H] */
+} Workspace;
 
 /* Puts the softmax's weights in place of a row's logits in one tile: exponentials below the largest logit so far, to be
-   divided by their sum at the end. What earlier tiles left in `total` and `out` is scaled to a new largest one. */
-static void soften(float *logits, int count, float *largest, float *total, float *out, long dim) {
+   divided by their sum at the end. What earlier tiles left in `row_sum` and `out` is scaled to a new largest one. */
+static void softmax_tile(float *logits, int count, float *row_max, float *row_sum, float *out, long dim) {
     Vector top = load(logits);
     for (int n = 1; n < count; n++) {
         Vector x = load(logits + n * LANES);
-        top = chosen(x > top, x, top);
+        top = select_lanes(x > top, x, top);
     }
-    float high = *largest;
+    float high = *row_max;
     for (int lane = 0; lane < LANES; lane++) high = top[lane] > high ? top[lane] : high;
     if (high == -INFINITY) { /* nothing seen so far: all weights are zero, unless a logit is NaN */
         Vector sum = {0};
         for (int n = 0; n < count; n++) {
-            Vector x = load(logits + n * LANES), weight = chosen(x != x, x, filled(0.f));
+            Vector x = load(logits + n * LANES), weight = select_lanes(x != x, x, broadcast(0.f));
             store(logits + n * LANES, weight);
             sum += weight;
         }
-        *total += sum_of(sum);
+        *row_sum += sum_lanes(sum);
         return;
     }
-    if (high > *largest) {
-        float scale = expf(*largest - high);
-        *largest = high;
-        *total *= scale;
+    if (high > *row_max) {
+        float scale = expf(*row_max - high);
+        *row_max = high;
+        *row_sum *= scale;
         for (long c = 0; c < dim; c++) out[c] *= scale;
     }
     Vector sum = {0};
     for (int n = 0; n < count; n++) {
-        Vector weight = exponential(load(logits + n * LANES) - high);
+        Vector weight = exp_nonpositive(load(logits + n * LANES) - high);
         store(logits + n * LANES, weight);
         sum += weight;
     }
-    *total += sum_of(sum);
+    *row_sum += sum_lanes(sum);
 }
 
-static void unit(const Problem *x, long b, long row, Space space) {
-    long rows = least(x->unit, x->rows - row), p = x->taps / 2, kept = TILE - 4 * p;
+static void forward_block(const Problem *x, long b, long row, Workspace space) {
+    long rows = min_long(x->block_rows, x->rows - row), p = x->kernel_size / 2, kept = TILE - 4 * p;
     long heads = x->heads, stride = row_stride(x);
-    long last = x->offset + row + rows - 1, left = most(x->offset + row - x->window + 1, 0);
-    for (long each = 0; each < rows * heads; each++) space.largest[each] = -INFINITY, space.total[each] = 0;
-    memset(space.out, 0, (size_t)(rows * heads * x->wide_dim) * sizeof(float));
+    long last = x->offset + row + rows - 1, left = max_long(x->offset + row - x->window + 1, 0);
+    for (long i = 0; i < rows * heads; i++) space.row_max[i] = -INFINITY, space.row_sum[i] = 0;
+    memset(space.out, 0, (size_t)(rows * heads * x->padded_dim) * sizeof(float));
     for (long first = left / kept * kept; first <= last; first += kept) {
-        long stop = least(first + kept, last + 1); /* of the logits' columns */
-        int count = vectors(stop - first);
-        scores_of(x, b, row, rows, first - 2 * p, vectors(stop - first + 4 * p), x->q, x->kt, space.logits);
+        long stop = min_long(first + kept, last + 1); /* of the logits' columns */
+        int count = num_vectors(stop - first);
+        compute_scores(x, b, row, rows, first - 2 * p, num_vectors(stop - first + 4 * p), x->q, x->kt, space.logits);
         for (long r = 0; r < rows; r++) {
             long position = x->offset + row + r, edge = position - x->window + 1;
             float *logits = space.logits + r * stride;
@@ -61,51 +61,54 @@ static void unit(const Problem *x, long b, long row, Space space) {
                 clear_outside(logits, heads, 0, 0, 0, count * LANES);
                 continue;
             }
-            int own = vectors(least(stop, position + 1) - first);
+            int own = num_vectors(min_long(stop, position + 1) - first);
             if (position + 1 < stop + 2 * p || edge > first - 2 * p)
                 clear_outside(logits, heads, first - 2 * p, edge, position + 1, LINE);
-            hidden_of(x, row + r, first - p, vectors(least(stop, position + 1) - first + 2 * p), logits, space.hidden);
-            logits_of(x, row + r, first, stop, own, logits, space.hidden, logits);
+            int around = num_vectors(min_long(stop, position + 1) - first + 2 * p);
+            compute_hidden(x, row + r, first - p, around, logits, space.hidden);
+            compute_logits(x, row + r, first, stop, own, logits, space.hidden, logits);
             for (long h = 0; h < heads; h++)
-                soften(logits + h * LINE, own, space.largest + r * heads + h, space.total + r * heads + h,
-                       space.out + (r * heads + h) * x->wide_dim, x->wide_dim);
+                softmax_tile(logits + h * LINE, own, space.row_max + r * heads + h, space.row_sum + r * heads + h,
+                             space.out + (r * heads + h) * x->padded_dim, x->padded_dim);
             clear_outside(logits, heads, 0, 0, own * LANES, count * LANES);
         }
         for (long h = 0; h < heads; h++) {
-            Factor a = {space.logits + h * LINE, stride, 1};
-            Rows y = {x->v + ((b * heads + h) * x->columns + first) * x->wide_dim, x->wide_dim, (int)(stop - first), 1};
-            float *out = space.out + h * x->wide_dim;
-            product((int)rows, (int)(x->wide_dim / LANES), a, y, out, heads * x->wide_dim, out, heads * x->wide_dim);
+            Matrix a = {space.logits + h * LINE, stride, 1};
+            const float *values = x->v + ((b * heads + h) * x->columns + first) * x->padded_dim;
+            LineView y = {values, x->padded_dim, (int)(stop - first), 1};
+            float *out = space.out + h * x->padded_dim;
+            long stride_out = heads * x->padded_dim;
+            product((int)rows, (int)(x->padded_dim / LANES), a, y, out, stride_out, out, stride_out);
         }
     }
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
             long to = (b * heads + h) * x->rows + row + r, from = r * heads + h;
-            x->largest[to] = space.largest[from];
-            x->total[to] = space.total[from];
-            for (long c = 0; c < x->wide_dim; c++)
-                x->out[to * x->wide_dim + c] = space.out[from * x->wide_dim + c] / space.total[from];
+            x->row_max[to] = space.row_max[from];
+            x->row_sum[to] = space.row_sum[from];
+            for (long c = 0; c < x->padded_dim; c++)
+                x->out[to * x->padded_dim + c] = space.out[from * x->padded_dim + c] / space.row_sum[from];
         }
 }
 
-static void work(const void *given, long thread, long threads) {
-    (void)thread, (void)threads;
+static void run_forward_worker(const void *given, long thread, long num_threads) {
+    (void)thread, (void)num_threads;
     const Problem *x = given;
-    long blocks = (x->rows + x->unit - 1) / x->unit, maps = x->unit * row_stride(x);
-    long floats = maps + x->width * LINE + x->unit * x->heads * (x->wide_dim + 2);
-    float *memory = aligned_alloc(64, (size_t)room(floats));
+    long blocks = (x->rows + x->block_rows - 1) / x->block_rows, maps = x->block_rows * row_stride(x);
+    long floats = maps + x->width * LINE + x->block_rows * x->heads * (x->padded_dim + 2);
+    float *memory = aligned_alloc(64, (size_t)align_to_cache_line(floats));
     if (!memory) abort();
-    float *out = memory + maps + x->width * LINE, *largest = out + x->unit * x->heads * x->wide_dim;
-    Space space = {memory, memory + maps, out, largest, largest + x->unit * x->heads};
+    float *out = memory + maps + x->width * LINE, *row_max = out + x->block_rows * x->heads * x->padded_dim;
+    Workspace space = {memory, memory + maps, out, row_max, row_max + x->block_rows * x->heads};
     memset(memory, 0, (size_t)(maps + x->width * LINE) * sizeof(float));
     /* The last rows have the most columns and come first, so that no thread is left with a long one. */
-    for (long i; (i = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED)) < blocks * x->batch;)
-        unit(x, i % x->batch, (blocks - 1 - i / x->batch) * x->unit, space);
+    for (long i; (i = __atomic_fetch_add(x->next_block, 1, __ATOMIC_RELAXED)) < blocks * x->batch;)
+        forward_block(x, i % x->batch, (blocks - 1 - i / x->batch) * x->block_rows, space);
     free(memory);
 }
 
-void cdape_forward(const Problem *x) { in_threads(x->threads, work, x); }
+void cdape_forward(const Problem *x) { run_in_threads(x->num_threads, run_forward_worker, x); }
 
 /* What the caller has to know of how this was compiled. */
 long cdape_lanes(void) { return LANES; }
-long cdape_margin(long taps) { return least_margin(taps); }
+long cdape_margin(long kernel_size) { return min_margin(kernel_size); }

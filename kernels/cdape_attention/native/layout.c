@@ -11,11 +11,12 @@ static const struct {
     const char *name;
     size_t offset;
 } fields[] = {
-    FIELD(batch), FIELD(heads), FIELD(rows), FIELD(columns), FIELD(dim), FIELD(width), FIELD(taps), FIELD(offset),
-    FIELD(window), FIELD(threads), FIELD(wide_dim), FIELD(wide_width), FIELD(unit), FIELD(margin), FIELD(next),
-    FIELD(q), FIELD(k), FIELD(v), FIELD(kt), FIELD(vt), FIELD(shares), FIELD(edge), FIELD(bias), FIELD(w1), FIELD(w2),
-    FIELD(w1t), FIELD(w2t), FIELD(out), FIELD(largest), FIELD(total), FIELD(splits), FIELD(dout), FIELD(inner),
-    FIELD(dq), FIELD(dk), FIELD(dv), FIELD(dshares), FIELD(dedge), FIELD(dbias), FIELD(dw1), FIELD(dw2),
+    FIELD(batch), FIELD(heads), FIELD(rows), FIELD(columns), FIELD(dim), FIELD(width), FIELD(kernel_size), FIELD(offset),
+    FIELD(window), FIELD(num_threads), FIELD(padded_dim), FIELD(padded_width), FIELD(block_rows), FIELD(margin),
+    FIELD(next_block), FIELD(q), FIELD(k), FIELD(v), FIELD(kt), FIELD(vt), FIELD(contributions), FIELD(edge), FIELD(bias),
+    FIELD(w1), FIELD(w2), FIELD(w1t),
+    FIELD(w2t), FIELD(out), FIELD(row_max), FIELD(row_sum), FIELD(splits), FIELD(dout), FIELD(delta),
+    FIELD(dq), FIELD(dk), FIELD(dv), FIELD(dcontributions), FIELD(dedge), FIELD(dbias), FIELD(dw1), FIELD(dw2),
 };
 
 long cdape_problem_size(void) { return (long)sizeof(Problem); }

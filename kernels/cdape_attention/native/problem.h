@@ -1,11 +1,11 @@
 /* What both passes are told, and how a row is processed up to its logits.
 
    Letters as in README.md: B batch, H heads, R query rows, C key columns, d head dimension, N = offset + R distances,
-   D width of the processor, k taps, p = k / 2. Row r stands at position i = offset + r. All numbers are float32.
+   D width of the processor, k kernel size, p = k / 2. Row r stands at position i = offset + r. All numbers are float32.
 
    Everything that is a function of the distance n = i − j is handed over backwards, at N − 1 − n: the columns of a row
    then stand in order, and begin at N − 1 − i. Every line has `margin` zeros on both sides, and every line of distances
-   `unit` more, so that whole vectors, and what is around a tile, can be read and written anywhere. */
+   `block_rows` more, so that whole vectors, and what is around a tile, can be read and written anywhere. */
 #ifndef FARFIELD_PROBLEM_H
 #define FARFIELD_PROBLEM_H
 
@@ -20,48 +20,51 @@
 #define LINE (TILE + 48)
 
 typedef struct {
-    long batch, heads, rows, columns, dim, width, taps, offset, window, threads;
-    long wide_dim;             /* d, up to whole vectors */
-    long wide_width;           /* D, up to whole vectors */
-    long unit;                 /* query rows of a unit of work: keys and values are read once for all of them */
-    long margin;               /* least_margin or more */
-    long *next;                /* the next unit of work that nobody has begun */
-    const float *q;            /* [B, H, R, wide_dim], scaled */
-    const float *k, *v;        /* [B, H, C, wide_dim] */
-    const float *kt, *vt;      /* [B, H, d, margin + C + margin] */
-    const float *shares;       /* U backwards, [D, unit + margin + N + p + margin + unit] */
-    const float *edge;         /* E, [R, D, p] */
-    const float *bias;         /* backwards, [H, unit + margin + N + margin + unit], or NULL */
-    const float *w1, *w2;      /* [H, k, D] and [D, k, H] */
-    const float *w1t, *w2t;    /* for the way back: [D, k, H] and [H, k, D], taps mirrored */
-    float *out;                /* [B, H, R, wide_dim] */
-    float *largest, *total;    /* of each row's softmax, [B, H, R] */
+    long batch, heads, rows, columns, dim, width, kernel_size, offset, window, num_threads;
+    long padded_dim;                /* d, up to whole vectors */
+    long padded_width;              /* D, up to whole vectors */
+    long block_rows;                /* query rows of a unit of work: keys and values are read once for all of them */
+    long margin;                    /* min_margin or more */
+    long *next_block;               /* the next unit of work that nobody has begun */
+    const float *q;                 /* [B, H, R, padded_dim], scaled */
+    const float *k, *v;             /* [B, H, C, padded_dim] */
+    const float *kt, *vt;           /* [B, H, d, margin + C + margin] */
+    const float *contributions;     /* U backwards, [D, block_rows + margin + N + p + margin + block_rows] */
+    const float *edge;              /* E, [R, D, p] */
+    const float *bias;              /* backwards, [H, block_rows + margin + N + margin + block_rows], or NULL */
+    const float *w1, *w2;           /* [H, k, D] and [D, k, H] */
+    const float *w1t, *w2t;         /* for the way back: [D, k, H] and [H, k, D], taps mirrored */
+    float *out;                     /* [B, H, R, padded_dim] */
+    float *row_max, *row_sum;       /* of each row's softmax, [B, H, R] */
     /* the backward pass alone */
-    long splits;               /* parts that a sequence's rows are divided into */
-    const float *dout;         /* [B, H, R, wide_dim] */
-    const float *inner;        /* Σ dout · out, [B, H, R] */
-    float *dq;                 /* [B, H, R, wide_dim] */
-    float *dk, *dv;            /* [splits, B, H, C, wide_dim] */
-    float *dshares, *dedge;    /* [threads, …] as shares and edge */
-    float *dbias;              /* [threads, …] as bias, or NULL */
-    float *dw1, *dw2;          /* [threads, H, k, wide_width], those of dw1 with their taps mirrored */
+    long splits;                    /* parts that a sequence's rows are divided into */
+    const float *dout;              /* [B, H, R, padded_dim] */
+    const float *delta;             /* Σ dout · out, [B, H, R] */
+    float *dq;                      /* [B, H, R, padded_dim] */
+    float *dk, *dv;                 /* [splits, B, H, C, padded_dim] */
+    float *dcontributions, *dedge;  /* [threads, …] as contributions and edge */
+    float *dbias;                   /* [threads, …] as bias, or NULL */
+    float *dw1, *dw2;               /* [threads, H, k, padded_width], those of dw1 with their taps mirrored */
 } Problem;
 
 /* Tiles begin 4p columns before the first that they keep, end 5p behind the last key, and fill vectors. */
-INLINE long least_margin(long taps) { return 3 * taps + LANES; }
-INLINE long reversed(const Problem *x) { return x->unit + x->margin + x->offset + x->rows - 1; }
-INLINE long line_of_shares(const Problem *x) { return x->offset + x->rows + x->taps / 2 + 2 * (x->margin + x->unit); }
-INLINE long line_of_bias(const Problem *x) { return x->offset + x->rows + 2 * (x->margin + x->unit); }
-INLINE long line_of_columns(const Problem *x) { return x->columns + 2 * x->margin; }
-INLINE long room(long floats) { return (floats * (long)sizeof(float) + 63) / 64 * 64; } /* as aligned_alloc asks */
+INLINE long min_margin(long kernel_size) { return 3 * kernel_size + LANES; }
+INLINE long reversed_origin(const Problem *x) { return x->block_rows + x->margin + x->offset + x->rows - 1; }
+INLINE long contributions_stride(const Problem *x) {
+    return x->offset + x->rows + x->kernel_size / 2 + 2 * (x->margin + x->block_rows);
+}
+INLINE long bias_stride(const Problem *x) { return x->offset + x->rows + 2 * (x->margin + x->block_rows); }
+INLINE long columns_stride(const Problem *x) { return x->columns + 2 * x->margin; }
+/* Bytes of so many floats, up to whole cache lines, as aligned_alloc asks. */
+INLINE long align_to_cache_line(long floats) { return (floats * (long)sizeof(float) + 63) / 64 * 64; }
 /* Floats from one row's H lines to the next row's. */
 INLINE long row_stride(const Problem *x) { return (x->heads * (LINE / 16) | 1) * 16; }
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE long most(long a, long b) { return a > b ? a : b; }
+INLINE long min_long(long a, long b) { return a < b ? a : b; }
+INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 /* Zeros in columns below `from` and from `to` on, of lines whose first column is `first`, up to whole vectors. */
 INLINE void clear_outside(float *lines, long count, long first, long from, long to, long columns) {
-    long left = least(most(from - first, 0), columns), right = least(most(to - first, 0), columns);
+    long left = min_long(max_long(from - first, 0), columns), right = min_long(max_long(to - first, 0), columns);
     for (long line = 0; line < count; line++) {
         float *at = lines + line * LINE;
         if (left > 0) memset(at, 0, (size_t)left * sizeof(float));
@@ -69,15 +72,15 @@ INLINE void clear_outside(float *lines, long count, long first, long from, long 
     }
 }
 
-/* Scores of some rows [unit, row_stride]: `count` vectors of columns from `first` on, zeros off the matrix. */
-static inline void scores_of(
+/* Scores of some rows [block_rows, row_stride]: `count` vectors of columns from `first` on, zeros off the matrix. */
+static inline void compute_scores(
     const Problem *x, long b, long row, long rows, long first, int count, const float *left, const float *right,
     float *scores
 ) {
     for (long h = 0; h < x->heads; h++) {
-        Factor a = {left + ((b * x->heads + h) * x->rows + row) * x->wide_dim, x->wide_dim, 1};
-        const float *columns = right + (b * x->heads + h) * x->dim * line_of_columns(x) + x->margin + first;
-        Rows y = {columns, line_of_columns(x), (int)x->dim, 1};
+        Matrix a = {left + ((b * x->heads + h) * x->rows + row) * x->padded_dim, x->padded_dim, 1};
+        const float *columns = right + (b * x->heads + h) * x->dim * columns_stride(x) + x->margin + first;
+        LineView y = {columns, columns_stride(x), (int)x->dim, 1};
         product((int)rows, count, a, y, NULL, 0, scores + h * LINE, row_stride(x));
     }
 }
@@ -85,17 +88,17 @@ static inline void scores_of(
 /* Conv1 and LeakyReLU of one row: hidden values [D, LINE] in `count` vectors of columns from `first` on.
 
    `scores` [H, LINE] begin p columns before, and are zero where the row does not see them. */
-static inline void hidden_of(
+static inline void compute_hidden(
     const Problem *x, long row, long first, int count, const float *scores, float *hidden
 ) {
-    long p = x->taps / 2, position = x->offset + row, line = line_of_shares(x);
-    const float *start = x->shares + reversed(x) - position + first;
-    Factor a = {x->w1, 1, x->width};
-    Rows y = {scores, LINE, (int)x->heads, (int)x->taps};
+    long p = x->kernel_size / 2, position = x->offset + row, line = contributions_stride(x);
+    const float *start = x->contributions + reversed_origin(x) - position + first;
+    Matrix a = {x->w1, 1, x->width};
+    LineView y = {scores, LINE, (int)x->heads, (int)x->kernel_size};
     if (first < p) { /* columns whose taps fall off the left edge have shares of their own */
         for (long w = 0; w < x->width; w++) {
             memcpy(hidden + w * LINE, start + w * line, (size_t)count * LANES * sizeof(float));
-            for (long c = most(first, 0); c < least(p, first + count * LANES); c++)
+            for (long c = max_long(first, 0); c < min_long(p, first + count * LANES); c++)
                 hidden[w * LINE + c - first] = x->edge[(row * x->width + w) * p + c];
         }
         start = hidden, line = LINE;
@@ -108,20 +111,20 @@ static inline void hidden_of(
    from `stop` on.
 
    `scores` and `hidden` begin 2p and p columns before; `logits` may be `scores`. */
-static inline void logits_of(
+static inline void compute_logits(
     const Problem *x, long row, long first, long stop, int count, const float *scores, const float *hidden,
     float *logits
 ) {
-    long p = x->taps / 2, position = x->offset + row, columns = count * LANES;
-    Factor a = {x->w2, 1, x->heads};
-    Rows y = {hidden, LINE, (int)x->width, (int)x->taps};
+    long p = x->kernel_size / 2, position = x->offset + row, columns = count * LANES;
+    Matrix a = {x->w2, 1, x->heads};
+    LineView y = {hidden, LINE, (int)x->width, (int)x->kernel_size};
     product((int)x->heads, count, a, y, scores + 2 * p, LINE, logits, LINE);
-    long left = least(most(most(position - x->window + 1, 0) - first, 0), columns);
-    long right = least(most(least(position + 1, stop) - first, 0), columns);
+    long left = min_long(max_long(max_long(position - x->window + 1, 0) - first, 0), columns);
+    long right = min_long(max_long(min_long(position + 1, stop) - first, 0), columns);
     for (long h = 0; h < x->heads; h++) {
         float *at = logits + h * LINE;
         if (x->bias) {
-            const float *bias = x->bias + h * line_of_bias(x) + reversed(x) - position + first;
+            const float *bias = x->bias + h * bias_stride(x) + reversed_origin(x) - position + first;
             for (int n = 0; n < count; n++) store(at + n * LANES, load(at + n * LANES) + load(bias + n * LANES));
         }
         for (long c = 0; c < left; c++) at[c] = -INFINITY;

@@ -4,32 +4,32 @@
 
 #include <pthread.h>
 
-#define MOST_THREADS 256
+#define MAX_THREADS 256
 
 typedef struct {
-    void (*work)(const void *problem, long thread, long threads);
+    void (*work)(const void *problem, long thread, long num_threads);
     const void *problem;
-    long thread, threads;
-} Thread;
+    long thread, num_threads;
+} ThreadTask;
 
-static void *begin(void *given) {
-    Thread *thread = given;
-    thread->work(thread->problem, thread->thread, thread->threads);
+static void *start_task(void *given) {
+    ThreadTask *thread = given;
+    thread->work(thread->problem, thread->thread, thread->num_threads);
     return NULL;
 }
 
 /* Calls work(problem, t, threads) for every t, each in a thread of its own where one can be had. */
-static void in_threads(long threads, void (*work)(const void *, long, long), const void *problem) {
-    pthread_t running[MOST_THREADS];
-    Thread given[MOST_THREADS];
-    int started[MOST_THREADS] = {0};
-    for (long t = 0; t < threads; t++) {
-        given[t] = (Thread){work, problem, t, threads};
-        started[t] = t > 0 && pthread_create(&running[t], NULL, begin, &given[t]) == 0;
+static void run_in_threads(long num_threads, void (*work)(const void *, long, long), const void *problem) {
+    pthread_t running[MAX_THREADS];
+    ThreadTask given[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    for (long t = 0; t < num_threads; t++) {
+        given[t] = (ThreadTask){work, problem, t, num_threads};
+        started[t] = t > 0 && pthread_create(&running[t], NULL, start_task, &given[t]) == 0;
     }
-    for (long t = 0; t < threads; t++)
-        if (!started[t]) begin(&given[t]);
-    for (long t = 0; t < threads; t++)
+    for (long t = 0; t < num_threads; t++)
+        if (!started[t]) start_task(&given[t]);
+    for (long t = 0; t < num_threads; t++)
         if (started[t]) pthread_join(running[t], NULL);
 }
 

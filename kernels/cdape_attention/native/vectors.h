@@ -8,33 +8,33 @@
 
 #if defined(__AVX512F__)
 #define LANES 16 /* floats in a vector */
-#define TALL 8   /* accumulators of a block: TALL by WIDE, which with their factors fill the registers */
+#define BLOCK_ROWS 8 /* by BLOCK_VECTORS: the accumulators of a block, which with their factors fill the registers */
 #elif defined(__AVX__)
 #define LANES 8
-#define TALL 4
+#define BLOCK_ROWS 4
 #else
 #define LANES 4
-#define TALL 4
+#define BLOCK_ROWS 4
 #endif
-#define WIDE 3
+#define BLOCK_VECTORS 3
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int Integers __attribute__((vector_size(4 * LANES)));
-typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* a vector anywhere in memory */
+typedef float UnalignedVector __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* anywhere in memory */
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE Vector load(const float *from) { return *(const Loose *)from; }
-INLINE void store(float *to, Vector x) { *(Loose *)to = x; }
-INLINE Vector filled(float x) { return x - (Vector){0}; }
-INLINE int vectors(long columns) { return columns <= 0 ? 0 : (int)((columns + LANES - 1) / LANES); }
+INLINE Vector load(const float *from) { return *(const UnalignedVector *)from; }
+INLINE void store(float *to, Vector x) { *(UnalignedVector *)to = x; }
+INLINE Vector broadcast(float x) { return x - (Vector){0}; }
+INLINE int num_vectors(long columns) { return columns <= 0 ? 0 : (int)((columns + LANES - 1) / LANES); }
 
 /* Either, lane by lane, where `which` is all ones or zero. */
-INLINE Vector chosen(Integers which, Vector one, Vector other) {
+INLINE Vector select_lanes(Integers which, Vector one, Vector other) {
     return (Vector)((which & (Integers)one) | (~which & (Integers)other));
 }
 
-INLINE float sum_of(Vector x) {
+INLINE float sum_lanes(Vector x) {
     float sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += x[lane];
     return sum;
@@ -43,13 +43,13 @@ INLINE float sum_of(Vector x) {
 /* e^x for x ≤ 0, within 2 units in the last place; 0 below −87.3, where float32 ends, and NaN for NaN.
 
    x = n · ln 2 + r, and e^r by the polynomial of Cephes' expf (S. L. Moshier, 1989) on |r| ≤ ln 2 / 2. */
-INLINE Vector exponential(Vector x) {
-    const Vector round = filled(12582912.f); /* adding 1.5 · 2^23 leaves the nearest integer in the last places */
-    Integers below = x < filled(-87.3f);
+INLINE Vector exp_nonpositive(Vector x) {
+    const Vector round = broadcast(12582912.f); /* adding 1.5 · 2^23 leaves the nearest integer in the last places */
+    Integers below = x < broadcast(-87.3f);
     Vector shifted = x * 1.44269504f + round;
     Vector n = shifted - round;
     Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* x − n · ln 2, ln 2 in two parts */
-    Vector p = filled(1.9875691500e-4f);
+    Vector p = broadcast(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -57,130 +57,130 @@ INLINE Vector exponential(Vector x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
     Integers exponent = ((Integers)shifted - (Integers)round + 127) << 23;
-    return chosen(below, filled(0.f), p * (Vector)exponent);
+    return select_lanes(below, broadcast(0.f), p * (Vector)exponent);
 }
 
-/* A matrix whose entry (m, j) stands at `at[m · by_row + j · by_column]`. */
+/* A matrix whose entry (m, j) stands at `at[m · row_stride + j · column_stride]`. */
 typedef struct {
     const float *at;
-    long by_row, by_column;
-} Factor;
+    long row_stride, column_stride;
+} Matrix;
 
-/* Rows of columns that lie next to each other; row (a, b) of `outer` times `inner` begins at `at[a·by_outer + b]`. So
+/* Rows of columns that lie next to each other; row (a, b) of `outer` times `inner` begins at `at[a·outer_stride + b]`. So
    the taps of a convolution are rows that begin one column after each other. */
 typedef struct {
     const float *at;
-    long by_outer;
+    long outer_stride;
     int outer, inner;
-} Rows;
+} LineView;
 
 /* What becomes of a sum before it is stored. */
-typedef enum { PLAIN, LEAKY } Then;
+typedef enum { IDENTITY, LEAKY_RELU } Activation;
 #define SLOPE 0.01f
 
-INLINE Vector leaky(Vector x, Vector where) { return chosen(where > 0, x, x * SLOPE); }
+INLINE Vector leaky_relu(Vector x, Vector where) { return select_lanes(where > 0, x, x * SLOPE); }
 
 INLINE void product_block(
-    const int tall, const int wide, const Then then, Factor a, Rows b, const float *start, long by_start, float *out,
-    long by_out
+    const int num_rows, const int num_vecs, const Activation activation, Matrix a, LineView b, const float *start,
+    long by_start, float *out, long by_out
 ) {
-    Vector sum[TALL][WIDE];
+    Vector sum[BLOCK_ROWS][BLOCK_VECTORS];
 #pragma GCC unroll 8
-    for (int m = 0; m < tall; m++)
+    for (int m = 0; m < num_rows; m++)
 #pragma GCC unroll 3
-        for (int n = 0; n < wide; n++) sum[m][n] = start ? load(start + m * by_start + n * LANES) : (Vector){0};
+        for (int n = 0; n < num_vecs; n++) sum[m][n] = start ? load(start + m * by_start + n * LANES) : (Vector){0};
     const float *factor = a.at;
     for (int o = 0; o < b.outer; o++) {
-        const float *row = b.at + o * b.by_outer;
-        for (int i = 0; i < b.inner; i++, factor += a.by_column) {
-            Vector x[WIDE];
+        const float *row = b.at + o * b.outer_stride;
+        for (int i = 0; i < b.inner; i++, factor += a.column_stride) {
+            Vector x[BLOCK_VECTORS];
 #pragma GCC unroll 3
-            for (int n = 0; n < wide; n++) x[n] = load(row + i + n * LANES);
+            for (int n = 0; n < num_vecs; n++) x[n] = load(row + i + n * LANES);
 #pragma GCC unroll 8
-            for (int m = 0; m < tall; m++) {
-                Vector y = filled(factor[m * a.by_row]);
+            for (int m = 0; m < num_rows; m++) {
+                Vector y = broadcast(factor[m * a.row_stride]);
 #pragma GCC unroll 3
-                for (int n = 0; n < wide; n++) sum[m][n] += y * x[n];
+                for (int n = 0; n < num_vecs; n++) sum[m][n] += y * x[n];
             }
         }
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < tall; m++)
+    for (int m = 0; m < num_rows; m++)
 #pragma GCC unroll 3
-        for (int n = 0; n < wide; n++)
-            store(out + m * by_out + n * LANES, then == LEAKY ? leaky(sum[m][n], sum[m][n]) : sum[m][n]);
+        for (int n = 0; n < num_vecs; n++)
+            store(out + m * by_out + n * LANES, activation == LEAKY_RELU ? leaky_relu(sum[m][n], sum[m][n]) : sum[m][n]);
 }
 
-#define WIDTHS(tall)                                                                                           \
-    switch (wide) {                                                                                            \
-    case 1: product_block(tall, 1, then, a, b, start, by_start, out, by_out); break;                           \
-    case 2: product_block(tall, 2, then, a, b, start, by_start, out, by_out); break;                           \
-    default: product_block(tall, 3, then, a, b, start, by_start, out, by_out);                                 \
+#define PRODUCT_OF_WIDTH(num_rows)                                                                             \
+    switch (num_vecs) {                                                                                        \
+    case 1: product_block(num_rows, 1, activation, a, b, start, by_start, out, by_out); break;                 \
+    case 2: product_block(num_rows, 2, activation, a, b, start, by_start, out, by_out); break;                 \
+    default: product_block(num_rows, 3, activation, a, b, start, by_start, out, by_out);                       \
     }
 
 /* out[m] = start[m] + Σ_j a[m, j] · b[j] over so many vectors of columns.
 
    start may be NULL (zeros), out itself, or begin in the same lines further on: blocks go from left to right. */
-INLINE void product_then(
-    const Then then, int rows, int wide_all, Factor a, Rows b, const float *start, long by_start, float *out,
-    long by_out
+INLINE void product_with_activation(
+    const Activation activation, int rows, int total_vecs, Matrix a, LineView b, const float *start, long by_start,
+    float *out, long by_out
 ) {
-    const Factor factor = a;
+    const Matrix factor = a;
     const float *const columns = b.at, *const first = start;
     float *const result = out;
-    for (int n = 0; n < wide_all; n += WIDE) {
-        int wide = wide_all - n < WIDE ? wide_all - n : WIDE;
+    for (int n = 0; n < total_vecs; n += BLOCK_VECTORS) {
+        int num_vecs = total_vecs - n < BLOCK_VECTORS ? total_vecs - n : BLOCK_VECTORS;
         b.at = columns + n * LANES;
         for (int m = 0; m < rows;) {
             int left = rows - m;
-            a.at = factor.at + m * factor.by_row;
+            a.at = factor.at + m * factor.row_stride;
             start = first ? first + m * by_start + n * LANES : NULL;
             out = result + m * by_out + n * LANES;
-            if (left >= TALL) {
-                WIDTHS(TALL)
-                m += TALL;
+            if (left >= BLOCK_ROWS) {
+                PRODUCT_OF_WIDTH(BLOCK_ROWS)
+                m += BLOCK_ROWS;
             } else if (left >= 4) {
-                WIDTHS(4)
+                PRODUCT_OF_WIDTH(4)
                 m += 4;
             } else if (left >= 2) {
-                WIDTHS(2)
+                PRODUCT_OF_WIDTH(2)
                 m += 2;
             } else {
-                WIDTHS(1)
+                PRODUCT_OF_WIDTH(1)
                 m += 1;
             }
         }
     }
 }
-#undef WIDTHS
+#undef PRODUCT_OF_WIDTH
 
 static inline void product(
-    int rows, int wide, Factor a, Rows b, const float *start, long by_start, float *out, long by_out
+    int rows, int num_vecs, Matrix a, LineView b, const float *start, long by_start, float *out, long by_out
 ) {
-    product_then(PLAIN, rows, wide, a, b, start, by_start, out, by_out);
+    product_with_activation(IDENTITY, rows, num_vecs, a, b, start, by_start, out, by_out);
 }
 
 /* LeakyReLU of the same. */
 static inline void leaky_product(
-    int rows, int wide, Factor a, Rows b, const float *start, long by_start, float *out, long by_out
+    int rows, int num_vecs, Matrix a, LineView b, const float *start, long by_start, float *out, long by_out
 ) {
-    product_then(LEAKY, rows, wide, a, b, start, by_start, out, by_out);
+    product_with_activation(LEAKY_RELU, rows, num_vecs, a, b, start, by_start, out, by_out);
 }
 
 /* Lanes of two vectors by their numbers, the second's from LANES on. */
 #ifdef __clang__
-#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (Integers){__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Integers){__VA_ARGS__})
 #endif
 #if LANES == 16
-#define EACH_LANE(f, s) \
+#define FOR_EACH_LANE(f, s) \
     f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s), f(8, s), f(9, s), f(10, s), f(11, s), \
         f(12, s), f(13, s), f(14, s), f(15, s)
 #elif LANES == 8
-#define EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s)
+#define FOR_EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s)
 #else
-#define EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s)
+#define FOR_EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s)
 #endif
 /* Step s of a transposition (s = 1, 2, 4, …): of rows i and i + s, where i lacks the bit s, the upper one's lanes with
    that bit change places with the lower one's lanes without it. */
@@ -191,14 +191,14 @@ static inline void leaky_product(
         for (int i = 0; i < LANES; i++)                                                                        \
             if (!(i & s)) {                                                                                    \
                 Vector upper = x[i], lower = x[(i + s) % LANES];                                               \
-                x[i] = SHUFFLED(upper, lower, EACH_LANE(UPPER, s));                                            \
-                x[(i + s) % LANES] = SHUFFLED(upper, lower, EACH_LANE(LOWER, s));                              \
+                x[i] = SHUFFLE(upper, lower, FOR_EACH_LANE(UPPER, s));                                         \
+                x[(i + s) % LANES] = SHUFFLE(upper, lower, FOR_EACH_LANE(LOWER, s));                           \
             }
 
 /* to[c, m] = from[m, c] for so many vectors of rows and of columns. */
-static inline void transpose(int tall, int wide, const float *from, long by_from, float *to, long by_to) {
-    for (int n = 0; n < wide; n++)
-        for (int m = 0; m < tall; m++) {
+static inline void transpose(int num_rows, int num_vecs, const float *from, long by_from, float *to, long by_to) {
+    for (int n = 0; n < num_vecs; n++)
+        for (int m = 0; m < num_rows; m++) {
             Vector x[LANES];
             const float *block = from + m * LANES * by_from + n * LANES;
             for (int i = 0; i < LANES; i++) x[i] = load(block + i * by_from);

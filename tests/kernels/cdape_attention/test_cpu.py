@@ -1,6 +1,7 @@
 """The C code on a CPU against float64: outputs, every gradient, how it fits PyTorch."""
 
 import platform
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from kernels import jit_build as compiling
+from kernels import jit_build
 from kernels.cdape_attention import cpu
 from kernels.cdape_attention.cpu import cdape_attention
 from kernels.cdape_attention.reference import reference
@@ -33,7 +34,7 @@ TILES = [
 
 def _instructions() -> Iterator[tuple[str, ...]]:
     """The compiler's flags for vectors of 16, 8 and 4 floats, as far as this processor has them."""
-    yield compiling.ARCH_FLAGS
+    yield jit_build.ARCH_FLAGS
     if platform.machine() == "x86_64":
         if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()):
             yield ("-march=x86-64-v3",)
@@ -43,7 +44,7 @@ def _instructions() -> Iterator[tuple[str, ...]]:
 @pytest.fixture(params=_instructions(), ids=lambda flags: flags[0].removeprefix("-march="))
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        cpu, "_load_library", lambda: cpu.set_signatures(compiling.build_library(cpu.NATIVE, request.param))
+        cpu, "_load_library", lambda: cpu.set_signatures(jit_build.build_library(cpu.NATIVE, request.param))
     )
 
 
@@ -147,7 +148,36 @@ def test_what_is_kept_for_the_backward_pass_is_linear_in_the_length() -> None:
 
 
 def test_the_compiler_has_nothing_to_say() -> None:
-    compiling.build_library(cpu.NATIVE, (*compiling.ARCH_FLAGS, "-Wall", "-Wextra", "-Werror"))
+    jit_build.build_library(cpu.NATIVE, (*jit_build.ARCH_FLAGS, "-Wall", "-Wextra", "-Werror"))
+
+
+@pytest.mark.parametrize(
+    ("line", "changed", "complaint"),
+    [
+        (
+            "offset, window, num_threads;",
+            "offset, num_threads, window;",
+            "window of Problem at byte 64, in .* lies at 72",
+        ),
+        ("    long margin; ", "    long lanes, margin; ", "margin of Problem at byte 104, in .* lies at 112"),
+        (
+            "} Problem;",
+            "    float *dw3;\n} Problem;",
+            "Problem has 328 bytes in cpu.py, 336 in native/problem.h",
+        ),
+        ("FIELD(w2), ", "", "w2 of Problem at byte .*, in native/problem.h there is none"),
+    ],
+    ids=["reordered", "inserted", "added", "left out"],
+)
+def test_a_struct_that_lies_otherwise_in_c_is_not_called(
+    line: str, changed: str, complaint: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cdape" / "native"
+    shutil.copytree(cpu.NATIVE, folder)
+    (file,) = (path for path in folder.iterdir() if line in path.read_text(encoding="utf-8"))
+    file.write_text(file.read_text(encoding="utf-8").replace(line, changed), encoding="utf-8")
+    with pytest.raises(RuntimeError, match=complaint):
+        cpu.set_signatures(jit_build.build_library(folder))
 
 
 def test_what_it_cannot_compute_is_refused_by_name() -> None:
