@@ -45,9 +45,9 @@ def generate(
     from megatron.generation import generate_text as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
 
-    asked = section_from_cli(GenerationOptions, {**options, "stop": options["stop"] or []})
+    generation_options = section_from_cli(GenerationOptions, {**options, "stop": options["stop"] or []})
     prompts = generation.collect_prompts(prompt or [], file or [], sys.stdin)
-    request = generation.read_generation_request(run, asked, prompts)
+    request = generation.read_generation_request(run, generation_options, prompts)
     with temporary_log() as log, run_console(log), log_traceback(log):
         writer = generation.load_text_generator(request)
     if prompts:

@@ -22,12 +22,12 @@ def keys(
         return
     from rich.markup import escape
 
-    found = reference.lookup_keys(pattern)
-    if not found:
+    matches = reference.lookup_keys(pattern)
+    if not matches:
         raise UserError(f"no key contains {pattern!r}; {reference.find_nearest_key(pattern)}".removesuffix("; "))
     from megatron.launch.console import PlainConsole
 
     console = PlainConsole(highlight=False)
-    for i, (name, default, values, meaning) in enumerate(found):
+    for i, (name, default, values, meaning) in enumerate(matches):
         console.print("\n" * (i > 0) + f"[bold cyan]{escape(name)}[/]")
         print_facts(console, {"default": default, "values": values, "meaning": meaning})

@@ -46,22 +46,22 @@ def run_command(app: Any, name: str) -> int:
     """Run the command that the arguments of this process name.
 
     Args:
-        app: of typer; its commands run inside `untouched`.
+        app: of typer; its commands run inside `pass_errors_through`.
         name: of the program, for its help.
 
     Returns:
-        The exit code. What went wrong has been told.
+        The exit code. What went wrong has been printed.
     """
     _prepare_streams()
     _prepare_terminal_size()
-    with raising_on_signals(instead=(exit_on_signal,)):
+    with raising_on_signals(replacing=(exit_on_signal,)):
         try:
             return _run_app(app, name)
-        except (KeyboardInterrupt, StoppedBySignal) as ended:
+        except (KeyboardInterrupt, StoppedBySignal) as error:
             sys.unraisablehook = lambda _: None  # what was being made when it came may not know how to end
             with suppress(OSError):  # the terminal may be gone
-                print(describe_signal(ended), file=sys.stderr)
-            return 128 + ended.signum if isinstance(ended, StoppedBySignal) else 130
+                print(describe_signal(error), file=sys.stderr)
+            return 128 + error.signum if isinstance(error, StoppedBySignal) else 130
 
 
 def _run_app(app: Any, name: str) -> int:
@@ -69,8 +69,8 @@ def _run_app(app: Any, name: str) -> int:
         try:
             result = app(standalone_mode=False, prog_name=name)
             sys.stdout.flush()
-        except PassThroughError as kept:
-            raise kept.error from None
+        except PassThroughError as carrier:
+            raise carrier.error from None
         return result if isinstance(result, int) else 0
     except FarfieldError as error:
         _print_error(str(error))
@@ -79,25 +79,25 @@ def _run_app(app: Any, name: str) -> int:
         redirect_to_null(1)
         return BROKEN_PIPE_EXIT_CODE
     except OSError as error:
-        if (unusable := to_path_error(error)) is not None:
-            _print_error(str(unusable))
-            return unusable.exit_code
-        # What fails with a file is told by whoever opened it; this is standard output on a disk that is full.
+        if (path_error := to_path_error(error)) is not None:
+            _print_error(str(path_error))
+            return path_error.exit_code
+        # What fails with a file is reported by whoever opened it; this is standard output on a disk that is full.
         if error.errno != errno.ENOSPC or error.filename is not None:
             _print_error(_write_traceback(error))
             return 1
         redirect_to_null(1)
         _print_error(f"standard output: {error.strerror}")
         return 1
-    except SystemExit as left:
-        if isinstance(left.__context__, BrokenPipeError):  # rich, whose help nobody reads to its end
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich, whose help nobody reads to its end
             return BROKEN_PIPE_EXIT_CODE
         raise
     except Exception as error:
         # The base of the command line's own errors, wherever typer keeps it.
         if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
-            if words := _describe_usage_error(error):
-                _print_error(f"{words} (see {_get_help_hint(error, name)})")
+            if message := _describe_usage_error(error):
+                _print_error(f"{message} (see {_get_help_hint(error, name)})")
             return 2
         _print_error(_write_traceback(error))
         return 1
@@ -128,10 +128,10 @@ def _prepare_streams() -> None:
         except OSError:
             unusable = True
         if unusable:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
@@ -150,19 +150,19 @@ def _prepare_terminal_size() -> None:
 
 
 def _describe_usage_error(error: Any) -> str:
-    """What is wrong with the command line: the library's words, with the value, or the command that has the option."""
+    """What is wrong with the command line: the library's message, with the value, or a command with the option."""
     text = error.format_message().rstrip(".")
     value = error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
     if value is not None and repr(value) not in text:
         text = text.replace("Invalid value for", f"Invalid value {str(value)!r} for")
     option = getattr(error, "option_name", None)
     commands = getattr(getattr(error.ctx, "command", None), "commands", {})  # of an error before any command
-    have = [
+    commands_with_option = [
         name for name, candidate in commands.items() if any(option in parameter.opts for parameter in candidate.params)
     ]
-    if have:
+    if commands_with_option:
         rest = shlex.join(word for word in sys.argv[1:] if word not in commands)
-        text += f"; write it after its command: ./deepy.py {have[0]} … {rest}"
+        text += f"; write it after its command: ./deepy.py {commands_with_option[0]} … {rest}"
     return text
 
 

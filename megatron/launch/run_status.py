@@ -68,14 +68,16 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     runs: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            near = layout.suggest_folder(path)
-            raise UserError(f"{path}: no such folder; {near}".rstrip("; "))
+            suggestion = layout.suggest_folder(path)
+            raise UserError(f"{path}: no such folder; {suggestion}".rstrip("; "))
         runs_in_path = (file.parent for name in (layout.CONFIG, LOCK, METRICS_FILE) for file in path.rglob(name))
         candidates = [path] if _is_run(path) else sorted(set(runs_in_path))
-        found = [run for run in candidates if _is_run(run) and layout.CHECKPOINTS not in run.parts[len(path.parts) :]]
-        if not found:
+        found_runs = [
+            run for run in candidates if _is_run(run) and layout.CHECKPOINTS not in run.parts[len(path.parts) :]
+        ]
+        if not found_runs:
             raise UserError(f"{path}: no run in it")
-        runs += [run for run in found if run not in runs]
+        runs += [run for run in found_runs if run not in runs]
     return runs
 
 
@@ -192,11 +194,11 @@ def build_status_table(statuses: Sequence[RunStatus]) -> Table:
     names = ("run", "state", "step", "loss", "validation", "tokens/s", "MFU", "time left", "checkpoint")
     cells = Table(*names, box=None, pad_edge=False, header_style="dim")
     for status in statuses:
-        of = "" if status.train_iters is None else f" / {status.train_iters:,}"
+        total = "" if status.train_iters is None else f" / {status.train_iters:,}"
         cells.add_row(
             Text(status.run),
             Text(status.state),
-            f"{status.step:,}{of}",
+            f"{status.step:,}{total}",
             _format_number(status.loss, ".4f"),
             _format_number(status.valid_loss, ".4f"),
             _format_number(status.tokens_per_second, ",.0f"),

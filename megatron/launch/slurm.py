@@ -4,10 +4,9 @@
     FOLDER/job.yml         a run's configuration, which the script's command reads
     FOLDER/slurm-17.out    what job 17 prints, all its starts one after the other
 
-srun starts the ranks, which find their places in its environment (`megatron.distributed.launcher_environment`). Nothing
-traps
-signals: `--signal=TERM@S` reaches the ranks, which save and leave with 143; srun passes that on, and the script puts
-its job back into the queue. A preemption does the same without the script.
+srun starts the ranks, which find their ranks in its environment (`megatron.distributed.launcher_environment`). Nothing
+traps signals: `--signal=TERM@S` reaches the ranks, which save and leave with 143; srun passes that on, and the script
+puts its job back into the queue. A preemption does the same without the script.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from megatron.utils.errors import RunError, UserError
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIGURATION = "job.sbatch", "job.yml"
 SIGNATURE = "# Submit it again with: sbatch"
-"""In every script, and by it known as one that was written here."""
-LAST_RANKS = 600  # seconds that ranks have after the first has ended: to finish a save
+"""In every script: by it a script is known as one that was written here."""
+LAST_RANKS_TIMEOUT = 600  # seconds that ranks have after the first has ended: to finish a save
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def render_batch_script(job: SlurmJob) -> str:
     slurm, launch = job.launch.slurm, job.launch
     gpus = None if launch.device == "cpu" else ":".join(filter(None, [slurm.gpu_type, str(launch.num_gpus or 1)]))
     number = "%A_%a" if job.array is not None else "%j"
-    asked = {
+    sbatch_options = {
         "job-name": job.name,
         "array": job.array,
         "nodes": job.nodes,
@@ -119,7 +118,7 @@ def render_batch_script(job: SlurmJob) -> str:
         "open-mode": "append",
         "signal": f"TERM@{slurm.signal_seconds}",
     }
-    options = [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value is not None]
+    options = [f"--{name}={shlex.quote(str(value))}" for name, value in sbatch_options.items() if value is not None]
     options += ["--requeue" if slurm.requeue else "--no-requeue", *(["--exclusive"] if slurm.exclusive else [])]
     again = ""
     lines = [
@@ -132,11 +131,11 @@ def render_batch_script(job: SlurmJob) -> str:
         *slurm.setup,
     ]
     if job.requeue:
-        found = f"{shlex.quote(str(job.checkpoints))}/step_*"
+        pattern = f"{shlex.quote(str(job.checkpoints))}/step_*"
         lines += [
             "# Started before, and saved: go on from there, not from where the first start began.",
             "again=()",
-            f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && compgen -G {found} > /dev/null; then',
+            f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && compgen -G {pattern} > /dev/null; then',
             f"    again=({shlex.join(job.requeue)})",
             "fi",
         ]
@@ -147,24 +146,24 @@ def render_batch_script(job: SlurmJob) -> str:
         "code=$?",
     ]
     if slurm.requeue:
-        own = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.array is not None else "$SLURM_JOB_ID"
+        job_id = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.array is not None else "$SLURM_JOB_ID"
         lines += [
             "# 143: told to stop (the time limit is near), and saved. 75: a rank hung. Back into the queue.",
-            f"if [ $code -eq 143 ] || [ $code -eq 75 ]; then scontrol requeue {own}; fi",
+            f"if [ $code -eq 143 ] || [ $code -eq 75 ]; then scontrol requeue {job_id}; fi",
         ]
     return "\n".join([*lines, "exit $code", ""])
 
 
 def _count_cores(job: SlurmJob) -> int | None:
     """CPU cores of each task: those of the processes that it is or will start."""
-    each = job.launch.slurm.cpus_per_task
-    return None if each is None else each * (job.launch.num_gpus or 1) // job.tasks
+    cores = job.launch.slurm.cpus_per_task
+    return None if cores is None else cores * (job.launch.num_gpus or 1) // job.tasks
 
 
 def _build_srun_command(job: SlurmJob) -> str:
     """The command that starts the ranks; with SLURM's variables left for the shell."""
     slurm = job.launch.slurm
-    words = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_RANKS}"]
+    words = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_RANKS_TIMEOUT}"]
     if (cores := _count_cores(job)) is not None:  # srun does not take it from sbatch since SLURM 22.05
         words.append(f"--cpus-per-task={cores}")
     mounts = list(slurm.container_mounts)

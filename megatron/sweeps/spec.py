@@ -54,16 +54,16 @@ class SweepMember:
 
     @cached_property
     def resolved_config(self) -> Config:
-        """The configuration as its training will settle it, its batch too, on this machine or on nodes of a job.
+        """The configuration as its training will resolve it, its batch too, on this machine or on nodes of a job.
 
         Raises what that would.
         """
-        settle = (
+        resolve = (
             resolve_remote_run
             if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
-        return settle(self.config).config
+        return resolve(self.config).config
 
     @cached_property
     def text(self) -> str:
@@ -104,42 +104,42 @@ def read_sweep(
         UserError: a file that cannot be read, or something wrong in it, with its line.
     """
     documents = [read_yaml(find_config(name, search)) for name in files]
-    given, setters, notes = _collect_sweep_keys(documents)
+    sweep_keys, setters, notes = _collect_sweep_keys(documents)
     own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
     common = [text for text in overrides if text not in own]
-    settings = json.loads(json.dumps(given))
+    settings = json.loads(json.dumps(sweep_keys))
     for text in own:
         _apply_override(settings, text)
     refuse_owned_keys([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
-    where = _build_locator(setters, own)
-    options = find_sweep_problems(settings, where)
-    shared = [_render_part(each, ()) for each in documents]
+    locate = _build_locator(setters, own)
+    options = find_sweep_problems(settings, locate)
+    shared = [_select_part(document, ()) for document in documents]
     for document in shared:
         refuse_owned_keys(list(document.values), lambda name, document=document: document.locate((name,)))  # type: ignore[misc]
 
     members = []
     for variant in options.variants:
-        given_here, given_there = _split_variant(options.variants[variant], ("sweep", "variants", variant), where)
+        overridden, in_file = _split_variant(options.variants[variant], ("sweep", "variants", variant), locate)
         layers = [
-            _render_part(setters["variants"], ("sweep", "variants", variant), given_there),
-            YamlDocument(f"{COMMAND_LINE}, variant {variant}", given_here, {}),
+            _select_part(setters["variants"], ("sweep", "variants", variant), in_file),
+            YamlDocument(f"{COMMAND_LINE}, variant {variant}", overridden, {}),
         ]
-        found, replaced = _build_members(variant, options, shared, layers, common)
-        members += found
+        variant_members, replaced = _build_members(variant, options, shared, layers, common)
+        members += variant_members
         notes += replaced
     lengths = {member.config.model.seq_length for member in members}
-    asked = options.evaluate
-    if len(lengths) > 1 and (asked.lengths is None or asked.multiples is not None):
+    evaluation = options.evaluate
+    if len(lengths) > 1 and (evaluation.lengths is None or evaluation.multiples is not None):
         raise UserError(
             f"seq_length: variants are trained at {', '.join(map(str, sorted(lengths)))} tokens, so "
             "sweep.evaluate.lengths has to say at which lengths all of them are scored"
         )
-    if len(lengths) > 1 and asked.protocol == "last" and asked.targets is None:
+    if len(lengths) > 1 and evaluation.protocol == "last" and evaluation.targets is None:
         raise UserError(
             "seq_length: variants are trained at several lengths, so sweep.evaluate.targets has to say how many tokens "
             "of a window are scored: else each would have its own"
         )
-    texts = {each.source: Path(each.source).read_text(encoding="utf-8") for each in documents}
+    texts = {document.source: Path(document.source).read_text(encoding="utf-8") for document in documents}
     return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
 
 
@@ -153,8 +153,8 @@ def _build_members(
     """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced."""
     loaded = merge_documents([*shared, *own], common)
     # That a variant replaces a shared key is what it is for.
-    places = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
-    meant = tuple(f"({place})" for place in (*places, *(layer.source for layer in own)))
+    locations = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
+    intended = tuple(f"({location})" for location in (*locations, *(layer.source for layer in own)))
     evaluation = options.evaluate
     if "device" not in evaluation.model_fields_set:
         evaluation = evaluation.replace(device=loaded.config.launch.device)
@@ -168,7 +168,7 @@ def _build_members(
         )
         config = loaded.config.replace(seed=seed, save=str(folder))
         members.append(SweepMember(variant, seed, config, folder, evaluation, results))
-    return members, [note for note in loaded.notes if not note.endswith(meant)]
+    return members, [note for note in loaded.notes if not note.endswith(intended)]
 
 
 def get_output_folder(options: SweepOptions) -> Path:
@@ -181,8 +181,8 @@ def compute_run_identity(config: Config) -> str:
 
     Defaults are left out, so that a key that is new tomorrow gives the runs of today no other name.
     """
-    chosen = {key: value for key, value in config.training_fingerprint(defaults=False).items() if key != "seed"}
-    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    decisive_keys = {key: value for key, value in config.training_fingerprint(defaults=False).items() if key != "seed"}
+    digest = hashlib.sha256(json.dumps(decisive_keys, sort_keys=True, default=str).encode()).hexdigest()[:8]
     position = config.position
     processor = "" if position.score_processor == "none" else f"{position.score_processor}+"
     return f"{processor}{position.pos_emb}-{digest}"
@@ -196,17 +196,17 @@ def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, An
     for document in documents:
         if "sweep" not in document.values:
             continue
-        given = document.values["sweep"]
-        if not isinstance(given, dict):
+        keys = document.values["sweep"]
+        if not isinstance(keys, dict):
             raise UserError(
-                f"{document.locate(('sweep',))}: sweep is {format_value(given)}; it must be a mapping of keys"
+                f"{document.locate(('sweep',))}: sweep is {format_value(keys)}; it must be a mapping of keys"
             )
-        for name in given.keys() & values.keys():
-            if values[name] != given[name]:
+        for name in keys.keys() & values.keys():
+            if values[name] != keys[name]:
                 old, new = setters[name].locate(("sweep", name)), document.locate(("sweep", name))
                 notes.append(f"sweep.{name} ({old}) replaced ({new})")
-        values |= given
-        setters |= dict.fromkeys([*given, "sweep"], document)
+        values |= keys
+        setters |= dict.fromkeys([*keys, "sweep"], document)
     if not setters:
         names = ", ".join(document.source for document in documents)
         raise UserError(f"{names}: there is no sweep: mapping; a sweep needs one")
@@ -215,40 +215,40 @@ def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, An
 
 def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -> Callable[[Path_], str]:
     """Who set a key of `sweep:`: the command line, or `file:line`."""
-    ordered = [tuple(split_override(text)[0].split(".")) for text in overrides]
+    overridden = [tuple(split_override(text)[0].split(".")) for text in overrides]
 
-    def where(path: Path_) -> str:
+    def locate(path: Path_) -> str:
         document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
-        given = any(path[: len(each)] == each for each in ordered)  # the command line set it, or what it is in
-        opened = path not in document.lines and any(each[: len(path)] == path for each in ordered)
-        return COMMAND_LINE if given or opened else document.locate(path)
+        is_set = any(path[: len(key)] == key for key in overridden)  # the command line set it, or what it is in
+        is_opened = path not in document.lines and any(key[: len(path)] == path for key in overridden)
+        return COMMAND_LINE if is_set or is_opened else document.locate(path)
 
-    return where
+    return locate
 
 
 def _split_variant(
-    values: dict[str, Any], path: Path_, where: Callable[[Path_], str]
+    values: dict[str, Any], path: Path_, locate: Callable[[Path_], str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A mapping's keys that the command line set, and those of a file."""
-    here: dict[str, Any] = {}
-    there: dict[str, Any] = {}
+    from_command_line: dict[str, Any] = {}
+    from_file: dict[str, Any] = {}
     for name, value in values.items():
         inner = (*path, name)
-        if where(inner) == COMMAND_LINE:
-            here[name] = value
+        if locate(inner) == COMMAND_LINE:
+            from_command_line[name] = value
         elif isinstance(value, dict):
-            given_here, there[name] = _split_variant(value, inner, where)
-            here |= {name: given_here} if given_here else {}
+            overridden, from_file[name] = _split_variant(value, inner, locate)
+            from_command_line |= {name: overridden} if overridden else {}
         else:
-            there[name] = value
-    return here, there
+            from_file[name] = value
+    return from_command_line, from_file
 
 
-def _render_part(document: YamlDocument, path: Path_, values: dict[str, Any] | None = None) -> YamlDocument:
+def _select_part(document: YamlDocument, path: Path_, values: dict[str, Any] | None = None) -> YamlDocument:
     """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
     if not path:
-        kept = {name: value for name, value in document.values.items() if name != "sweep"}
-        return replace(document, values=kept, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
+        remaining = {name: value for name, value in document.values.items() if name != "sweep"}
+        return replace(document, values=remaining, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
     lines = {p[len(path) :]: n for p, n in document.lines.items() if p[: len(path)] == path and len(p) > len(path)}
     return YamlDocument(document.source, values or {}, lines)
 

@@ -32,37 +32,37 @@ class _SweepFile(ConfigSection):
     file: _SweepKeys
 
 
-def find_sweep_problems(values: dict[str, Any], where: Callable[[Path_], str]) -> SweepOptions:
+def find_sweep_problems(values: dict[str, Any], locate: Callable[[Path_], str]) -> SweepOptions:
     """Validate the `sweep:` mapping.
 
     Args:
         values: the mapping.
-        where: `file:line` of a path of keys that begins with `sweep`.
+        locate: `file:line` of a path of keys that begins with `sweep`.
 
     Raises:
-        UserError: one line per problem: place, key, value and what is valid.
+        UserError: one line per problem: location, key, value and what is valid.
     """
-    problems = list(_find_unknown_keys(values, where))
+    problems = list(_find_unknown_keys(values, locate))
     if not problems:
         try:
             options = _SweepFile.model_validate({"file": {"sweep": values}}).file.sweep
         except ValidationError as error:
-            problems += describe_validation_error(error, where, keys={})
+            problems += describe_validation_error(error, locate, keys={})
         else:
-            problems += _find_inconsistencies(options, where)
+            problems += _find_inconsistencies(options, locate)
     if problems:
         raise UserError("\n".join(problems))
     return options
 
 
-def refuse_owned_keys(names: Sequence[str], where: Callable[[str], str]) -> None:
-    """Refuse ordinary keys that a sweep sets itself; `where` says who set one. Raises UserError."""
+def refuse_owned_keys(names: Sequence[str], locate: Callable[[str], str]) -> None:
+    """Refuse ordinary keys that a sweep sets itself; `locate` says who set one. Raises UserError."""
     for name in names:
         if (instead := SWEEP_OWNED_KEYS.get(name.replace("-", "_"))) is not None:
-            raise UserError(f"{where(name)}: {name} is set by the sweep: use sweep.{instead}")
+            raise UserError(f"{locate(name)}: {name} is set by the sweep: use sweep.{instead}")
 
 
-def _find_unknown_keys(values: dict[str, Any], where: Callable[[Path_], str]) -> Iterator[str]:
+def _find_unknown_keys(values: dict[str, Any], locate: Callable[[Path_], str]) -> Iterator[str]:
     sections: tuple[tuple[Path_, type[ConfigSection]], ...] = (
         (("sweep",), SweepOptions),
         (("sweep", "corpus"), SweepCorpusOptions),
@@ -72,42 +72,42 @@ def _find_unknown_keys(values: dict[str, Any], where: Callable[[Path_], str]) ->
         inside = values if len(path) == 1 else values.get(path[-1])
         for name in inside if isinstance(inside, dict) else ():
             if name not in section.model_fields:
-                full, hint = (*path, name), _hint(name, list(section.model_fields))
-                yield f"{where(full)}: unknown key {'.'.join(full)!r}{hint}"
+                full, hint = (*path, name), _suggest_key(name, list(section.model_fields))
+                yield f"{locate(full)}: unknown key {'.'.join(full)!r}{hint}"
 
 
-def _find_inconsistencies(options: SweepOptions, where: Callable[[Path_], str]) -> Iterator[str]:
+def _find_inconsistencies(options: SweepOptions, locate: Callable[[Path_], str]) -> Iterator[str]:
     for name, keys in options.variants.items():
         if not VALID_NAME.fullmatch(name):
-            place = where(("sweep", "variants", name))
-            yield f"{place}: variant {shorten_text(name)!r} names a folder too: use letters, digits and _.+- only"
+            location = locate(("sweep", "variants", name))
+            yield f"{location}: variant {shorten_text(name)!r} names a folder too: use letters, digits and _.+- only"
         elif len(name) > MAX_NAME_LENGTH:
-            place = where(("sweep", "variants", name))
-            yield f"{place}: variant {shorten_text(name)} names a folder too: use {MAX_NAME_LENGTH} characters at most"
+            location, shown = locate(("sweep", "variants", name)), shorten_text(name)
+            yield f"{location}: variant {shown} names a folder too: use {MAX_NAME_LENGTH} characters at most"
         for key_name in keys:
             if (instead := SWEEP_OWNED_KEYS.get(key_name.replace("-", "_"))) is not None:
-                inside = where(("sweep", "variants", name, key_name))
+                inside = locate(("sweep", "variants", name, key_name))
                 yield f"{inside}: {key_name} is set by the sweep: use sweep.{instead}"
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)
-        yield f"{where(('sweep', 'against'))}: sweep.against is {options.against!r}, which is no variant; {near}"
-    place = where(("sweep", "published"))
+        yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is no variant; {near}"
+    location = locate(("sweep", "published"))
     for published in options.published:
         if published.metric not in METRICS:
             near = format_choices(published.metric, METRICS)
-            yield f"{place}: {published.source}: {published.metric!r} is no metric; {near}"
+            yield f"{location}: {published.source}: {published.metric!r} is no metric; {near}"
         for name, values in published.rows.items():
             if name not in options.variants:
                 near = format_choices(name, options.variants)
-                yield f"{place}: {published.source}: {name!r} is no variant of this sweep; {near}"
+                yield f"{location}: {published.source}: {name!r} is no variant of this sweep; {near}"
             if len(values) != len(published.lengths):
                 yield (
-                    f"{place}: {published.source}: {name} has {len(values)} values for {len(published.lengths)} "
+                    f"{location}: {published.source}: {name} has {len(values)} values for {len(published.lengths)} "
                     "lengths; write null where there is none"
                 )
     if len(set(options.seeds)) < len(options.seeds):
-        yield f"{where(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"
+        yield f"{locate(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    return f"; {suggest_names(name, known) or 'keys are ' + ', '.join(known)}"
+def _suggest_key(name: str, keys: Sequence[str]) -> str:
+    return f"; {suggest_names(name, keys) or 'keys are ' + ', '.join(keys)}"

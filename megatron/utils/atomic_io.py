@@ -33,8 +33,8 @@ def make_folder(key: str, folder: Path) -> list[Path]:
                 path.mkdir(exist_ok=True)
                 created.insert(0, path)
             elif not path.is_dir():
-                what = "which" if path == folder else f"but {path}"
-                raise UserError(f"{key} is {folder}, {what} is a file; name a folder")
+                subject = "which" if path == folder else f"but {path}"
+                raise UserError(f"{key} is {folder}, {subject} is a file; name a folder")
         tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: /proc denies nothing and takes nothing
     except OSError as error:
         remove_empty_folders(created)
@@ -56,19 +56,19 @@ def check_folder(key: str, folder: Path) -> None:
     remove_empty_folders(make_folder(key, folder))
 
 
-def refuse_foreign_files(key: str, files: Iterable[Path], ours: Callable[[Path], bool]) -> None:
+def refuse_foreign_files(key: str, files: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
     """Refuse to write where a file lies that this program did not write.
 
     Args:
-        key: what named the place.
+        key: the configuration key, or option, that named their folder.
         files: that are to be written.
-        ours: is this one, which is there, a file that an earlier command wrote?
+        is_ours: was this existing file written by an earlier command?
 
     Raises:
         UserError: naming the first that is not.
     """
     for path in files:
-        if path.exists() and not ours(path):
+        if path.exists() and not is_ours(path):
             raise UserError(
                 f"{key}: {path} is there, and is none of this command's earlier results, which alone it replaces; "
                 "name another place, or move it away"

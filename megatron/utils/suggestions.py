@@ -17,19 +17,20 @@ def suggest_names(
     Args:
         name: what was written.
         names: what could have been.
-        max_suggestions: so many names are told, joined by or.
+        max_suggestions: at most so many names, joined by or.
         cutoff: difflib's, the least similarity, from 0 to 1.
         shown: how to write a known name, if not as it is.
     """
-    by_lower = {each.lower(): each for each in names}
-    near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, max_suggestions, cutoff)]
-    return f"did you mean {' or '.join(shown[each] if shown else each for each in near)}?" if near else ""
+    by_lower = {known.lower(): known for known in names}
+    matches = difflib.get_close_matches(name.lower(), by_lower, max_suggestions, cutoff)
+    suggested = [shown[by_lower[match]] if shown else by_lower[match] for match in matches]
+    return f"did you mean {' or '.join(suggested)}?" if suggested else ""
 
 
 def find_nearest_name(name: str, names: Iterable[str]) -> str | None:
     """The known name that is most like a name, if one is near. Case does not matter."""
-    by_lower = {each.lower(): each for each in names}
-    return next((by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
+    by_lower = {known.lower(): known for known in names}
+    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
 
 
 def format_choices(name: str, names: Collection[str]) -> str:

@@ -159,7 +159,7 @@ def test_handlers_of_others_stay() -> None:
     mine = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, exit_on_signal)
     try:
-        with raising_on_signals(instead=(exit_on_signal,)):
+        with raising_on_signals(replacing=(exit_on_signal,)):
             assert signal.getsignal(signal.SIGTERM) is mine
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
