@@ -68,8 +68,13 @@ SLOW = (
     *("data/test_corpus.py", "data/test_datasets.py", "data/test_description.py", "data/test_sources.py"),
     *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),
     *("distributed/test_processes.py", "planning/test_memory.py", "utils/test_output.py"),
-    *("training/test_kills.py", "training/test_layouts.py", "training/test_loop.py", "training/test_methods.py"),
-    *("training/test_processes.py", "training/test_watch.py", "training/test_bad_loss.py", "training/test_tasks.py"),
+    *("training/test_kills.py", "training/test_layouts.py", "training/test_trainer.py", "training/test_methods.py"),
+    *(
+        "training/test_processes.py",
+        "training/test_watchdog.py",
+        "training/test_loss_guard.py",
+        "training/test_tasks.py",
+    ),
 )
 """Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
 

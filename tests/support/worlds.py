@@ -32,7 +32,7 @@ STARTED_BY = (
     "training/test_tasks.py",
 )
 """Files whose tests start ranks that compute."""
-WAITING = ("cluster", "launch/test_nodes.py", "training/test_watch.py")
+WAITING = ("cluster", "launch/test_nodes.py", "training/test_watchdog.py")
 """Folders and files whose tests start processes, and wait more than they compute."""
 
 TURNS = max(1, len(os.sched_getaffinity(0)) // 2)
