@@ -36,8 +36,8 @@ EPSILONS = (0.5, 0.1, 0.01, 0.001)
 def encoding_of(name: str, heads: int = 1, options: dict[str, Any] | None = None, **parameters: float) -> Encoding:
     encoding = registry.build_encoding(name, AttentionDims(heads, 8, 8 * heads, 16, 16), options)
     with torch.no_grad():
-        for each, value in parameters.items():
-            getattr(encoding, each).value.fill_(value)
+        for parameter, value in parameters.items():
+            getattr(encoding, parameter).value.fill_(value)
     return encoding
 
 
@@ -214,4 +214,6 @@ def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances
     bias = to_float64(encoding_of("sandwich", heads=12)).table(far).bias
     assert [float(row[0]) for row in rows] == [12 / (8 * head) for head in (1, 6, 12)]
     for row, head in zip(rows, (0, 5, 11), strict=True):
-        assert [float(each.replace("−", "-")) for each in row[1:]] == [round(each, 1) for each in bias[head].tolist()]
+        assert [float(value.replace("−", "-")) for value in row[1:]] == [
+            round(value, 1) for value in bias[head].tolist()
+        ]

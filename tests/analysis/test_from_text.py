@@ -230,7 +230,12 @@ def test_taps_of_a_linear_processor_are_its_weights() -> None:
         shape = attention.processor.dims
         attention.processor, attention.backend = Mixing(shape, has_bias=True), EagerBackend()
     found = measure_processor_jacobian(model, windows(2, 80))
-    assert [(each.layer, each.source) for each in found] == [(0, "score"), (0, "bias"), (1, "score"), (1, "bias")]
+    assert [(jacobian.layer, jacobian.source) for jacobian in found] == [
+        (0, "score"),
+        (0, "bias"),
+        (1, "score"),
+        (1, "bias"),
+    ]
     of_score, of_bias = found[:2]
     assert (of_score.max_offset, of_bias.max_offset) == (1, 0)
     expected = torch.zeros(HEADS, HEADS, 3, dtype=torch.float64)
@@ -265,7 +270,7 @@ def test_taps_of_cdape_where_it_is_linear() -> None:
 def test_taps_differ_where_cdape_bends() -> None:
     model = small_gpt(80, "kerple_log", "cdape")
     found = measure_processor_jacobian(model, windows(2, 80))
-    assert any((each.rms > each.mean.abs() + 1e-6).any() for each in found)
+    assert any((jacobian.rms > jacobian.mean.abs() + 1e-6).any() for jacobian in found)
     again = measure_processor_jacobian(model, windows(2, 80))
     assert all(torch.equal(a.mean, b.mean) for a, b in zip(found, again, strict=True))
 

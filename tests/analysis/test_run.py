@@ -144,10 +144,10 @@ def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Fi
         exact = (math.exp(2 / r1[head].item()) - 1) / r2[head].item()
         assert row["effective_length"] == "inf" if exact > 2**53 else float(row["effective_length"]) == math.ceil(exact)
     maps = json.loads((Path(folder) / "score_maps.json").read_text(encoding="utf-8"))
-    assert {(each["length"], each["map"]) for each in maps} == {
+    assert {(entry["length"], entry["map"]) for entry in maps} == {
         (length, kind) for length in LENGTHS for kind in ("score", "bias", "processor", "attention")
     }
-    attention = next(each for each in maps if each["map"] == "attention" and each["length"] == 16)
+    attention = next(entry for entry in maps if entry["map"] == "attention" and entry["length"] == 16)
     assert [len(line) for line in attention["cells"]] == list(range(1, 17))
     assert all(sum(line) == pytest.approx(1, abs=0.02) for line in attention["cells"])  # three digits each
 
@@ -245,19 +245,19 @@ def test_torch_waits_until_all_was_read() -> None:
 
 def test_analyses_are_found_by_their_files() -> None:
     assert sorted(load_analyses()) == list_analysis_names()
-    assert len({each.order for each in load_analyses().values()}) == len(list_analysis_names())
+    assert len({analysis.order for analysis in load_analyses().values()}) == len(list_analysis_names())
     assert {name for name in list_analysis_names() if needs_text(name)} == set(list_analysis_names("from_text"))
-    for each in load_analyses().values():
-        assert isinstance(each, Analysis)
-        assert each.title
-        assert each.description.endswith(".")
+    for analysis in load_analyses().values():
+        assert isinstance(analysis, Analysis)
+        assert analysis.title
+        assert analysis.description.endswith(".")
 
 
 def test_a_page_escapes_what_it_is_given() -> None:
     part = page.PageSection("x", "<t>", "a & b", ["<p>", page.Table(["<c>"], [["<v>"]])], {"<m>": "<r>."})
     text = page.render_analysis_page("<title>", ["<s>"], [part], page.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
-    for each in ("<t>", "<v>", "<m>", "<r>", "<s>", "<n>", "<g>", "<c>"):
-        assert each not in text.replace("<title>", "", 1)
+    for markup in ("<t>", "<v>", "<m>", "<r>", "<s>", "<n>", "<g>", "<c>"):
+        assert markup not in text.replace("<title>", "", 1)
 
 
 TASK = {
@@ -310,7 +310,7 @@ def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list
     save_file(bent, weights)  # so that the processor is not linear where it is looked at
     made = analyzed([run], "out", only=["processor_taps"], lengths=[16, 64, 160])
     assert {row["length"] for row in rows_of("processor_taps")} == {"64", "160"}  # 16 tokens are too few
-    assert [re.search(r"windows of (\d+) tokens", each.alt)[1] for each in pictures] == ["64", "160"]  # type: ignore[index]
+    assert [re.search(r"windows of (\d+) tokens", picture.alt)[1] for picture in pictures] == ["64", "160"]  # type: ignore[index]
     assert "<th>length</th>" in re.sub(r"<th[^>]*>", "<th>", made)
     short, long = (
         [row["mean"] for row in rows_of("processor_taps") if row["length"] == length] for length in ("64", "160")

@@ -185,14 +185,14 @@ def test_perplexities_of_documents(found: dict[tuple[str, str, int], Record], ru
 def test_choices_and_continuations(found: dict[tuple[str, str, int], Record], run: Path, length: int) -> None:
     model = load_model(run).model
     right = right_by_length = 0
-    for each in QUESTIONS:
-        sums = [of_continuation(model, each["q"], choice, length)[0] for choice in each["choices"]]
-        by_length = [value / len(choice) for value, choice in zip(sums, each["choices"], strict=True)]
-        right += sums.index(max(sums)) == each["gold"]
-        right_by_length += by_length.index(max(by_length)) == each["gold"]
+    for question in QUESTIONS:
+        sums = [of_continuation(model, question["q"], choice, length)[0] for choice in question["choices"]]
+        by_length = [value / len(choice) for value, choice in zip(sums, question["choices"], strict=True)]
+        right += sums.index(max(sums)) == question["gold"]
+        right_by_length += by_length.index(max(by_length)) == question["gold"]
     assert found["choices", "acc", length].value == right / len(QUESTIONS)
     assert found["choices", "acc_norm", length].value == right_by_length / len(QUESTIONS)
-    answers = [of_continuation(model, each["q"], each["choices"][0], length) for each in QUESTIONS]
+    answers = [of_continuation(model, question["q"], question["choices"][0], length) for question in QUESTIONS]
     mean = -sum(value for value, _ in answers) / len(answers)
     assert math.log(found["asked", "target_perplexity", length].value) == pytest.approx(mean, rel=ROUNDING)
     assert found["asked", "acc", length].value == sum(greedy for _, greedy in answers) / len(answers)
@@ -212,7 +212,7 @@ def test_what_is_written_is_greedy_over_whole_passes(place: Path, run: Path, mon
     monkeypatch.setattr(HarnessModel, "generate_until", watched)
     given(place, run, "written", lengths=[24], batch_tokens=60)
     model = load_model(run).model
-    assert [context for context, _ in seen] == [each["q"] for each in QUESTIONS]
+    assert [context for context, _ in seen] == [question["q"] for question in QUESTIONS]
     for context, text in seen:
         tokens = (list(context.encode()) or [256])[-16:]
         start = len(tokens)
@@ -377,12 +377,12 @@ def test_an_export_gives_the_same_answers(place: Path, run: Path) -> None:
         ]
         return [getattr(model, kind)(own) for model, own in zip((exported, ours), requests, strict=True)]
 
-    choices = [(each["q"], choice) for each in QUESTIONS for choice in each["choices"]]
+    choices = [(question["q"], choice) for question in QUESTIONS for choice in question["choices"]]
     theirs, found = asked("loglikelihood", choices)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in theirs], rel=2 * ROUNDING)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in theirs]
     theirs, found = asked("loglikelihood_rolling", [(text,) for text in DOCUMENTS])
     assert found == pytest.approx(theirs, rel=2 * ROUNDING)
     how = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
-    theirs, found = asked("generate_until", [(each["q"] or "x", dict(how)) for each in QUESTIONS])
+    theirs, found = asked("generate_until", [(question["q"] or "x", dict(how)) for question in QUESTIONS])
     assert found == theirs

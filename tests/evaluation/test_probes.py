@@ -71,7 +71,7 @@ def test_the_copy_stands_where_it_should(copied: int, length: int, count: int) -
         for row in made.tolist():
             assert row[length - copied :] == row[length - copied - distance : length + 1 - distance]
         targets.append(made[:, -copied:].tolist())
-    assert all(each == targets[0] for each in targets), "every distance asks for the same tokens"
+    assert all(tokens == targets[0] for tokens in targets), "every distance asks for the same tokens"
 
 
 def test_a_model_that_copies_so_far_is_seen_to() -> None:

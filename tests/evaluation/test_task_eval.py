@@ -60,7 +60,7 @@ class Oracle(nn.Module):
         }
 
     def forward(self, tokens: Tensor, num_logits: int) -> Tensor:
-        rows = [self.known[tuple(each.tolist())] for each in tokens]
+        rows = [self.known[tuple(sequence_tokens.tolist())] for sequence_tokens in tokens]
         logits = torch.zeros(*tokens.shape, self.size + 3)
         logits[:, :, self.size :] = 99.0  # padding of the vocabulary, which is no answer
         for sequence, (row, labels) in enumerate(rows):
