@@ -1,9 +1,9 @@
 """Which records may stand in one table, and what stands in its cells.
 
 Records of different metrics, axes, protocols, training lengths or target tokens are never put into one table, because
-their numbers cannot be compared (`verdict_tables.py` says where those of several training lengths can). With several seeds a
-cell is their arithmetic mean ± sample standard deviation. The last column is the change from the shortest length to
-the largest with its bootstrap interval, and in a word what that says.
+their numbers cannot be compared (`verdict_tables.py` says where those of several training lengths can). With several
+seeds a cell is their arithmetic mean ± sample standard deviation. The last column is the change from the shortest
+length to the largest with its bootstrap interval, and in a word what that says.
 
 What a change is, everywhere (tables, pages, the criterion of extrapolation, comparisons of methods):
 
