@@ -67,7 +67,7 @@ def compute_dense_terms(
     return ScoreTerms(*(None if term is None else toeplitz(term[heads], query, key) for term in table))
 
 
-def compute_visibility(inputs: AttentionInputs) -> Tensor:
+def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
     """Bool [B or 1, 1, R, C]: may the row see the key?"""
     visible = causal_mask(inputs.query, inputs.key, inputs.q.device, inputs.window)[None, None]
     if inputs.key_mask is None:
@@ -99,7 +99,7 @@ def compute_logits(inputs: AttentionInputs) -> Tensor:
     The bias is added after the scaling by 1/√d, as KERPLE's released code does (its equation 2 has it inside).
     """
     scores, bias = compute_scores_and_bias(inputs)
-    visible = compute_visibility(inputs)
+    visible = compute_visible_mask(inputs)
     if inputs.processor is not None:
         contribution = inputs.bias_contribution
         rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)

@@ -175,7 +175,9 @@ class PositionedAttention(MegatronModule):
     ) -> Tensor:
         """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d].
 
-        megatron-core passes more (mask type, bias, packing) that its GPT layers leave at the causal default.
+        megatron-core's attention passes a mask alone through its layers, so `attention_mask` is no mask here but the
+        `AttentionContext`, which holds the masks of its segments. What else it passes (mask type, bias, packing) its
+        GPT layers leave at the causal default.
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
         q, k, v = (rearrange(x, "t b h d -> b h t d") for x in (query, key, value))

@@ -136,7 +136,7 @@ def build_model(
     Args:
         model, position: the configuration's sections.
         vocab_size: the tokenizer's vocabulary; it is padded to a multiple of make_vocab_size_divisible_by.
-        groups: those that share the model; `alone()` if this one holds it whole.
+        groups: those that share the model; `single_process()` if this one holds it whole.
         device: where the model goes; `meta` builds shapes without memory.
         dtype: type of the weights.
         seed: seeds initialisation (and torch); None leaves the random state alone.

@@ -41,7 +41,7 @@ class GPT(GPTModel):
     Args:
         groups: those that share the model.
         position: the encoding shared by all layers, or None if every layer has its own.
-        randomized: positions that a sequence's own are drawn from; None for the places themselves.
+        randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
         row_blocks_reason: why attention is computed in row blocks, for the console; None if it is not.
         Others are megatron-core's.
@@ -171,7 +171,7 @@ class GPT(GPTModel):
     ) -> Tensor:
         """Logits, or the loss of each token.
 
-        Where ranks share a sequence (context parallelism), each gives the tokens of the places that it holds
+        Where ranks share a sequence (context parallelism), each gives the tokens that it holds
         (`distributed/mesh.py`) and gets their logits or losses; T is then their number. A pipeline stage after the
         first takes the hidden states [T, B, D] of the one before it, and one before the last returns them.
 
@@ -186,7 +186,8 @@ class GPT(GPTModel):
                 good.
 
         Returns:
-            Without labels logits [B, T or last, V]; with labels the cross entropy in nats, float32 [B, T or last].
+            Without labels logits [B, T or num_logits, V]; with labels the cross entropy in nats, float32
+            [B, T or num_logits].
 
         Raises:
             UserError: the sequence is longer than the position encoding knows.
@@ -196,7 +197,7 @@ class GPT(GPTModel):
         ):
             raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
         if num_logits is not None and num_logits < 1:
-            raise UserError(f"last is {num_logits}; it must be at least 1")
+            raise UserError(f"num_logits is {num_logits}; it must be at least 1")
         hidden = self.hidden_states(tokens, num_logits, attention_mask, kv_cache, position_seed)
         if not self.is_last_stage:
             return hidden
@@ -210,7 +211,7 @@ class GPT(GPTModel):
         kv_cache: KVCache | None = None,
         position_seed: int | None = None,
     ) -> Tensor:
-        """Hidden states after the layers [T or last, B, D]; arguments as in `forward`."""
+        """Hidden states after the layers [T or num_logits, B, D]; arguments as in `forward`."""
         length = tokens.shape[1 if self.is_first_stage else 0]
         segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
         hidden = self._embed(tokens, segments) if self.is_first_stage else tokens  # [T, B, D]
@@ -270,8 +271,8 @@ class GPT(GPTModel):
 
     def num_parameters(self) -> int:
         """Trainable parameters, position parameters and the padding of the vocabulary included; all ranks call it."""
-        own = sum(full_numel(p, self.groups.mesh) for p in self.parameters() if not is_replica(p))
-        return self._sum_over_stages(own)
+        num_local = sum(full_numel(p, self.groups.mesh) for p in self.parameters() if not is_replica(p))
+        return self._sum_over_stages(num_local)
 
     def _sum_over_stages(self, local: Number) -> Number:
         """The sum over pipeline stages of what each has."""
@@ -313,13 +314,13 @@ class GPT(GPTModel):
 
 
 def chunked_cross_entropy(
-    losses_of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, max_logits: int
+    compute_losses: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, max_logits: int
 ) -> Tensor:
     """Losses of some tokens at a time, whose logits are computed again in the backward pass; of all at once where their
     logits are no more than `max_logits`.
 
     Args:
-        losses_of: from hidden states [t, B, D] and labels [B, t] to float32 [B, t].
+        compute_losses: from hidden states [t, B, D] and labels [B, t] to float32 [B, t].
         hidden: [T, B, D].
         labels: [B, T].
         vocabulary: logits of a token.
@@ -330,9 +331,9 @@ def chunked_cross_entropy(
     """
     step = count_scored_at_once(hidden.shape[0], hidden.shape[1], vocabulary, max_logits)
     if step == hidden.shape[0]:
-        return losses_of(hidden, labels)
-    pieces = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
-    return torch.cat([checkpoint(losses_of, *piece, use_reentrant=False) for piece in pieces], dim=1)
+        return compute_losses(hidden, labels)
+    blocks = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
+    return torch.cat([checkpoint(compute_losses, *block, use_reentrant=False) for block in blocks], dim=1)
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:

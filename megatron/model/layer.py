@@ -47,8 +47,9 @@ class GPTLayer(TransformerLayer):
         )
 
     def forward(self, hidden: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Hidden states [T, B, D] → [T or reading.last, B, D]."""
+        """Hidden states [T, B, D] → [T or context.num_logits, B, D]."""
         normed = self.input_layernorm(hidden)
+        # megatron-core hands its attention module a mask and nothing else of ours, so the context takes its place.
         attended = self.self_attention(normed, attention_mask=context)
         if context is not None and context.num_logits is not None:
             hidden, normed = hidden[-context.num_logits :], normed[-context.num_logits :]

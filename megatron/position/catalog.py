@@ -178,8 +178,9 @@ def _read_defaults(path: Path, class_name: str, arguments: ast.arguments) -> dic
     defaults = {}
     for argument, default in pairs:
         try:
-            defaults[argument.arg] = None if default is None else ast.literal_eval(default)
+            defaults[argument.arg] = ast.literal_eval(default) if default is not None else None
         except ValueError as error:
+            assert default is not None
             raise MethodFileError(
                 f"{format_path(path)}:{default.lineno}: {class_name}: the default of {argument.arg} must be written as "
                 "a number, a text, a truth value or None"

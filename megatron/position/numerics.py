@@ -56,7 +56,7 @@ class _Toeplitz(torch.autograd.Function):
     ) -> Tensor:
         ctx.query, ctx.key, ctx.size = query, key, table.shape[-1]
         ctx.edge = 0 if edge is None else edge.shape[-1]
-        # Row r reads a line of distances from place rows − 1 − r on: a gather of the line alone, then copies of its
+        # Row r reads a line of distances from entry rows − 1 − r on: a gather of the line alone, then copies of its
         # windows, last first. Selected, they lie row after row; flipped, they would lie column after column, and what
         # reads the matrix beside the scores would take several times as long.
         far = query.stop - 1 - key.start
@@ -74,10 +74,10 @@ class _Toeplitz(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_edge, grad = grad[..., : ctx.edge], grad[..., ctx.edge :]
+        edge_grad, grad = grad[..., : ctx.edge], grad[..., ctx.edge :]
         heads, rows, columns = grad.shape
-        # Rows of `width` places, read as rows of one more: row r has moved left by r, what falls off joins the zeros at
-        # the end of the row before, and equal j − i stand in one column (those below 0 count from the end).
+        # Rows of `width` entries, read as rows of one more: row r has moved left by r, what falls off joins the zeros
+        # at the end of the row before, and equal j − i stand in one column (those below 0 count from the end).
         width = rows + columns
         sheared = grad.new_zeros(heads, rows * (width + 1))
         sheared[:, : rows * width].view(heads, rows, width)[..., :columns] = grad
@@ -90,7 +90,7 @@ class _Toeplitz(torch.autograd.Function):
         result[:, 0] += diagonal[:, :negative].sum(-1)
         start = first + negative
         result[:, start : start + count - negative] += diagonal[:, negative:]
-        return result, of_edge if ctx.needs_input_grad[1] else None, None, None, None
+        return result, edge_grad if ctx.needs_input_grad[1] else None, None, None, None
 
 
 def toeplitz(
@@ -104,12 +104,12 @@ def toeplitz(
         channels_last: H lies innermost in memory.
 
     Raises:
-        ValueError: an edge or channels last at drawn positions.
+        ValueError: an edge or channels last at sampled positions.
     """
     if query.sampled is None:
         return _Toeplitz.apply(table, edge, query, key, channels_last)
     if edge is not None or channels_last:
-        raise ValueError("drawn positions have neither an edge nor channels last")
-    # Drawn positions leave no diagonals to sum along.
+        raise ValueError("sampled positions have neither an edge nor channels last")
+    # Sampled positions leave no diagonals to sum along.
     distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
     return table.index_select(1, distance.clamp_(min=0).flatten()).unflatten(1, distance.shape)

@@ -11,21 +11,20 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 class BiasContribution(NamedTuple):
-    """A Toeplitz bias's own share of a processor's first layer of W channels, for key columns from place 0."""
+    """A Toeplitz bias's own part of a processor's first layer of W channels, for key columns from index 0."""
 
     table: Tensor
-    """float32 [W, reach + N] at the distances n = −reach … N − 1."""
+    """float32 [W, p + N] at the distances n = −p … N − 1, p the processor's `left_context`."""
     edge: Tensor
-    """float32 [W, N, reach]: the first columns of rows 0 … N − 1, which see the left edge and are no function of n."""
+    """float32 [W, N, p]: the first columns of rows 0 … N − 1, which see the left edge and are no function of n."""
 
     def for_rows(self, query: TokenRange, num_columns: int) -> Tensor:
-        """[W, R, columns + reach], W innermost, for query rows and keys 0 … columns − 1, and as many as `reach` after
-        them."""
-        reach = self.edge.shape[-1]
-        # Entry n of the table stands at n + reach, so the rows are read as if they were that much further on.
-        shifted = TokenRange(query.start + reach, query.length)
+        """[W, R, num_columns + p], W innermost, for query rows and keys 0 … num_columns − 1, and p after them."""
+        left_context = self.edge.shape[-1]
+        # Entry n of the table stands at n + p, so the rows are read as if they were that much further on.
+        shifted = TokenRange(query.start + left_context, query.length)
         edge = self.edge[:, query.start : query.stop]
-        return toeplitz(self.table, shifted, TokenRange(0, num_columns + reach), edge=edge, channels_last=True)
+        return toeplitz(self.table, shifted, TokenRange(0, num_columns + left_context), edge=edge, channels_last=True)
 
 
 class Processor(PositionModule):
@@ -37,7 +36,7 @@ class Processor(PositionModule):
 
     left_context: int = 0
     """Key columns left of a row's first visible one on which the row's logits depend. Where a window hides the columns
-    before, a backend may leave them out, except for the nearest `reach`."""
+    before, a backend may leave them out, except for the nearest of this number."""
 
     def __init__(self, dims: AttentionDims, *, has_bias: bool) -> None:
         super().__init__(dims)
@@ -78,7 +77,7 @@ class Processor(PositionModule):
             visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
                 another document. Such entries count as zero, like columns outside the triangle.
             heads: the heads whose logits are wanted, h of them; all are read.
-            bias_contribution: `BiasContribution.fit_tile_to_rows(…)` of these rows, [W, R, C + left_context], instead
+            bias_contribution: `BiasContribution.for_rows(…)` of these rows, [W, R, C + left_context], instead
                 of working it out from the bias.
 
         Returns:

@@ -147,8 +147,8 @@ def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list
         ("encoding", list_encodings(), load_encoding_class),
         ("processor", list_processors(), load_processor_class),
     ]
-    for kind, known, load_class in loaders:
-        for name in (name for name in known if name in names):
+    for kind, method_names, load_class in loaders:
+        for name in (name for name in method_names if name in names):
             try:
                 method: type[PositionModule] = load_class(name)
             except MethodFileError as error:

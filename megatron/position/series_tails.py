@@ -49,7 +49,7 @@ def windowed_tail(window: int) -> SeriesTail:
 
 def unknown_tail() -> SeriesTail:
     """Of a bias whose encoding declares nothing."""
-    return SeriesTail(None, "its encoding does not declare how the bias ends (Encoding.tails)")
+    return SeriesTail(None, "its encoding does not declare how the bias ends (Encoding.bias_tails)")
 
 
 def constant_tail(value: float, reason: str) -> SeriesTail:

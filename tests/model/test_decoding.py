@@ -96,7 +96,7 @@ def test_a_cache_says_what_it_cannot_do() -> None:
         gpt(tokens(1, 1), kv_cache=gpt.new_kv_cache(5))
     with pytest.raises(UserError, match="at least 1 token, not 0"):
         gpt.new_kv_cache(0)
-    with pytest.raises(UserError, match="last is 0"):
+    with pytest.raises(UserError, match="num_logits is 0"):
         gpt(tokens(1, 4), num_logits=0)
     model = ModelOptions(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=LENGTH)
     with pytest.raises(UserError, match="'foo': choose from auto, sdpa, triton, native, eager, chunked"):

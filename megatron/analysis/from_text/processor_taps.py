@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
 from megatron.analysis.attention_capture import list_attention_layers, run_forward
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_scores_and_bias, compute_table, compute_visibility
+from megatron.attention.reference import compute_scores_and_bias, compute_table, compute_visible_mask
 from megatron.model.gpt import GPT
 
 MAX_OFFSET = 16
@@ -144,7 +144,7 @@ def _compute_processor_inputs(inputs: AttentionInputs, rows: Sequence[int]) -> t
         scores.append(score[0])
         if bias is not None:
             biases.append(bias)
-        visible.append(compute_visibility(one_row)[0])
+        visible.append(compute_visible_mask(one_row)[0])
     return torch.cat(scores, 1), torch.cat(biases, 1) if biases else None, torch.cat(visible, 1)
 
 

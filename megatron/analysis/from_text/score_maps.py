@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, format_triangle
 from megatron.analysis.attention_capture import choose_block_size, run_forward
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.reference import compute_logits, compute_scores_and_bias, compute_visibility, precompute_terms
+from megatron.attention.reference import compute_logits, compute_scores_and_bias, compute_visible_mask, precompute_terms
 from megatron.model.gpt import GPT
 
 MAP_SIZE = 64
@@ -59,7 +59,7 @@ def compute_layer_maps(
         counts[layer] = torch.zeros(side, side, dtype=torch.float64)
         # The largest block first: see `compute_attention_in_blocks`.
         for block in reversed(list(iter_row_blocks(precompute_terms(inputs), choose_block_size(inputs)))):
-            visible = compute_visibility(block)
+            visible = compute_visible_mask(block)
             query_pooling = _build_pooling(block.query.indices(inputs.q.device), length, side)
             key_pooling = _build_pooling(block.key.indices(inputs.q.device), length, side)
             counts[layer] += (query_pooling.T @ visible[0, 0].double() @ key_pooling).cpu()

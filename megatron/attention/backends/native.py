@@ -1,6 +1,6 @@
 """Our C code for convolutional score processors on a CPU: memory linear in T, several times as fast as row blocks.
 
-What it leaves out (other types and devices, padding, drawn positions, divided heads) goes to PyTorch's row blocks.
+What it leaves out (other types and devices, padding, sampled positions, divided heads) goes to PyTorch's row blocks.
 """
 
 import logging

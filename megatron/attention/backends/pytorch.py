@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visibility
+from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visible_mask
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 
@@ -78,8 +78,8 @@ class RowBlockBackend:
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         if torch.is_grad_enabled() and inputs.key.length <= MAX_KEYS_KEPT:
-            kept = self.kept_without_processor if inputs.processor is None else self.kept_with_processor
-            return kept(inputs)
+            backend = self.kept_without_processor if inputs.processor is None else self.kept_with_processor
+            return backend(inputs)
         return self.recomputed(inputs)
 
 
@@ -103,7 +103,7 @@ class SdpaBackend:
 
     @staticmethod
     def _attend_masked(inputs: AttentionInputs) -> Tensor:
-        mask = compute_visibility(inputs)
+        mask = compute_visible_mask(inputs)
         return torch.nn.functional.scaled_dot_product_attention(
             inputs.q, inputs.k, inputs.v, attn_mask=mask, dropout_p=inputs.dropout
         )

@@ -45,8 +45,8 @@ class Cope(Encoding):
         # From the right: the count for column j includes j itself and everything up to the query.
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)
         below = position.detach().floor().long().clamp(max=self.positions - 2)
-        share = position - below
+        fraction = position - below
         terms = torch.matmul(q * q.shape[-1] ** -0.5, self.vectors().to(q.dtype).t())  # [B, H, R, positions]
-        terms = terms.to(share.dtype)
+        terms = terms.to(fraction.dtype)
         low, high = terms.gather(-1, below), terms.gather(-1, below + 1)
-        return (low + share * (high - low)).to(scores.dtype)
+        return (low + fraction * (high - low)).to(scores.dtype)

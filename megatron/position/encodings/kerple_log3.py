@@ -40,4 +40,4 @@ class KerpleLog3(Encoding):
 
     def bias_tails(self) -> list[SeriesTail]:
         parameters = zip(*(r().tolist() for r in (self.r1, self.r2, self.r3)), strict=True)
-        return [power_tail(*each, decay_name="r1·r3") for each in parameters]
+        return [power_tail(r1, r2, r3, decay_name="r1·r3") for r1, r2, r3 in parameters]

@@ -41,8 +41,10 @@ class Learned(Encoding):
 
     def embed(self, tokens: TokenRange, like: Tensor) -> Tensor:
         if tokens.position_limit > self.dims.max_length:
-            what = f"a sequence of length {tokens.stop} was given"
+            request = f"a sequence of length {tokens.stop} was given"
             if tokens.sampled is not None:
-                what = f"positions are drawn from {tokens.position_limit} (randomized_positions)"
-            raise ValueError(f"learned positions end at {self.dims.max_length} (max_position_embeddings), but {what}")
+                request = f"positions are drawn from {tokens.position_limit} (randomized_positions)"
+            raise ValueError(
+                f"learned positions end at {self.dims.max_length} (max_position_embeddings), but {request}"
+            )
         return self.vectors(tokens.positions(like.device)).to(like.dtype)

@@ -60,24 +60,26 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise OptionError("scaling", f"is {self.scaling!r}; choose from {', '.join(SCALINGS)}")
-        takes = SCALINGS[self.scaling]
-        given = {name: value for name, value in vars(self).items() if name != "scaling" and value is not None}
-        for name, value in given.items():
-            if name not in takes:
-                says = f"takes {', '.join(takes)}" if takes else "takes no options"
+        allowed = SCALINGS[self.scaling]
+        values = {name: value for name, value in vars(self).items() if name != "scaling" and value is not None}
+        for name, value in values.items():
+            if name not in allowed:
+                says = f"takes {', '.join(allowed)}" if allowed else "takes no options"
                 raise OptionError(name, f"is {value}, but scaling {self.scaling} {says}")
             if not 0 < value < math.inf:
                 raise OptionError(name, f"is {value}; it must be a positive number")
-        for name in takes:
-            if name not in given and name not in _DEFAULTS and name not in _OPTIONAL:
+        for name in allowed:
+            if name not in values and name not in _DEFAULTS and name not in _OPTIONAL:
                 raise OptionError(name, f"is missing; scaling {self.scaling} needs it")
         if self.factor is not None and self.factor < 1:
             raise OptionError("factor", f"is {self.factor}; it must be at least 1")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if low in takes and not self._of(low) < self._of(high):
-                raise OptionError(low, f"is {self._of(low):g}; it must be less than {high} {self._of(high):g}")
+            if low in allowed and not self._get_value(low) < self._get_value(high):
+                raise OptionError(
+                    low, f"is {self._get_value(low):g}; it must be less than {high} {self._get_value(high):g}"
+                )
 
-    def _of(self, name: str) -> float:
+    def _get_value(self, name: str) -> float:
         value = getattr(self, name)
         return float(_DEFAULTS[name] if value is None else value)
 
@@ -87,26 +89,26 @@ class RotaryScaling:
             case "none":
                 return plain
             case "linear":
-                return plain / self._of("factor")
+                return plain / self._get_value("factor")
             case "llama3":
-                turns = self._of("original_length") * plain / (2 * math.pi)
-                low, high = self._of("low_freq_factor"), self._of("high_freq_factor")
-                kept = ((turns - low) / (high - low)).clamp(0, 1)
+                turns = self._get_value("original_length") * plain / (2 * math.pi)
+                low, high = self._get_value("low_freq_factor"), self._get_value("high_freq_factor")
+                unscaled = ((turns - low) / (high - low)).clamp(0, 1)
             case _:
-                kept = 1 - self._ramp(plain, base)
-        return plain * (kept + (1 - kept) / self._of("factor"))
+                unscaled = 1 - self._ramp(plain, base)
+        return plain * (unscaled + (1 - unscaled) / self._get_value("factor"))
 
     def _ramp(self, plain: Tensor, base: float) -> Tensor:
         """0 for pairs that turn often within the original length, 1 for those that hardly do: float64 [half]."""
         half = plain.shape[0]
 
-        def pair(turns: float) -> float:
-            return half * math.log(self._of("original_length") / (turns * 2 * math.pi)) / math.log(base)
+        def find_pair(turns: float) -> float:
+            return half * math.log(self._get_value("original_length") / (turns * 2 * math.pi)) / math.log(base)
 
-        first = max(math.floor(pair(self._of("beta_fast"))), 0)
-        last = min(math.ceil(pair(self._of("beta_slow"))), 2 * half - 1)
-        width = last - first or 0.001
-        return ((torch.arange(half, dtype=plain.dtype, device=plain.device) - first) / width).clamp(0, 1)
+        first_pair = max(math.floor(find_pair(self._get_value("beta_fast"))), 0)
+        last_pair = min(math.ceil(find_pair(self._get_value("beta_slow"))), 2 * half - 1)
+        width = last_pair - first_pair or 0.001
+        return ((torch.arange(half, dtype=plain.dtype, device=plain.device) - first_pair) / width).clamp(0, 1)
 
     @property
     def amplitude(self) -> float:
@@ -115,7 +117,7 @@ class RotaryScaling:
             return 1.0
         if self.attention_factor is not None:
             return float(self.attention_factor)
-        return 0.1 * math.log(self._of("factor")) + 1.0
+        return 0.1 * math.log(self._get_value("factor")) + 1.0
 
 
 class Rotary(Encoding):

@@ -42,9 +42,9 @@ class Sandwich(Encoding):
         return [self._tail(self.dims.num_heads / (8 * h)) for h in range(1, self.dims.num_heads + 1)]
 
     def _tail(self, k: float) -> SeriesTail:
-        least = -k * self.dimension / 2 / math.log(10)
+        min_log10 = -k * self.dimension / 2 / math.log(10)
         return SeriesTail(
             False,
             "a sum of cosines is almost periodic, so b comes back near 1 again and again, and its mean over n is at "
-            f"least exp(−k·m/2) = 10^{least:.1f} with k = {k:.4g} (the published proof of convergence fails)",
+            f"least exp(−k·m/2) = 10^{min_log10:.1f} with k = {k:.4g} (the published proof of convergence fails)",
         )

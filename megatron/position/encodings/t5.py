@@ -48,5 +48,5 @@ class T5(Encoding):
         return ScoreTerms(bias=self.bias()[self.buckets(distances)].t())
 
     def bias_tails(self) -> list[SeriesTail]:
-        why = f"all distances from about {self.max_distance} on share the last bucket"
-        return [constant_tail(math.exp(last), why) for last in self.bias()[-1].tolist()]
+        reason = f"all distances from about {self.max_distance} on share the last bucket"
+        return [constant_tail(math.exp(bias), reason) for bias in self.bias()[-1].tolist()]

@@ -24,14 +24,14 @@ class Projection(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, std: float) -> None:
         super().__init__()
-        self.start = init_normal(std)
+        self.init = init_normal(std)
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.weight)  # only so that what is drawn after it stays what it was
         with torch.no_grad():
-            self.start(self.weight)
+            self.init(self.weight)
 
     def forward(self, x: Tensor, heads: slice | None = None) -> Tensor:
         """R_n [N, D] → W_R R_n [N, H·d]; given heads, their queries q [B, h, R, d] → W_Rᵀ q [B, h, R, D]."""
@@ -74,8 +74,8 @@ class TransformerXL(Encoding):
         table = self._table
         if table is None or len(table) < count or table.dtype != like.dtype or table.device != like.device:
             with torch.inference_mode(False):  # also for a training step after an evaluation
-                places = torch.arange(1 << (count - 1).bit_length(), device=like.device)
-                table = self._table = sinusoidal_embeddings(places, self.dims.hidden_size, self.base, like.dtype)
+                distances = torch.arange(1 << (count - 1).bit_length(), device=like.device)
+                table = self._table = sinusoidal_embeddings(distances, self.dims.hidden_size, self.base, like.dtype)
         return table[:count]
 
     def _by_distance(self, q: Tensor, count: int, heads: slice) -> Tensor:

@@ -134,7 +134,7 @@ class Cdape(Processor):
         by_distance = self.hidden(flipped_table[None, :, None], self.biases)[0, :, 0].flip(-1)
         rows, strip = TokenRange(0, table.shape[-1]), TokenRange(0, 2 * self.left_context)
         visible_bias = toeplitz(table, rows, strip).masked_fill(~causal_mask(rows, strip, table.device), 0)
-        # Without reach the strip has no columns, and neither has the edge.
+        # Without left context the strip has no columns, and neither has the edge.
         edge = (
             self.hidden(visible_bias[None], self.biases)[0, ..., : self.left_context]
             if self.left_context
