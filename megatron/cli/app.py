@@ -13,10 +13,9 @@ from megatron.cli.analyze import analyze
 from megatron.cli.convert import export, import_
 from megatron.cli.evaluate import evaluate
 from megatron.cli.generate import generate
-from megatron.cli.keys import keys
 from megatron.cli.plan import plan
-from megatron.cli.positions import positions
 from megatron.cli.prepare import prepare
+from megatron.cli.reference import keys, positions
 from megatron.cli.report import report
 from megatron.cli.run_command import pass_errors_through, run_command
 from megatron.cli.runs import checkpoints, status

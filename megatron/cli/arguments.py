@@ -95,7 +95,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load_config(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> LoadedConfig:
-    """Read the configuration and say what there is to say about it, unless another rank does."""
+    """Read the configuration and print its notes, unless another rank does (`silent`)."""
     from megatron.config.load import load_config
 
     files, overrides = split_arguments(arguments)

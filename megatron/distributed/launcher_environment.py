@@ -22,7 +22,7 @@ from megatron.utils.errors import UserError
 Environment = Mapping[str, str]
 ADDRESS = "127.0.0.1"
 PORTS = range(20000, 30000)
-"""Where jobs meet that were told no port: below those that the system gives to connections (Linux: from 32768)."""
+"""Where jobs meet that were given no port: below those that the system gives to connections (Linux: from 32768)."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LaunchContext:
     job_port: int
     """One that follows from the job's number, for where nobody says."""
     cores: int | None
-    """CPU cores of each process, where the launcher was told."""
+    """CPU cores of each process, where the launcher says."""
 
     def to_environment(self, configured_port: int | None = None) -> dict[str, str]:
         """The environment, in torchrun's words. `configured_port` is where to meet if the environment does not say."""
@@ -124,7 +124,7 @@ class LaunchContext:
 
 
 def read_launcher_environment(environment: Environment = os.environ) -> LaunchContext | None:
-    """What the launcher said; None if nobody did, or it started one process.
+    """Which process of a run this is, as a launcher says; None if there is no launcher, or it started one process.
 
     Raises:
         UserError: variables that are missing, are no numbers, or contradict each other.

@@ -18,7 +18,7 @@ Dimension = Literal["tensor", "context", "data", "pipeline"]
 DIMENSION_ORDER: tuple[Dimension, ...] = ("tensor", "context", "data", "pipeline")
 """From neighbours in rank order to the farthest."""
 
-Number = TypeVar("Number", int, float)
+NumberT = TypeVar("NumberT", int, float)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Mesh:
         """The ranks that differ from this one in these dimensions alone, itself included, in rank order."""
         return next(group for group in self.sizes.list_groups(*dimensions) if self.rank in group)
 
-    def count_once(self, value: Number) -> Number:
+    def count_once(self, value: NumberT) -> NumberT:
         """`value` on one of the ranks that hold the same tokens and 0 on the others, so that a sum over all ranks
         counts each token once. It is the rank that has the losses: of the last stage, the first that shares its layers.
         """

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.megatron_core import parallel_state
-from megatron.distributed.mesh import Dimension, Mesh, Number, ParallelSizes
+from megatron.distributed.mesh import Dimension, Mesh, NumberT, ParallelSizes
 from megatron.utils.errors import RunError
 
 INIT_TIMEOUT = timedelta(minutes=30)
@@ -64,7 +64,7 @@ class ProcessGroups:
         stage, for a process of one of them."""
         return _GROUPS[frozenset(along)]()
 
-    def all_reduce_sum(self, *values: Number) -> list[Number]:
+    def all_reduce_sum(self, *values: NumberT) -> list[NumberT]:
         """The sum of each value over all processes: of whole numbers exactly, else in float64. All must call it.
 
         For what the processes of a mesh count several times, see `Mesh.count_once`.

@@ -51,7 +51,7 @@ class ErrorKind:
 
     error: type[FarfieldError]
     priority: int
-    """Of several errors the one of the lowest number is told: when a rank goes, the others fail in their next
+    """Of several errors the one of the lowest number is raised: when a rank goes, the others fail in their next
     collective, and those failures say nothing."""
 
 
@@ -77,7 +77,7 @@ class ErrorReport:
 
     @staticmethod
     def from_error(error: FarfieldError) -> ErrorReport:
-        """The report of an error that is told now."""
+        """The report of an error that was raised now."""
         kind = next(name for name, kind in ERROR_KINDS.items() if isinstance(error, kind.error))
         return ErrorReport(kind, str(error), time.time(), getattr(error, "key", None))
 

@@ -153,7 +153,7 @@ def _finite(value: object) -> float | None:
 
 
 def _read_heartbeat(run: Path) -> dict[str, Any]:
-    """What the run told last; nothing if it has told nothing, or it is over. Raises OSError or ValueError."""
+    """The run's last heartbeat; empty if there is none, or the run is over. Raises OSError or ValueError."""
     try:
         text = parse_json((run / HEARTBEAT_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

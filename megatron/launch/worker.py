@@ -32,7 +32,7 @@ def run_rank(
         config: resolved.
         log: where all goes that is not for the user.
         rank_info: which rank.
-        end: ends this process when a rank hangs; told whether this rank is the one that reports it.
+        end: ends this process when a rank hangs; its second argument says whether this rank is the one to report it.
 
     Returns:
         0, or 128 + n if signal n ended the run early.

@@ -24,7 +24,7 @@ from megatron.attention.segments import (
     no_sampling,
 )
 from megatron.distributed.collectives import all_gather
-from megatron.distributed.mesh import Axis, Number, list_context_chunks, pipeline_layer_range
+from megatron.distributed.mesh import Axis, NumberT, list_context_chunks, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
 from megatron.model.attention import AttentionContext, KVCache, PositionedAttention
@@ -274,7 +274,7 @@ class GPT(GPTModel):
         num_local = sum(full_numel(p, self.groups.mesh) for p in self.parameters() if not is_replica(p))
         return self._sum_over_stages(num_local)
 
-    def _sum_over_stages(self, local: Number) -> Number:
+    def _sum_over_stages(self, local: NumberT) -> NumberT:
         """The sum over pipeline stages of what each has."""
         mesh = self.groups.mesh
         if mesh.pipeline.size == 1:

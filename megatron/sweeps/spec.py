@@ -11,7 +11,7 @@
         t5: {pos_emb: t5}
       evaluate: {multiples: [1, 2, 4, 8, 16, 32], protocol: last}
 
-torch is not imported: a mistake in the file is told at once.
+torch is not imported: a mistake in the file is reported at once.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""`./deepy.py positions`."""
+"""`./deepy.py keys` and `./deepy.py positions`: what there is to configure."""
 
 from typing import Annotated
 
@@ -6,6 +6,32 @@ import typer
 
 from megatron.cli.arguments import AsJson
 from megatron.cli.console import print_facts, print_to_stderr
+from megatron.utils.errors import UserError
+
+
+def keys(
+    pattern: Annotated[
+        str, typer.Argument(help="Only keys with this text in their name or meaning.", show_default=False)
+    ] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/configuration.md.")] = False,
+) -> None:
+    """Explain the keys of configuration files: ours, and what GPT-NeoX's, KERPLE's and DAPE's mean here."""
+    from megatron.config import reference
+
+    if markdown:
+        print(reference.build_reference(), end="")
+        return
+    from rich.markup import escape
+
+    matches = reference.lookup_keys(pattern)
+    if not matches:
+        raise UserError(f"no key contains {pattern!r}; {reference.find_nearest_key(pattern)}".removesuffix("; "))
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
+    for i, (name, default, values, meaning) in enumerate(matches):
+        console.print("\n" * (i > 0) + f"[bold cyan]{escape(name)}[/]")
+        print_facts(console, {"default": default, "values": values, "meaning": meaning})
 
 
 def positions(
