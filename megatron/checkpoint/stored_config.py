@@ -18,7 +18,7 @@ from megatron.checkpoint.layout import CONFIG
 from megatron.config.schema import Config, map_key_owners
 from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import read_yaml
-from megatron.options.model import GATED, intermediate_size_of
+from megatron.options.model import GATED_ACTIVATIONS, intermediate_size_of
 from megatron.utils.errors import RunError, UserError
 
 ConfigValues = dict[str, Any]
@@ -31,7 +31,7 @@ def _split_bias_key(values: ConfigValues) -> None:
 
 def _scale_gated_width(values: ConfigValues) -> None:
     """Until format 3, intermediate_size was the width of a gated feed-forward layer, and 4 × hidden_size by default."""
-    if (activation := values.get("activation")) in GATED:
+    if (activation := values.get("activation")) in GATED_ACTIVATIONS:
         width = values.get("intermediate_size") or 4 * values["hidden_size"]
         values["intermediate_size"] = intermediate_size_of(width, activation)
 

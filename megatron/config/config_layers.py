@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megatron.config.schema import Path_, get_default_value, list_config_keys
+from megatron.config.schema import KeyPath, get_default_value, list_config_keys
 from megatron.config.yaml_files import YamlDocument, format_value
 from megatron.utils.suggestions import suggest_names
 
 COMMAND_LINE = "command line"
 PRECISION = ("precision",)
-PRECISION_SWITCHES: dict[Path_, str] = {("fp16", "enabled"): "fp16", ("bf16", "enabled"): "bf16"}
+PRECISION_SWITCHES: dict[KeyPath, str] = {("fp16", "enabled"): "fp16", ("bf16", "enabled"): "bf16"}
 FP16_TYPE = ("fp16", "type")
 PRECISION_BY_FP16_TYPE = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "float16": "fp16"}
 OPTION_KEYS = {
@@ -48,7 +48,7 @@ class KeyRule(ABC):
     """Of rules that are put off, those with lower numbers come first."""
 
     @abstractmethod
-    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         """Our paths and values for the key of this name, as its layer is read; problems and notes go to `layers`."""
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
@@ -60,7 +60,7 @@ class ValueRule(ABC):
     """What becomes of a value of one of our keys that is not a value of ours."""
 
     @abstractmethod
-    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         """Our paths and values for it; problems and notes go to `layers`."""
 
 
@@ -69,8 +69,8 @@ def _to_underscores(name: str) -> str:
 
 
 def _flatten(
-    values: dict[str, Any], document: YamlDocument, written_prefix: Path_ = (), prefix: Path_ = ()
-) -> Iterator[tuple[Path_, SourcedValue]]:
+    values: dict[str, Any], document: YamlDocument, written_prefix: KeyPath = (), prefix: KeyPath = ()
+) -> Iterator[tuple[KeyPath, SourcedValue]]:
     """Leaves of a mapping as (path, setting); a mapping opens only where the schema has keys inside it.
 
     written_prefix: the keys around the mapping as they are written; prefix: the same, as paths of the schema.
@@ -98,7 +98,7 @@ class ConfigLayers:
 
     key_rules: Mapping[str, KeyRule] = field(default_factory=dict)
     value_rules: Mapping[str, Mapping[str, ValueRule]] = field(default_factory=dict)
-    values: dict[Path_, SourcedValue] = field(default_factory=dict)
+    values: dict[KeyPath, SourcedValue] = field(default_factory=dict)
     deferred: dict[str, SourcedValue] = field(default_factory=dict)
     """Keys that mean something only together with another key (`rotary_pct`)."""
     notes: list[str] = field(default_factory=list)
@@ -124,12 +124,12 @@ class ConfigLayers:
             pairs[name] = value
         self._add(_flatten(pairs, YamlDocument(COMMAND_LINE, pairs, {})), COMMAND_LINE)
 
-    def locate(self, path: Path_) -> str | None:
+    def locate(self, path: KeyPath) -> str | None:
         """Who set a key, or the nearest thing to it."""
         if path in self.values:
             return self.values[path].where
-        inside = [setting.where for known, setting in self.values.items() if known[: len(path)] == path]
-        return inside[0] if inside else None
+        nested = (setting.where for key, setting in self.values.items() if key[: len(path)] == path)
+        return next(nested, None)
 
     def get_value(self, key: str) -> Any:
         """The value of a flat key; its default where no layer has it."""
@@ -152,7 +152,7 @@ class ConfigLayers:
         """Say of a key, together with others of its layer, that it has no effect."""
         self._ignored.setdefault(reason, []).append(name)
 
-    def note_replaced(self, path: Path_, old: SourcedValue, new: SourcedValue) -> None:
+    def note_replaced(self, path: KeyPath, old: SourcedValue, new: SourcedValue) -> None:
         """Say that one value replaces another, if they differ."""
         if old.value != new.value:
             self.notes.append(
@@ -160,11 +160,11 @@ class ConfigLayers:
                 f"({new.where})"
             )
 
-    def _add(self, items: Iterable[tuple[Path_, SourcedValue]], source: str) -> None:
+    def _add(self, items: Iterable[tuple[KeyPath, SourcedValue]], source: str) -> None:
         self.num_layers += 1
         self._ignored = {}
-        layer: dict[Path_, SourcedValue] = {}
-        written: dict[Path_, str] = {}
+        layer: dict[KeyPath, SourcedValue] = {}
+        written: dict[KeyPath, str] = {}
         for path, setting in items:
             is_repeated = path in written
             if is_repeated:  # num-layers and num_layers, or optimizer.params.lr and optimizer: {params: {lr: …}}
@@ -189,14 +189,14 @@ class ConfigLayers:
                 self.note_replaced(path, old, setting)
             self.values[path] = setting
 
-    def _translate(self, path: Path_, setting: SourcedValue) -> Iterator[tuple[Path_, Any]]:
+    def _translate(self, path: KeyPath, setting: SourcedValue) -> Iterator[tuple[KeyPath, Any]]:
         """Our paths and values for one written key; problems and notes are recorded."""
         name = ".".join(path)
         if (rule := self.key_rules.get(name)) is not None:
             return rule.translate(name, setting, self)
         return self.translate_own_key(path, setting)
 
-    def translate_own_key(self, path: Path_, setting: SourcedValue) -> Iterator[tuple[Path_, Any]]:
+    def translate_own_key(self, path: KeyPath, setting: SourcedValue) -> Iterator[tuple[KeyPath, Any]]:
         """A key of ours (or an unknown one), with other projects' names of its values."""
         name, value, where = ".".join(path), setting.value, setting.where
         key = list_config_keys().get(path)
@@ -223,7 +223,7 @@ class ConfigLayers:
         else:
             yield from rule.translate(path, setting, self)
 
-    def _resolve_precision(self, layer: dict[Path_, SourcedValue]) -> None:
+    def _resolve_precision(self, layer: dict[KeyPath, SourcedValue]) -> None:
         """Make one `precision` of what a layer says in `precision`, `fp16` and `bf16`.
 
         A layer that switches one format on switches the other off, so that an overlay can change the precision of a
@@ -262,7 +262,7 @@ class ConfigLayers:
                 if precision and setting.value is False and current and current.value == precision:
                     layer[PRECISION] = SourcedValue("fp32", setting.where, setting.layer)
 
-    def _drop_options(self, method_path: Path_, options_key: str, layer: dict[Path_, SourcedValue]) -> None:
+    def _drop_options(self, method_path: KeyPath, options_key: str, layer: dict[KeyPath, SourcedValue]) -> None:
         new, old = layer.get(method_path), self.values.get(method_path)
         if new is None or old is None or new.value == old.value:
             return
@@ -272,7 +272,7 @@ class ConfigLayers:
                 f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {old.value}"
             )
 
-    def _describe_unknown_key(self, path: Path_) -> str:
+    def _describe_unknown_key(self, path: KeyPath) -> str:
         """`unknown key 'num_layrs'; did you mean num_layers?`"""
         name = ".".join(path)
         if path == ("sweep",):

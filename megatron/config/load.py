@@ -22,12 +22,12 @@ from pydantic import ValidationError
 from megatron.config import method_names
 from megatron.config.config_layers import COMMAND_LINE, ConfigLayers, SourcedValue
 from megatron.config.neox_keys import POSITION_ALIASES, RULES, VALUE_RULES
-from megatron.config.schema import SECTIONS, Config, Path_, get_default_value, map_key_owners
+from megatron.config.schema import SECTIONS, Config, KeyPath, get_default_value, map_key_owners
 from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
 from megatron.options.data import DataOptions
-from megatron.options.model import GATED, MAX_SIZE, ModelOptions, ffn_hidden_size
+from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ffn_hidden_size
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import suggest_names
@@ -215,7 +215,7 @@ def _note_unread(config: Config, layers: ConfigLayers) -> None:
 
 def _note_gated_width(model: ModelOptions, layers: ConfigLayers) -> None:
     """The width of a gated layer follows from its key by a rule that not everybody has in mind."""
-    if model.activation in GATED:
+    if model.activation in GATED_ACTIVATIONS:
         size = "4 × hidden_size" if model.intermediate_size is None else f"intermediate_size {model.intermediate_size}"
         where = layers.locate(("intermediate_size",)) or layers.locate(("activation",))
         layers.notes.append(
@@ -250,7 +250,7 @@ def _resolve_vocabulary_rows(layers: ConfigLayers) -> None:
     GPT-NeoX multiplies make_vocab_size_divisible_by by the number of these ranks. Here it counts for all of them, so
     that every layout has the same rows, and only what they cannot divide is raised.
     """
-    path: Path_ = ("make_vocab_size_divisible_by",)
+    path: KeyPath = ("make_vocab_size_divisible_by",)
     ranks, multiple = layers.get_value("model_parallel_size"), layers.get_value(path[0])
     if type(ranks) is not int or type(multiple) is not int or ranks < 1 or multiple < 1 or multiple % ranks == 0:
         return

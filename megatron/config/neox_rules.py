@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.config_layers import ConfigLayers, KeyRule, SourcedValue, ValueRule
-from megatron.config.schema import Path_, map_key_owners
+from megatron.config.schema import KeyPath, map_key_owners
 from megatron.config.yaml_files import format_value
 
 MODEL_SECTIONS = ("model", "position")
@@ -65,7 +65,7 @@ class OneKeyRule(NeoxRule):
 class DeferredRule(OneKeyRule):
     """A rule that needs the other keys as they are in the end."""
 
-    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         layers.defer(name, setting)
         return iter(())
 
@@ -82,7 +82,7 @@ class Alias(OneKeyRule):
     """Added to a number."""
     is_suggested: ClassVar[bool] = True
 
-    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         value, where = setting.value, setting.where
         if self.switch_values is not None:
             if value is not None and not isinstance(value, bool):
@@ -152,7 +152,7 @@ class MethodOptionAlias(DeferredRule):
             layers.notes.append(f"{setting.where}: {name} has no effect: {'; '.join(reasons)}")
 
     def _resolve_option(self, name: str, setting: SourcedValue, layers: ConfigLayers, option: MethodOption) -> None:
-        path: Path_ = (f"{option.method_key}_options", option.option)
+        path: KeyPath = (f"{option.method_key}_options", option.option)
         meaning = ".".join(path)
         if option.divisor_key is not None:
             divisor = layers.values.get((option.divisor_key,))
@@ -263,7 +263,7 @@ class Ignored(NeoxRule):
     keys: tuple[str, ...]
     reason: str
 
-    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         layers.note_ignored(name, self.reason)
         return iter(())
 
@@ -285,7 +285,7 @@ class Unsupported(NeoxRule):
     advice: str
     accepted_values: tuple[Any, ...] = (None, False)
 
-    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         if not self.has_no_effect(setting.value):
             layers.problems.append(f"{setting.where}: {name}: {format_value(setting.value)} is refused: {self.advice}")
         return iter(())
@@ -343,7 +343,7 @@ class ValueAlias(ValueRule):
 
     own_value: Any
 
-    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         yield path, self.own_value
 
 
@@ -353,7 +353,7 @@ class UnsupportedValue(ValueRule):
 
     advice: str
 
-    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         layers.problems.append(f"{setting.where}: {'.'.join(path)}: {setting.value} is not offered; {self.advice}")
         return iter(())
 
@@ -368,13 +368,13 @@ class PositionAlias(ValueRule):
     options: Mapping[str, Any] = field(default_factory=dict)
     """`pos_emb_options`."""
 
-    def own_keys(self) -> dict[Path_, Any]:
+    def own_keys(self) -> dict[KeyPath, Any]:
         """Our keys, as paths, with their values."""
         values = {"pos_emb": self.encoding, "score_processor": self.processor, "pos_emb_per_layer": self.per_layer}
-        keys: dict[Path_, Any] = {(name,): value for name, value in values.items() if value is not None}
+        keys: dict[KeyPath, Any] = {(name,): value for name, value in values.items() if value is not None}
         return keys | {("pos_emb_options", option): value for option, value in self.options.items()}
 
-    def translate(self, path: Path_, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[Path_, Any]]:
+    def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         meaning = self.encoding + (f" with score_processor {self.processor}" if self.processor else "")
         meaning += ", pos_emb_per_layer: true" if self.per_layer else ""
         meaning += "".join(

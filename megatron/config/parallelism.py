@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import find_indivisible_sizes
-from megatron.options.training import BATCH, MAX_BATCH_SIZE, MICRO, STEPS, TrainingOptions
+from megatron.options.training import (
+    ACCUMULATION_KEY,
+    GLOBAL_BATCH_KEY,
+    MAX_BATCH_SIZE,
+    MICRO_BATCH_KEY,
+    TrainingOptions,
+)
 from megatron.utils.errors import UserError
 
 
@@ -109,27 +115,22 @@ def resolve_batch_size(config: Config, data_ranks: int) -> Config:
     micro, steps, batch = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, None
     if training.train_batch_size is not None:
         batch = training.train_batch_size
-        if MICRO in set_keys and STEPS not in set_keys:
+        if MICRO_BATCH_KEY in set_keys and ACCUMULATION_KEY not in set_keys:
             steps = max(1, batch // (micro * data_ranks))
-        elif STEPS in set_keys and MICRO not in set_keys:
+        elif ACCUMULATION_KEY in set_keys and MICRO_BATCH_KEY not in set_keys:
             micro = max(1, batch // (steps * data_ranks))
-        elif not {MICRO, STEPS} & set_keys:
+        elif not {MICRO_BATCH_KEY, ACCUMULATION_KEY} & set_keys:
             micro = max(1, batch // (data_ranks * stages))
             steps = max(1, batch // (micro * data_ranks))
     product = micro * steps * data_ranks
+    factors = f"{MICRO_BATCH_KEY} {micro} × {ACCUMULATION_KEY} {steps} × {data_ranks} ranks = {product}"
     if batch is not None and batch != product:
-        raise UserError(
-            f"{BATCH} {batch} is not {MICRO} {micro} × {STEPS} {steps} × {data_ranks} ranks = {product}; "
-            "change one of them"
-        )
+        raise UserError(f"{GLOBAL_BATCH_KEY} {batch} is not {factors}; change one of them")
     if steps < stages:
         raise UserError(
-            f"{STEPS} {steps} is less than pipe_parallel_size {stages}: each stage works on a micro-batch of its own; "
-            f"{stages} would do, and 4 × {stages} or more leave few of them waiting"
+            f"{ACCUMULATION_KEY} {steps} is less than pipe_parallel_size {stages}: each stage works on a micro-batch "
+            f"of its own; {stages} would do, and 4 × {stages} or more leave few of them waiting"
         )
     if product > MAX_BATCH_SIZE:
-        raise UserError(
-            f"{MICRO} {micro} × {STEPS} {steps} × {data_ranks} ranks = {product}; {BATCH} must be at most "
-            f"{MAX_BATCH_SIZE}"
-        )
-    return config.replace(**{MICRO: micro, STEPS: steps, BATCH: product})
+        raise UserError(f"{factors}; {GLOBAL_BATCH_KEY} must be at most {MAX_BATCH_SIZE}")
+    return config.replace(**{MICRO_BATCH_KEY: micro, ACCUMULATION_KEY: steps, GLOBAL_BATCH_KEY: product})

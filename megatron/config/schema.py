@@ -25,7 +25,7 @@ from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
 from megatron.options.training import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 
-Path_ = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 _ABSENT = object()
@@ -139,7 +139,7 @@ SECTIONS: dict[str, type[ConfigSection]] = {
 class ConfigKey:
     """What is known about one key of the YAML file, nested keys by their path."""
 
-    path: Path_
+    path: KeyPath
     section: str
     field: FieldInfo
     opens: type[ConfigSection] | None
@@ -171,7 +171,7 @@ class ConfigKey:
         return tuple(value for a in annotations if str(get_origin(a)) == "typing.Literal" for value in get_args(a))
 
 
-def _iter_keys(section: str, model: type[ConfigSection], prefix: Path_ = ()) -> Iterator[ConfigKey]:
+def _iter_keys(section: str, model: type[ConfigSection], prefix: KeyPath = ()) -> Iterator[ConfigKey]:
     for name, field in model.model_fields.items():
         annotation = field.annotation
         opens = annotation if isinstance(annotation, type) and issubclass(annotation, ConfigSection) else None
@@ -181,9 +181,9 @@ def _iter_keys(section: str, model: type[ConfigSection], prefix: Path_ = ()) -> 
 
 
 @cache
-def list_config_keys() -> dict[Path_, ConfigKey]:
+def list_config_keys() -> dict[KeyPath, ConfigKey]:
     """Every key by its path, in the order of the documentation."""
-    keys: dict[Path_, ConfigKey] = {}
+    keys: dict[KeyPath, ConfigKey] = {}
     for section, model in SECTIONS.items():
         for key in _iter_keys(section, model):
             if key.path in keys:

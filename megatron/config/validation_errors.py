@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError, create_model
 
-from megatron.config.schema import ConfigKey, Path_, list_config_keys
+from megatron.config.schema import ConfigKey, KeyPath, list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.options.section import ConfigSection
 from megatron.utils.errors import UserError
@@ -57,7 +57,7 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
 
 
 def describe_validation_error(
-    error: ValidationError, locate: Callable[[Path_], str | None], keys: Mapping[Path_, ConfigKey] | None = None
+    error: ValidationError, locate: Callable[[KeyPath], str | None], keys: Mapping[KeyPath, ConfigKey] | None = None
 ) -> Iterator[str]:
     """One line for each problem that pydantic found.
 

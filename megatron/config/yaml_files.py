@@ -31,8 +31,8 @@ from ruamel.yaml.representer import SafeRepresenter
 from megatron.utils.errors import UserError
 
 ALLOWED_TAGS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
-MERGE = "tag:yaml.org,2002:merge"
-TEXT = "tag:yaml.org,2002:str"
+MERGE_TAG = "tag:yaml.org,2002:merge"
+TEXT_TAG = "tag:yaml.org,2002:str"
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
@@ -69,9 +69,9 @@ def _build_loader() -> YAML:
 
 def _create_loader(source: str) -> YAML:
     """Reads what has no more values, and no deeper ones, than a person writes; `source` is how messages name it."""
-    found = _build_loader()
-    found.Parser = partial(_BoundedParser, source=source)
-    return found
+    loader = _build_loader()
+    loader.Parser = partial(_BoundedParser, source=source)
+    return loader
 
 
 class _BoundedParser(Parser):
@@ -80,44 +80,44 @@ class _BoundedParser(Parser):
     def __init__(self, loader: YAML, source: str) -> None:
         super().__init__(loader)
         self.source = source
-        self.nodes = 0
-        self.anchors: dict[str, int] = {}  # how many nodes each stands for; while it is open, none
+        self.num_nodes = 0
+        self.anchors: dict[str, int] = {}  # how many nodes an anchor stands for; while it is open, none
         self.opened: list[tuple[str | None, int]] = []
 
     def get_event(self) -> Any:
         event = super().get_event()
-        before = self.nodes
+        num_nodes_before = self.num_nodes
         if isinstance(event, AliasEvent):
-            self.nodes += self.anchors.get(event.anchor, 1)
+            self.num_nodes += self.anchors.get(event.anchor, 1)
         elif isinstance(event, CollectionStartEvent):
-            self.nodes += 1
-            self.opened.append((event.anchor, before))
+            self.num_nodes += 1
+            self.opened.append((event.anchor, num_nodes_before))
         elif isinstance(event, NodeEvent):
-            self.nodes += 1
+            self.num_nodes += 1
             self.anchors |= {event.anchor: 1} if event.anchor else {}
         elif isinstance(event, MappingEndEvent | SequenceEndEvent):
-            anchor, before = self.opened.pop()
-            self.anchors |= {anchor: self.nodes - before} if anchor else {}
-        if self.nodes > MAX_NODES:
+            anchor, num_nodes_before = self.opened.pop()
+            self.anchors |= {anchor: self.num_nodes - num_nodes_before} if anchor else {}
+        if self.num_nodes > MAX_NODES:
             raise self._build_error(event, f"more than {MAX_NODES:,} values, aliases counted as what they stand for")
         if len(self.opened) > MAX_DEPTH:
             raise self._build_error(event, f"nested too deeply to be a configuration: more than {MAX_DEPTH} times")
         return event
 
-    def _build_error(self, event: Event, why: str) -> UserError:
-        return UserError(f"{self.source}:{event.start_mark.line + 1}: {why}")
+    def _build_error(self, event: Event, reason: str) -> UserError:
+        return UserError(f"{self.source}:{event.start_mark.line + 1}: {reason}")
 
 
 def _format_yaml_error(source: str, error: YAMLError) -> UserError:
-    """ruamel's several lines with carets as one line with a place."""
+    """ruamel's several lines with carets as one line with file and line."""
     if not isinstance(error, MarkedYAMLError) or error.problem is None:
         return UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}")
     mark = error.problem_mark or error.context_mark
-    place = f"{source}:{mark.line + 1}" if mark else source
+    where = f"{source}:{mark.line + 1}" if mark else source
     problem = " ".join(error.problem.split())
     if "duplicate key" in problem:
         name = problem.split('"')[1]
-        return UserError(f"{place}: key {name!r} is given twice; remove one of the two")
+        return UserError(f"{where}: key {name!r} is given twice; remove one of the two")
     if "'\\t'" in problem:
         problem = "a tab stands where YAML wants spaces"
     elif "determine a constructor for the tag" in problem:
@@ -126,7 +126,7 @@ def _format_yaml_error(source: str, error: YAMLError) -> UserError:
         problem = "a second document starts here ('---'); a configuration is one document"
     elif error.context_mark and error.context_mark.line != mark.line:
         problem += f", in what begins on line {error.context_mark.line + 1}"
-    return UserError(f"{place}: not valid YAML: {problem}")
+    return UserError(f"{where}: not valid YAML: {problem}")
 
 
 def _locate_bad_scalar(node: Node | None, source: str) -> str:
@@ -139,8 +139,8 @@ def _locate_bad_scalar(node: Node | None, source: str) -> str:
     elif isinstance(node, SequenceNode | MappingNode):
         parts = node.value if isinstance(node, SequenceNode) else [part for pair in node.value for part in pair]
         for part in parts:
-            if (place := _locate_bad_scalar(part, source)) != source:
-                return place
+            if (where := _locate_bad_scalar(part, source)) != source:
+                return where
     return source
 
 
@@ -150,17 +150,17 @@ def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...
     if not isinstance(node, MappingNode):
         return
     for key_node, value_node in node.value:
-        if key_node.tag == MERGE:  # `<<: *anchor`: its keys stand where the anchor was written
-            merged = [value_node] if isinstance(value_node, MappingNode) else value_node.value
-            for item in merged:
-                _collect_lines(item, path, lines, source)
+        if key_node.tag == MERGE_TAG:  # `<<: *anchor`: its keys stand where the anchor was written
+            mappings = [value_node] if isinstance(value_node, MappingNode) else value_node.value
+            for mapping in mappings:
+                _collect_lines(mapping, path, lines, source)
             continue
-        inner = (*path, str(key_node.value))
-        if isinstance(key_node, ScalarNode) and str(key_node.tag) != TEXT:
-            place = f"{source}:{key_node.start_mark.line + 1}"
-            raise UserError(f"{place}: key {key_node.value} is not text; put it in quotes")
-        lines[inner] = key_node.start_mark.line + 1
-        _collect_lines(value_node, inner, lines, source)
+        key_path = (*path, str(key_node.value))
+        if isinstance(key_node, ScalarNode) and str(key_node.tag) != TEXT_TAG:
+            where = f"{source}:{key_node.start_mark.line + 1}"
+            raise UserError(f"{where}: key {key_node.value} is not text; put it in quotes")
+        lines[key_path] = key_node.start_mark.line + 1
+        _collect_lines(value_node, key_path, lines, source)
 
 
 def _check_plain_value(
@@ -169,22 +169,22 @@ def _check_plain_value(
     """Refuse what a configuration cannot hold and JSON could not write: dates, sets, binary, keys that are no text, and
     null characters, which no path and no variable of the environment can hold. `line` is 0 on the command line."""
     line = lines.get(path, line)
-    place = f"{source}:{line}" if line else source
+    where = f"{source}:{line}" if line else source
     name = ".".join(path) or "value"
     if isinstance(value, dict):
-        for key, inner in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
-                raise UserError(f"{place}: key {key!r} is not text; put it in quotes")
+                raise UserError(f"{where}: key {key!r} is not text; put it in quotes")
             if "\0" in key:
-                raise UserError(f"{place}: key {key!r} holds a null character; leave it out")
-            _check_plain_value(inner, source, line, lines, (*path, key))
+                raise UserError(f"{where}: key {key!r} holds a null character; leave it out")
+            _check_plain_value(item, source, line, lines, (*path, key))
     elif isinstance(value, list):
         for inner in value:
             _check_plain_value(inner, source, line, lines, path)
     elif isinstance(value, str) and "\0" in value:
-        raise UserError(f"{place}: {name} is {value!r}; text cannot hold a null character")
+        raise UserError(f"{where}: {name} is {value!r}; text cannot hold a null character")
     elif value is not None and not isinstance(value, bool | int | float | str):
-        raise UserError(f"{place}: {name} is {value!r}; put it in quotes if it is meant as text")
+        raise UserError(f"{where}: {name} is {value!r}; put it in quotes if it is meant as text")
 
 
 def read_text(path: Path) -> str:

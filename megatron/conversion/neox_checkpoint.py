@@ -30,7 +30,7 @@ from megatron.conversion.neox_weights import (
     list_encoding_weights,
     list_neox_weights,
 )
-from megatron.options.model import GATED, ffn_hidden_size, intermediate_size_of
+from megatron.options.model import GATED_ACTIVATIONS, ffn_hidden_size, intermediate_size_of
 from megatron.utils.errors import RunError, UserError, shorten_text
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
     keys = {name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()}
     keys.pop("mlp_multiple_of", None)
     notes = loaded.notes
-    if (activation := config.model.activation) in GATED:
+    if (activation := config.model.activation) in GATED_ACTIVATIONS:
         ffn_size = _read_gated_ffn_size(checkpoint)
         keys["intermediate_size"] = intermediate_size_of(ffn_size, activation)
         if (configured_size := ffn_hidden_size(config.model)) != ffn_size:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.schema import Config
 from megatron.conversion.model_family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SeparateQKV
-from megatron.options.model import GATED, num_kv_heads
+from megatron.options.model import GATED_ACTIVATIONS, num_kv_heads
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _list_layer_modules(config: Config) -> Iterator[tuple[str, tuple[str, ...], 
     head_dim = model.hidden_size // num_heads
     grouped = partial(concat_grouped_qkv, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
     merge_qkv: Merge = concat_shards if kv_heads == num_heads else grouped
-    merge_fc1: Merge = concat_gate_up if model.activation in GATED else concat_shards
+    merge_fc1: Merge = concat_gate_up if model.activation in GATED_ACTIVATIONS else concat_shards
     concat_columns = partial(concat_shards, dim=1)
     merge_bias = sum_shards if model.gpt_j_residual else average_shards
     yield "input_layernorm", ("input_layernorm",), average_shards, average_shards

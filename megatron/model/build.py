@@ -30,7 +30,7 @@ from megatron.model.position_modules import (
     build_processor_from_options,
 )
 from megatron.options.model import (
-    GATED,
+    GATED_ACTIVATIONS,
     InitMethod,
     ModelOptions,
     PositionOptions,
@@ -237,7 +237,7 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         layernorm_epsilon=model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,
         activation_func=ACTIVATIONS[model.activation],
-        gated_linear_unit=model.activation in GATED,
+        gated_linear_unit=model.activation in GATED_ACTIVATIONS,
         add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own
         init_method=init(model.init_method),
         output_layer_init_method=init(model.output_layer_init_method),

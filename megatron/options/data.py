@@ -137,11 +137,11 @@ class DataOptions(ConfigSection):
     num_workers: int = config_field(0, "processes that load batches", ge=0, le=1024, policy="machine")
 
 
-TASK_ALONE = ("task_options", "task_length", "task_shortest_length")
+TASK_KEYS = ("task_options", "task_length", "task_shortest_length")
 """Keys that say something of a task."""
 
-TEXT_ALONE = (
-    *("data_path", "split", *(f"{split}_data_{what}" for split in SPLITS for what in ("paths", "weights"))),
+TEXT_KEYS = (
+    *("data_path", "split", *(f"{split}_data_{suffix}" for split in SPLITS for suffix in ("paths", "weights"))),
     *("tokenizer_type", "vocab_file", "merge_file", "end_token", "add_bos", "eod_mask_loss"),
 )
 """Keys that say something of a text."""
@@ -153,17 +153,17 @@ def parse_split_fractions(text: str) -> list[float]:
     Raises UserError if it gives none.
     """
     try:
-        shares = [float(part) for part in re.split(r"[,/]", text)]
+        fractions = [float(part) for part in re.split(r"[,/]", text)]
     except ValueError:
-        shares = []
-    if not (1 <= len(shares) <= 3 and all(0 <= share < float("inf") for share in shares) and sum(shares) > 0):
+        fractions = []
+    if not (1 <= len(fractions) <= 3 and all(0 <= part < float("inf") for part in fractions) and sum(fractions) > 0):
         raise UserError(f"split is {text!r}; it must be up to three shares, train, valid and test, such as 969,30,1")
-    return shares + [0.0] * (3 - len(shares))
+    return fractions + [0.0] * (3 - len(fractions))
 
 
 def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
     """Values that make no sense or contradict each other: the key to blame, and one sentence with the values."""
-    for name in TASK_ALONE if data.task is None else TEXT_ALONE:
+    for name in TASK_KEYS if data.task is None else TEXT_KEYS:
         if getattr(data, name) != type(data).model_fields[name].get_default(call_default_factory=True):
             if data.task is None:
                 yield name, f"{name} is given without task"

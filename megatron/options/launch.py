@@ -16,7 +16,7 @@ MAX_CORES = 4096
 
 Word = Annotated[str, Field(pattern=r"^[^\s'\"\\$`]+$")]
 """What stands in a line of a batch script as it is."""
-TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+TIME_LIMIT_PATTERN = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 """SLURM's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours(:minutes(:seconds))."""
 
 
@@ -28,7 +28,7 @@ class SlurmOptions(ConfigSection):
     qos: Word | None = config_field(None, "the quality of service", policy="machine")
     time: str | None = config_field(
         None, "longest time of one start, as SLURM writes it: 24:00:00, 2-12; a requeued job gets it anew",
-        pattern=f"^{TIME.pattern}$", policy="machine",
+        pattern=f"^{TIME_LIMIT_PATTERN.pattern}$", policy="machine",
     )  # fmt: skip
     constraint: Word | None = config_field(None, "features that nodes must have", policy="machine")
     gpu_type: Word | None = config_field(None, "of the GPUs, where a cluster has several: a100", policy="machine")
@@ -62,16 +62,16 @@ class SlurmOptions(ConfigSection):
 
     def time_limit_seconds(self) -> int | None:
         """`time` in seconds; None where there is none."""
-        if self.time is None or (found := TIME.fullmatch(self.time)) is None:
+        if self.time is None or (match := TIME_LIMIT_PATTERN.fullmatch(self.time)) is None:
             return None
-        parts = [int(part) for part in found["parts"].split(":")]
-        if found["days"] is not None:  # hours first
+        parts = [int(part) for part in match["parts"].split(":")]
+        if match["days"] is not None:  # hours first
             hours, minutes, seconds = (*parts, 0, 0)[:3]
         elif len(parts) == 3:
             hours, minutes, seconds = parts
         else:  # minutes first
             hours, (minutes, seconds) = 0, (*parts, 0)[:2]
-        return ((int(found["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 class LaunchOptions(ConfigSection):

@@ -15,9 +15,9 @@ MAX_LENGTH = 10**9
 MAX_POSITIONS = 10**7
 """Positions to draw from: a table of a method may hold a row for each."""
 
-DROPOUTS = ("hidden_dropout", "attention_dropout")
+DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 
-GATED = ("geglu", "swiglu")
+GATED_ACTIVATIONS = ("geglu", "swiglu")
 """Activations of which one half of the inner values gates the other."""
 
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
@@ -176,13 +176,13 @@ layers of one `intermediate_size` have as many parameters.
 def ffn_hidden_size(model: ModelOptions) -> int:
     """Width of the feed-forward layer: what its second matrix reads."""
     size = model.intermediate_size or 4 * model.hidden_size
-    width = size // GATED_RATIO if model.activation in GATED else size
+    width = size // GATED_RATIO if model.activation in GATED_ACTIVATIONS else size
     return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
 
 
 def intermediate_size_of(width: int, activation: str) -> int:
     """The `intermediate_size` of a feed-forward layer of a width."""
-    return width * GATED_RATIO if activation in GATED else width
+    return width * GATED_RATIO if activation in GATED_ACTIVATIONS else width
 
 
 MAX_LOGITS = 1 << 30
@@ -245,7 +245,7 @@ def find_indivisible_sizes(
         ("num_attention_heads", model.num_attention_heads),
         ("num_kv_heads", num_kv_heads(model)),
         (
-            "a third of intermediate_size," if model.activation in GATED else "intermediate_size",
+            "a third of intermediate_size," if model.activation in GATED_ACTIVATIONS else "intermediate_size",
             ffn_hidden_size(model),
         ),
         ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by),
@@ -260,14 +260,14 @@ def find_indivisible_sizes(
         )
     length = model.seq_length
     if context > 1 and length % (2 * context):
-        fits = (
+        advice = (
             f"{_nearest_divisor(length // 2, context)} would do"
             if length % 2 == 0
             else "an odd length cannot be divided"
         )
         yield (
             "context_parallel_size",
-            f"seq_length {length} is not divisible by 2 × context_parallel_size {context}; {fits}",
+            f"seq_length {length} is not divisible by 2 × context_parallel_size {context}; {advice}",
         )
     if pipeline > model.num_layers:
         yield (
@@ -276,10 +276,10 @@ def find_indivisible_sizes(
         )
     for name, size, dropouts, reason in (
         ("model_parallel_size", tensor, ("attention_dropout",), "every rank would drop the same entries of its heads"),
-        ("context_parallel_size", context, DROPOUTS, "every rank would drop the same entries of its places"),
-        ("pipe_parallel_size", pipeline, DROPOUTS, "what is dropped would follow from the layout"),
+        ("context_parallel_size", context, DROPOUT_KEYS, "every rank would drop the same entries of its places"),
+        ("pipe_parallel_size", pipeline, DROPOUT_KEYS, "what is dropped would follow from the layout"),
     ):
-        for dropout in (each for each in dropouts if size > 1 and getattr(model, each)):
+        for dropout in (key for key in dropouts if size > 1 and getattr(model, key)):
             yield dropout, f"{dropout} {getattr(model, dropout)}: with {name} {size} {reason}; set it to 0"
 
 

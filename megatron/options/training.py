@@ -7,8 +7,12 @@ from megatron.options.section import MAX_STEPS, ConfigSection, config_field
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-MICRO, STEPS, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-BATCH_SIZES = (MICRO, STEPS, BATCH)
+MICRO_BATCH_KEY, ACCUMULATION_KEY, GLOBAL_BATCH_KEY = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
+BATCH_SIZES = (MICRO_BATCH_KEY, ACCUMULATION_KEY, GLOBAL_BATCH_KEY)
 """Of any two of them the third follows, once the number of processes is known."""
 
 MAX_BATCH_SIZE = 10**6

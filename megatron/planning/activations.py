@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
-from megatron.options.model import GATED, ffn_hidden_size, kv_hidden_size, num_kv_heads
+from megatron.options.model import GATED_ACTIVATIONS, ffn_hidden_size, kv_hidden_size, num_kv_heads
 from megatron.planning.model_costs import plan_encoding, plan_processor
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -191,12 +191,12 @@ class _LayerEstimator:
 
     def mlp_bytes(self) -> int:
         activation = self.model.activation
-        num_saved = 5 if activation in GATED else 1 if activation == "relu" else 2
+        num_saved = 5 if activation in GATED_ACTIVATIONS else 1 if activation == "relu" else 2
         return num_saved * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
     def mlp_gradient_bytes(self) -> int:
         """Of the feed-forward layer's values before and after the activation."""
-        num_gradients = 3 if self.model.activation in GATED else 1
+        num_gradients = 3 if self.model.activation in GATED_ACTIVATIONS else 1
         return num_gradients * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
     def attention_gradient_bytes(self) -> int:

@@ -15,7 +15,7 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.model.position_modules import build_attention_dims
 from megatron.options.model import (
-    GATED,
+    GATED_ACTIVATIONS,
     ModelOptions,
     PositionOptions,
     ffn_hidden_size,
@@ -127,7 +127,7 @@ def _count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     their sum is not."""
     model, position = config.model, config.position
     hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
-    fc1_size = ffn_size * (2 if model.activation in GATED else 1)
+    fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     norm_parameters = hidden_size * (2 if model.norm == "layernorm" else 1)
     total_norm_parameters = norm_parameters * (1 if model.gpt_j_residual and model.gpt_j_tied else 2)
     qkv_size = hidden_size + 2 * kv_hidden_size(model)
@@ -201,7 +201,7 @@ def estimate_forward_flops(config: Config, vocab_size: int) -> ForwardFlops:
     """The FLOPs of a configuration's forward pass at its training length."""
     model, position = config.model, config.position
     hidden_size, ffn_size, seq_length = model.hidden_size, ffn_hidden_size(model), model.seq_length
-    fc1_size = ffn_size * (2 if model.activation in GATED else 1)
+    fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     max_keys = min(position.attention_window or seq_length, seq_length)
     keys_per_token = (
         max_keys - max_keys * (max_keys - 1) / 2 / seq_length

@@ -13,7 +13,7 @@ from megatron.config.parallelism import check_divisible, resolve_batch_size, res
 from megatron.config.schema import Config
 from megatron.config.validation import validate_config
 from megatron.distributed.mesh import ParallelSizes
-from megatron.options.training import BATCH, MICRO, STEPS
+from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.step_time import Cluster, StepTime, estimate_step_time
 from megatron.utils.errors import UserError
@@ -42,9 +42,9 @@ class ParallelLayout:
             "context_parallel_size": launch.context_parallel_size,
             "pipe_parallel_size": launch.pipe_parallel_size,
             "zero_optimization.stage": training.zero_optimization.stage,
-            MICRO: training.train_micro_batch_size_per_gpu,
-            STEPS: training.gradient_accumulation_steps,
-            BATCH: training.train_batch_size,
+            MICRO_BATCH_KEY: training.train_micro_batch_size_per_gpu,
+            ACCUMULATION_KEY: training.gradient_accumulation_steps,
+            GLOBAL_BATCH_KEY: training.train_batch_size,
             "checkpoint_activations": self.config.model.checkpoint_activations,
         }
 
@@ -108,9 +108,9 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
                 if replica_batch_size % micro_batch_size or replica_batch_size // micro_batch_size < sizes.pipeline:
                     continue
                 batch_options = {
-                    BATCH: global_batch_size,
-                    MICRO: micro_batch_size,
-                    STEPS: replica_batch_size // micro_batch_size,
+                    GLOBAL_BATCH_KEY: global_batch_size,
+                    MICRO_BATCH_KEY: micro_batch_size,
+                    ACCUMULATION_KEY: replica_batch_size // micro_batch_size,
                 }
                 for recompute in (False, True):
                     try:

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from megatron.options.training import MICRO, STEPS
+from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout
 from megatron.planning.plan import Plan
@@ -139,7 +139,7 @@ def _build_layout_table(plan: Plan, max_layouts: int) -> Table:
         table.add_row(
             *(str(n) for n in (sizes.tensor, sizes.context, sizes.data, sizes.pipeline)),
             str(keys["zero_optimization.stage"]),
-            f"{keys[MICRO]}×{keys[STEPS]}",
+            f"{keys[MICRO_BATCH_KEY]}×{keys[ACCUMULATION_KEY]}",
             "yes" if keys["checkpoint_activations"] else "no",
             f"{layout.memory.total / GIB:.1f}",
             f"{1e3 * step_time.total:,.0f}",

@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron.config.config_layers import COMMAND_LINE
 from megatron.config.load import find_config, merge_documents, split_override
-from megatron.config.schema import Config, Path_
+from megatron.config.schema import Config, KeyPath
 from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
@@ -213,11 +213,11 @@ def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, An
     return values, setters, sorted(notes)
 
 
-def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -> Callable[[Path_], str]:
+def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -> Callable[[KeyPath], str]:
     """Who set a key of `sweep:`: the command line, or `file:line`."""
     overridden = [tuple(split_override(text)[0].split(".")) for text in overrides]
 
-    def locate(path: Path_) -> str:
+    def locate(path: KeyPath) -> str:
         document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
         is_set = any(path[: len(key)] == key for key in overridden)  # the command line set it, or what it is in
         is_opened = path not in document.lines and any(key[: len(path)] == path for key in overridden)
@@ -227,7 +227,7 @@ def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -
 
 
 def _split_variant(
-    values: dict[str, Any], path: Path_, locate: Callable[[Path_], str]
+    values: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A mapping's keys that the command line set, and those of a file."""
     from_command_line: dict[str, Any] = {}
@@ -244,7 +244,7 @@ def _split_variant(
     return from_command_line, from_file
 
 
-def _select_part(document: YamlDocument, path: Path_, values: dict[str, Any] | None = None) -> YamlDocument:
+def _select_part(document: YamlDocument, path: KeyPath, values: dict[str, Any] | None = None) -> YamlDocument:
     """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
     if not path:
         remaining = {name: value for name, value in document.values.items() if name != "sweep"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.schema import Path_
+from megatron.config.schema import KeyPath
 from megatron.config.validation_errors import describe_validation_error
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import ConfigSection
@@ -32,7 +32,7 @@ class _SweepFile(ConfigSection):
     file: _SweepKeys
 
 
-def find_sweep_problems(values: dict[str, Any], locate: Callable[[Path_], str]) -> SweepOptions:
+def find_sweep_problems(values: dict[str, Any], locate: Callable[[KeyPath], str]) -> SweepOptions:
     """Validate the `sweep:` mapping.
 
     Args:
@@ -62,8 +62,8 @@ def refuse_owned_keys(names: Sequence[str], locate: Callable[[str], str]) -> Non
             raise UserError(f"{locate(name)}: {name} is set by the sweep: use sweep.{instead}")
 
 
-def _find_unknown_keys(values: dict[str, Any], locate: Callable[[Path_], str]) -> Iterator[str]:
-    sections: tuple[tuple[Path_, type[ConfigSection]], ...] = (
+def _find_unknown_keys(values: dict[str, Any], locate: Callable[[KeyPath], str]) -> Iterator[str]:
+    sections: tuple[tuple[KeyPath, type[ConfigSection]], ...] = (
         (("sweep",), SweepOptions),
         (("sweep", "corpus"), SweepCorpusOptions),
         (("sweep", "evaluate"), EvaluationOptions),
@@ -76,7 +76,7 @@ def _find_unknown_keys(values: dict[str, Any], locate: Callable[[Path_], str]) -
                 yield f"{locate(full)}: unknown key {'.'.join(full)!r}{hint}"
 
 
-def _find_inconsistencies(options: SweepOptions, locate: Callable[[Path_], str]) -> Iterator[str]:
+def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str]) -> Iterator[str]:
     for name, keys in options.variants.items():
         if not VALID_NAME.fullmatch(name):
             location = locate(("sweep", "variants", name))

@@ -180,7 +180,7 @@ def test_every_key_is_read_somewhere():
 def test_keys_that_are_no_longer_read_are_found():
     """`split` is still there as `text.split`, `eod_mask_loss` as a variable of that name, `betas` in dictionaries."""
     uses = {
-        "split": r"\b(data|options|own)\.split\b",
+        "split": r"\b(data|options|run_data)\.split\b",
         "eod_mask_loss": r"\bdata\.eod_mask_loss\b",
         "optimizer.params.betas": r"\bparams\.betas\b",
     }
