@@ -57,7 +57,7 @@ def plan(
 
 def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
     """Tokens of a configuration: as given, or of its data, or GPT-2's."""
-    from megatron.data.vocabulary import read_vocabulary
+    from megatron.data.load_tokenizer import read_vocabulary
 
     if vocab_size is not None:
         return vocab_size

@@ -14,7 +14,7 @@ from megatron.options.data import SPLITS, CorpusOptions, DataOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron.data.corpus_folder import CorpusInfo
+    from megatron.data.corpus_metadata import CorpusInfo
 
 
 @with_options(CorpusOptions)
@@ -48,7 +48,7 @@ def prepare(
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
     from megatron.config.validation_errors import section_from_cli
-    from megatron.data.corpus import find_unfinished, prepare_corpus
+    from megatron.data.corpus.prepare import find_unfinished, prepare_corpus
     from megatron.launch.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import ProgressMeter, WorkItem
     from megatron.utils.signals import StoppedBySignal
@@ -98,7 +98,7 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
     paths = [f"{keys[split]}=[{corpus.prefix(split)}]" for split in corpus.splits if split in keys]
     if not paths:
-        from megatron.data.parts import compute_sequence_range
+        from megatron.data.indexed_dataset import compute_sequence_range
 
         (split, size), *_ = corpus.splits.items()
         paths = [f"data_path={corpus.prefix(split)}"]

@@ -29,7 +29,7 @@ from megatron.conversion.model_card import render_model_card, write_model_card
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
 from megatron.conversion.registry import find_exact_family
-from megatron.data.run_tokenizer import load_run_tokenizer
+from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import padded_vocab_size
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors

@@ -20,7 +20,7 @@ from megatron.conversion.hf_checkpoint import read_hf_source
 from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.model_source import ModelSource, WeightReader
 from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_source
-from megatron.data.run_tokenizer import save_tokenizer
+from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.options.data import TokenizerType
 from megatron.planning.model_costs import count_parameters

@@ -1,8 +1,8 @@
 """The data of a run: samples to train on, and plain tokens to evaluate on.
 
-A run learns a text or a task. What follows is about texts; a task's samples are drawn (`megatron.data.task_samples`).
+A run learns a text or a task. What follows is about texts; a task's samples are drawn (`megatron.data.task_dataset`).
 
-`data_path` names one dataset, divided by `split` into consecutive shares of its documents, as in GPT-NeoX; or
+`data_path` names one dataset, divided by `split` into consecutive fractions of its documents, as in GPT-NeoX; or
 `train_data_paths` and its sisters name datasets per split, blended by weights. Everything here checks before it
 builds: files that are missing or cut short, tokens beyond the vocabulary, datasets of different tokenizers, a split
 shorter than one sequence (megatron-core would silently repeat it) each end in one line that names the file.
@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.lengths import list_sequence_lengths
-from megatron.data.parts import check_dataset_content, check_dataset_slice, list_dataset_slices
-from megatron.data.vocabulary import Vocabulary, read_vocabulary
+from megatron.data.indexed_dataset import DatasetSlice, check_dataset_content, list_dataset_slices
+from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import UserError
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
     from megatron.distributed.process_groups import ProcessGroups
 
 
-INDEX_BYTES = 12
-"""Of a sample, at least, while megatron-core builds the index: where it begins, and its place in the order."""
+INDEX_BYTES_PER_SAMPLE = 12
+"""At least, while megatron-core builds the index: where the sample begins, and its number in the order."""
 
 
-def measure_memory() -> int:
-    """Bytes of this machine's memory."""
+def get_machine_memory() -> int:
+    """In bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Samples per split; None where the configuration names no data or no samples are asked for.
+    """Samples per split; None where the configuration names no data or no samples are requested.
 
     A sample is a dictionary: `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T]. T is the same for all
     samples of a step. Of texts labels are one token ahead.
@@ -52,7 +51,7 @@ class Datasets:
     valid: "Dataset | None"
     test: "Dataset | None"
     lengths: tuple[int, ...]
-    """The lengths T of training samples, each as often as it stands here."""
+    """The lengths T of training samples, each as often as it occurs."""
     notes: tuple[str, ...] = ()
     """What a person should know, on the first rank: a damaged index that was built anew."""
 
@@ -60,7 +59,6 @@ class Datasets:
 def build_datasets(
     data: DataOptions,
     *,
-    vocabulary: Vocabulary | None = None,
     seq_length: int,
     train_samples: int,
     valid_samples: int,
@@ -68,52 +66,55 @@ def build_datasets(
     seed: int,
     cache: str | Path | None,
     groups: "ProcessGroups",
+    vocabulary: Vocabulary | None = None,
     extend_train_to: int | None = None,
-    batch: int = 1,
-    consumed: int = 0,
+    batch_size: int = 1,
+    consumed_samples: int = 0,
 ) -> Datasets:
-    """Samples for each split that has data and is asked for some: of `seq_length` tokens, or a task's.
+    """Samples for each split that has data and is to have some: of `seq_length` tokens, or a task's.
 
     The order of the training samples follows from `seed` and `train_samples`. A run that is extended passes the
     `train_samples` it began with and the new count as `extend_train_to`: the old samples stay in their order and
-    new ones follow (`megatron.data.samples`).
+    new ones follow (`megatron.data.gpt_dataset`).
 
-    vocabulary: of the data, if it has been read.
     cache: folder for the sample indices, shared by all processes of the run, of which the first builds them while the
     others wait: all must call this. None keeps them in memory.
-    batch: sequences of an optimizer step.
-    consumed: training samples that were read already.
+    vocabulary: of the data, if it was read already.
+    batch_size: sequences of an optimizer step.
+    consumed_samples: training samples that were read already.
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
     vocabulary = vocabulary or read_vocabulary(data)
-    wanted = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
-    totals = {**wanted, "train": max(train_samples, extend_train_to or 0)}
+    num_samples = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
+    totals = {**num_samples, "train": max(train_samples, extend_train_to or 0)}
     if data.task is not None:
-        return _build_task_datasets(data, totals, seed=seed, batch=batch, consumed=consumed)
-    chosen = {split: list_dataset_slices(data, split) for split in SPLITS if wanted[split] > 0}
-    for split, parts in chosen.items():
-        for part in parts:
-            check_dataset_slice(part, split, seq_length, vocabulary)
+        return _build_task_datasets(data, totals, seed=seed, batch_size=batch_size, consumed=consumed_samples)
+    slices = {split: list_dataset_slices(data, split) for split in SPLITS if num_samples[split] > 0}
+    for split, slices_of_split in slices.items():
+        for dataset_slice in slices_of_split:
+            check_dataset_slice(dataset_slice, split, seq_length, vocabulary)
     for split, total in totals.items():
-        if (needed := INDEX_BYTES * total) > measure_memory():
+        if (needed := INDEX_BYTES_PER_SAMPLE * total) > get_machine_memory():
             key = "train_iters" if split == "train" else "eval_iters"
-            sizes = (
-                f"{needed / 2**30:,.0f} GiB, more than the memory of this machine, {measure_memory() / 2**30:,.0f} GiB"
+            needed_gib, memory_gib = needed / 2**30, get_machine_memory() / 2**30
+            raise UserError(
+                f"{key}: {total:,} {split} samples need an index of {needed_gib:,.0f} GiB, more than the memory of "
+                f"this machine, {memory_gib:,.0f} GiB",
+                key,
             )
-            raise UserError(f"{key}: {total:,} {split} samples need an index of {sizes}", key)
     if not 0 <= seed < 1 << 32:
         raise UserError(f"seed: {seed} is not between 0 and {(1 << 32) - 1}")
 
-    from megatron.data.samples import build_training_dataset
+    from megatron.data.gpt_dataset import build_training_dataset
 
     notes: list[str] = []
-    built = {
+    datasets = {
         split: build_training_dataset(
-            parts,
+            slices_of_split,
             split=split,
             seq_length=seq_length,
-            ordered=wanted[split],
+            ordered=num_samples[split],
             total=totals[split],
             seed=seed,
             cache=None if cache is None else Path(cache),
@@ -122,42 +123,68 @@ def build_datasets(
             eod_mask_loss=data.eod_mask_loss,
             notes=notes,
         )
-        for split, parts in chosen.items()
-        if parts
+        for split, slices_of_split in slices.items()
+        if slices_of_split
     }
-    return Datasets(
-        built.get("train"), built.get("valid"), built.get("test"), list_sequence_lengths(data, seq_length), tuple(notes)
-    )
+    train, valid, test = (datasets.get(split) for split in SPLITS)
+    return Datasets(train, valid, test, list_sequence_lengths(data, seq_length), tuple(notes))
 
 
 def _build_task_datasets(
-    data: DataOptions, totals: dict[Split, int], *, seed: int, batch: int, consumed: int
+    data: DataOptions, totals: dict[Split, int], *, seed: int, batch_size: int, consumed: int
 ) -> Datasets:
     """What the task of a configuration draws: so many samples of each split."""
-    from megatron.data.task_samples import TaskDataset
+    from megatron.data.task_dataset import TaskDataset
 
-    chosen = read_task_config(data)
+    task_config = read_task_config(data)
     train, valid, test = (
-        TaskDataset(chosen, split, total, seed=seed, batch=batch, start=consumed if split == "train" else 0)
+        TaskDataset(
+            task_config, split, total, seed=seed, batch_size=batch_size, start=consumed if split == "train" else 0
+        )
         if total
         else None
         for split, total in totals.items()
     )
-    return Datasets(train, valid, test, chosen.sequence_lengths)
+    return Datasets(train, valid, test, task_config.sequence_lengths)
 
 
-def load_token_stream(data: DataOptions, split: Split) -> np.ndarray:
+def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: int, vocabulary: Vocabulary) -> None:
+    """UserError for a slice without a sample of `seq_length` tokens, or with tokens beyond the vocabulary."""
+    key, dataset, num_tokens = dataset_slice.key, dataset_slice.dataset, dataset_slice.num_tokens()
+    name = f"{key}: the {split} split of {dataset.prefix}" if key == "data_path" else f"{key}: {dataset.prefix}"
+    if num_tokens == 0:
+        total = f" ({len(dataset.lengths)} documents in all)" if key == "data_path" else ""
+        raise UserError(f"{name} has no tokens{total}", key)
+    if num_tokens < seq_length + 1:
+        raise UserError(
+            f"{name} has {num_tokens} tokens; one sample of seq_length {seq_length} needs {seq_length + 1}", key
+        )
+    largest = dataset.find_largest_token()
+    if largest >= vocabulary.size:
+        raise UserError(
+            f"{name} has token {largest}, but tokenizer {vocabulary.name} has only {vocabulary.size} tokens: a "
+            "tokenizer that does not fit the data"
+        )
+
+
+def list_sequence_lengths(data: DataOptions, seq_length: int) -> tuple[int, ...]:
+    """Tokens of training sequences, each length as often as it occurs: seq_length of a text, or those of the task."""
+    return (seq_length,) if data.task is None else read_task_config(data).sequence_lengths
+
+
+def load_token_stream(data: DataOptions, split: Split, vocabulary: Vocabulary | None = None) -> np.ndarray:
     """All tokens of a split, [N] integers: documents in order, datasets one after the other, weights not applied.
 
-    A view of the file where the split is one dataset. Raises UserError if the configuration has no data for the split.
+    A view of the file where the split is one dataset. `vocabulary` is that of the data, if it was read already.
+    Raises UserError if the configuration has no data for the split.
     """
-    parts = list_dataset_slices(data, split)
-    if not parts:
-        shares = f"data_path's split is {data.split!r}" if data.data_path else f"{split}_data_paths is not given"
-        raise UserError(f"{split}_data_paths: no {split} data: {shares}")
-    known = read_vocabulary(data)
-    for part in parts:
-        check_dataset_slice(part, split, 1, known)
-        check_dataset_content(part.dataset)
-    streams = [part.dataset.read_stream(part.first, part.last) for part in parts]
+    slices = list_dataset_slices(data, split)
+    if not slices:
+        reason = f"data_path's split is {data.split!r}" if data.data_path else f"{split}_data_paths is not given"
+        raise UserError(f"{split}_data_paths: no {split} data: {reason}")
+    vocabulary = vocabulary or read_vocabulary(data)
+    for dataset_slice in slices:
+        check_dataset_slice(dataset_slice, split, 1, vocabulary)
+        check_dataset_content(dataset_slice.dataset)
+    streams = [dataset_slice.dataset.read_stream(dataset_slice.first, dataset_slice.last) for dataset_slice in slices]
     return streams[0] if len(streams) == 1 else np.concatenate(streams)

@@ -10,7 +10,7 @@ Four kinds, under GPT-NeoX's names where it has one:
 | `SPMTokenizer` | `tokenizer.model` | SentencePiece |
 
 A corpus folder holds a copy of its tokenizer's files, with a checksum, so that it can be moved and read anywhere.
-So does a run's folder (`load_run_tokenizer.py`).
+So does a run's folder (`load_tokenizer.py`).
 A tokenizer's `name` contains that checksum: two corpora fit together exactly if their tokenizers' names are equal.
 
 Some tokenizers put a token before every text (Llama's `<s>`, OPT's `</s>`). Whether that is done is decided once, when
@@ -33,10 +33,9 @@ from typing import ClassVar
 import numpy as np
 import tokenizers as hf
 
-from megatron.data.description import TokenizerFacts, read_tokenizer_folder
-from megatron.data.paths import find_corpus_metadata, list_all_prefixes
-from megatron.options.data import MAX_VOCAB_SIZE, DataOptions, TokenizerType
-from megatron.utils.errors import RunError, UserError
+from megatron.data.corpus_metadata import TokenizerMetadata
+from megatron.options.data import MAX_VOCAB_SIZE, TokenizerType
+from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
@@ -67,9 +66,9 @@ class Tokenizer(ABC):
         return f"{self.type}-{self.checksum[:12]}" if self.files else self.type
 
     @property
-    def describe(self) -> TokenizerFacts:
-        """What a description says of this tokenizer."""
-        return TokenizerFacts(
+    def metadata(self) -> TokenizerMetadata:
+        """The description of this tokenizer that is stored with a corpus or a run."""
+        return TokenizerMetadata(
             type=self.type,
             name=self.name,
             vocab_size=self.vocab_size,
@@ -86,17 +85,13 @@ class Tokenizer(ABC):
 
     def encode_with_bos(self, text: str) -> list[int]:
         """Token ids of a text as a model reads it: after the token that stands before each text, if there is one."""
-        return [*self._prefix, *self.encode(text)]
+        return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
-    @property
-    def _prefix(self) -> list[int]:
-        return [] if self.bos is None else [self.bos]
-
-    def added_before(self) -> list[int]:
+    def added_prefix(self) -> list[int]:
         """What the tokenizer's own files put before a text."""
         return []
 
-    def token_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         """The id of a token that is named; None if there is no such token."""
         return None
 
@@ -152,20 +147,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = _check_vocab_size(ids, vocab_file)
         self.eod, self.end_token = _find_eod(ids, vocab_file, end_token), end_token
 
-    def token_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def added_before(self) -> list[int]:
+    def added_prefix(self) -> list[int]:
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return []
         for text in ("a", "0", " ", *islice(self._tokenizer.get_vocab(), 20)):
             try:
-                plain, whole = (self._tokenizer.encode(text, add_special_tokens=each).ids for each in (False, True))
+                plain, complete = (self._tokenizer.encode(text, add_special_tokens=add).ids for add in (False, True))
             except Exception:  # the library raises plain Exception where it has no token for a text
                 continue
-            for start in range(len(whole) if plain else 0):
-                if whole[start : start + len(plain)] == plain:
-                    return whole[:start]
+            for start in range(len(complete) if plain else 0):
+                if complete[start : start + len(plain)] == plain:
+                    return complete[:start]
         return []
 
     def encode(self, text: str) -> list[int]:
@@ -178,7 +173,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _regex_errors(self) -> AbstractContextManager[None]:
         """A regular expression of a foreign file may need more steps than the library allows."""
-        return translate_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
+        return _translate_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         with self._regex_errors():
@@ -187,15 +182,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 @contextmanager
-def translate_panics(file: Path) -> Iterator[None]:
-    """Say in a line what the library, which is written in Rust, tells by a panic: a report on descriptor 2, and an
-    exception that is no Exception.
+def _translate_panics(file: Path) -> Iterator[None]:
+    """Describe in a line a panic of the library, which is written in Rust: a report on descriptor 2, and an exception
+    that is no Exception.
 
     Raises UserError that names the tokenizer's file.
     """
-    with tempfile.TemporaryFile() as report:
-        kept, panicked = os.dup(2), False
-        os.dup2(report.fileno(), 2)
+    with tempfile.TemporaryFile() as captured:
+        stderr, panicked = os.dup(2), False
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         except BaseException as error:
@@ -206,11 +201,11 @@ def translate_panics(file: Path) -> Iterator[None]:
                 ) from None
             raise
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            report.seek(0)
-            if not panicked and (others := report.read()):  # somebody else's words
-                os.write(2, others)
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            captured.seek(0)
+            if not panicked and (other_output := captured.read()):
+                os.write(2, other_output)
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -230,7 +225,7 @@ class GPT2Tokenizer(Tokenizer):
         self.vocab_size = _check_vocab_size(ids, vocab_file)
         self.eod, self.end_token = _find_eod(ids, vocab_file, end_token), end_token
 
-    def token_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
@@ -259,10 +254,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._tokenizer.get_piece_size()
         pieces = {self._tokenizer.id_to_piece(i): i for i in range(self.vocab_size)}
         eos, self._pieces = self._tokenizer.eos_id(), pieces
-        named = end_token is not None or eos < 0
-        self.eod, self.end_token = _find_eod(pieces, vocab_file, end_token) if named else eos, end_token
+        use_eos = end_token is None and eos >= 0
+        self.eod, self.end_token = eos if use_eos else _find_eod(pieces, vocab_file, end_token), end_token
 
-    def token_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return self._pieces.get(token)
 
     def encode(self, text: str) -> list[int]:
@@ -273,7 +268,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
-    kind.type: kind for kind in (ByteTokenizer, HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
+    cls.type: cls for cls in (ByteTokenizer, HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
 }
 
 
@@ -297,19 +292,19 @@ def tokenizer_from_files(
     """
     if type not in TOKENIZERS:
         raise UserError(f"tokenizer: {type!r} is unknown; {format_choices(type, TOKENIZERS)}")
-    needs = {
+    required = {
         "HFTokenizer": ("tokenizer.json", None),
         "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
         "SPMTokenizer": (".model", None),
     }.get(type, (None, None))
     files = []
-    for key, given, needed in zip(("vocab_file", "merge_file"), (vocab_file, merge_file), needs, strict=True):
-        if needed is None and given is not None:
-            raise UserError(f"{key}: {given}: tokenizer {type} has no such file")
+    for key, name, needed in zip(("vocab_file", "merge_file"), (vocab_file, merge_file), required, strict=True):
+        if needed is None and name is not None:
+            raise UserError(f"{key}: {name}: tokenizer {type} has no such file")
         if needed is not None:
-            if given is None:
+            if name is None:
                 raise UserError(f"{key}: tokenizer {type} needs its {needed} file")
-            path = Path(given)
+            path = Path(name)
             if not path.is_file():
                 problem = "is a folder" if path.is_dir() else "no such file"
                 raise UserError(f"{key}: {path}: {problem}; tokenizer {type} needs its {needed} file")
@@ -326,59 +321,21 @@ def _find_bos(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
     if bos is False:
         return None
     if bos is None:
-        before = tokenizer.added_before()
-        if len(before) > 1:
+        prefix = tokenizer.added_prefix()
+        if len(prefix) > 1:
             raise UserError(
-                f"add_bos: the file of tokenizer {tokenizer.name} puts {len(before)} tokens before a text, and at most "
+                f"add_bos: the file of tokenizer {tokenizer.name} puts {len(prefix)} tokens before a text, and at most "
                 "one is offered; false puts none there"
             )
-        return before[0] if before else None
+        return prefix[0] if prefix else None
     names = BEGINNING_OF_TEXT if bos is True else (bos,)
-    if bos is True and (before := tokenizer.added_before()):
-        return before[0]
+    if bos is True and (prefix := tokenizer.added_prefix()):
+        return prefix[0]
     for name in names:
-        if (found := tokenizer.token_id(name)) is not None:
-            return found
+        if (token := tokenizer.token_to_id(name)) is not None:
+            return token
     raise UserError(
         f"add_bos: tokenizer {tokenizer.name} has no token that begins a text; looked for {', '.join(names)}"
-    )
-
-
-def load_tokenizer(source: str | Path | DataOptions) -> Tokenizer:
-    """The tokenizer of a folder that describes it, a corpus's or a run's own, or of a configuration's data: read from
-    the corpus.json beside the first dataset, or from `tokenizer_type` and its files where the data have none.
-
-    Raises UserError if there is no tokenizer to be found, RunError if its files changed since they were described.
-    """
-    if isinstance(source, DataOptions):
-        described = [prefix.parent for prefix in list_all_prefixes(source) if find_corpus_metadata(prefix) is not None]
-        if described:
-            return load_tokenizer(described[0])
-        if source.tokenizer_type is None:
-            raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
-        return tokenizer_from_config(source)
-    folder = Path(source)
-    said = read_tokenizer_folder(folder)
-    paths = (folder / name for name in said.facts.files)
-    tokenizer = tokenizer_from_files(said.facts.type, *paths, end_token=said.facts.end_token, bos=False)
-    tokenizer.bos = said.facts.bos
-    if tokenizer.checksum != said.facts.checksum:
-        files = ", ".join(said.facts.files)
-        raise RunError(f"{folder}: {files} changed since {said.since}; restore it or {said.remedy}")
-    for fact in ("name", "vocab_size", "eod"):
-        stated, found = getattr(said.facts, fact), getattr(tokenizer, fact)
-        if stated != found:
-            raise RunError(
-                f"{said.file}: tokenizer.{fact} is {stated}, but the tokenizer beside it has {found}; {said.remedy}"
-            )
-    return tokenizer
-
-
-def tokenizer_from_config(data: DataOptions) -> Tokenizer:
-    """The tokenizer that the keys of a configuration name. Raises UserError as `tokenizer_from_files`."""
-    assert data.tokenizer_type is not None
-    return tokenizer_from_files(
-        data.tokenizer_type, data.vocab_file, data.merge_file, end_token=data.end_token, bos=data.add_bos
     )
 
 
@@ -388,9 +345,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     Byte level: all 256 byte values are tokens, so every text can be written and decodes to itself. `vocab_size` counts
     them and <|endoftext|>; a small text may yield fewer tokens.
     """
-    least = 257
-    if vocab_size < least:
-        raise UserError(f"vocab_size: {vocab_size} is too small; the 256 byte values and <|endoftext|> make {least}")
+    min_size = 257
+    if vocab_size < min_size:
+        raise UserError(f"vocab_size: {vocab_size} is too small; the 256 byte values and <|endoftext|> make {min_size}")
     tokenizer = hf.Tokenizer(hf.models.BPE())
     tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = hf.decoders.ByteLevel()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from megatron.data.run_tokenizer import load_run_tokenizer
+from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.accuracy import add_relative_changes
 from megatron.evaluation.eval_target import ProgressCallback, ScoringContext

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
-from megatron.data.run_tokenizer import load_run_tokenizer
-from megatron.data.tokenizers import Tokenizer, load_tokenizer
+from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
+from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import EvalTarget, ScoringContext
 from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.loss_records import check_measures
@@ -85,7 +85,7 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
     if config.data.task is not None:
         return build_task_eval(options, [config])
     if options.protocol in PROBES:
-        return _build_probe_for([config], options, load_tokenizer(config.data))
+        return _build_probe_for([config], options, load_data_tokenizer(config.data))
     return _build_text_eval(options, [config], load_text(name, config, options.data))
 
 

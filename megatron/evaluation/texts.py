@@ -14,16 +14,14 @@ import numpy as np
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
-from megatron.data.corpus_folder import read_corpus
+from megatron.data.corpus.sources import SUFFIXES, iter_raw_documents, scan_sources
+from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, iter_chunks
+from megatron.data.corpus_metadata import read_corpus, split_basename
 from megatron.data.datasets import load_token_stream
-from megatron.data.encode import Encoder, encode_chunks, iter_chunks
-from megatron.data.parts import compute_sequence_range
-from megatron.data.paths import Split, find_corpus_metadata, list_split_prefixes, split_basename
-from megatron.data.run_tokenizer import load_run_tokenizer
-from megatron.data.sources import SUFFIXES, iter_raw_documents, scan_sources
+from megatron.data.indexed_dataset import compute_sequence_range, find_corpus_metadata, list_split_prefixes
+from megatron.data.load_tokenizer import Vocabulary, load_run_tokenizer, read_vocabulary, vocabulary_from_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.data.vocabulary import Vocabulary, read_vocabulary, vocabulary_from_tokenizer
-from megatron.options.data import DataOptions
+from megatron.options.data import DataOptions, Split
 from megatron.utils.errors import UserError
 
 MAX_DIGEST_TOKENS = 1 << 20
@@ -180,7 +178,7 @@ def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
     token_arrays = [
         part.tokens
-        for chunk in encode_chunks(Encoder(tokenizer, dtype, "text"), iter_chunks(documents), workers=1)
+        for chunk in encode_chunks(ChunkEncoder(tokenizer, dtype, "text"), iter_chunks(documents), num_workers=1)
         for part in chunk.by_split.values()
     ]
     if not token_arrays:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megatron.checkpoint.trained_run import TrainedRun, open_run
-from megatron.data.run_tokenizer import load_run_tokenizer
-from megatron.data.sources import decode_document, describe_source_file, iter_raw_documents
+from megatron.data.corpus.sources import decode_document, describe_source_file, iter_raw_documents
+from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.commands import GenerationOptions

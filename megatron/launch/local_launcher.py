@@ -17,11 +17,12 @@ from pathlib import Path
 
 from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
 from megatron.config.schema import Config
-from megatron.data.paths import SPLITS, list_split_prefixes
+from megatron.data.indexed_dataset import list_split_prefixes
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
 from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
+from megatron.options.data import SPLITS
 from megatron.training.records import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_wandb_login
 from megatron.training.resolve_run import ResolvedRun

@@ -36,7 +36,7 @@ def _parse_corpus_split(value: Any) -> Any:
 
 
 class CorpusOptions(ConfigSection):
-    """What a corpus is made from, and how (`megatron.data.corpus.prepare`)."""
+    """What a corpus is made from, and how (`megatron.data.corpus.prepare.prepare_corpus`)."""
 
     sources: list[str] = config_field(
         ..., "files, folders, python (the standard library), or hf:NAME (a dataset on the hub)", min_length=1

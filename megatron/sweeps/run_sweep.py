@@ -263,7 +263,7 @@ def _describe_failures(failures: Sequence[RunFailure], num_diverged: int, num_me
 
 
 def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, log: Log) -> None:
-    from megatron.data.corpus import prepare_corpus
+    from megatron.data.corpus.prepare import prepare_corpus
 
     job = WorkItem(f"corpus {corpus.folder}", "prepare", 1.0)
     with ProgressMeter(console, [job]) as meter:

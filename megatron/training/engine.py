@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.schema import Config
-from megatron.data.batches import Batch
+from megatron.data.dataloader import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
@@ -98,7 +98,7 @@ class Engine:
         """The gradient of one step: forward and backward over its micro-batches, as many as the configuration says.
 
         Args:
-            micro_batches: this rank's, see `megatron.data.batches`.
+            micro_batches: this rank's, see `megatron.data.dataloader`.
             tokens: counted tokens of the whole step, over all ranks that divide the batch and all micro-batches.
             position_seed: seed of randomized positions.
             progress: called with the number of micro-batches that are done, before each.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from megatron.config.schema import Config
-from megatron.data.batches import Batch
+from megatron.data.dataloader import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.device_dtype import get_torch_dtype

@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.data.vocabulary import read_vocabulary
+from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import ffn_hidden_size

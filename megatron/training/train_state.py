@@ -26,10 +26,9 @@ from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.data.batches import Batch, build_dataloader
+from megatron.data.dataloader import Batch, build_dataloader
 from megatron.data.datasets import Datasets, build_datasets
-from megatron.data.run_tokenizer import save_tokenizer
-from megatron.data.vocabulary import Vocabulary, read_vocabulary
+from megatron.data.load_tokenizer import Vocabulary, read_vocabulary, save_tokenizer
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
@@ -353,6 +352,6 @@ def _build_datasets(config: Config, position: DataPosition, vocabulary: Vocabula
         seed=training.seed,
         cache=cache,
         groups=groups,
-        batch=batch,
-        consumed=position.samples,
+        batch_size=batch,
+        consumed_samples=position.samples,
     )

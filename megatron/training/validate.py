@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from megatron.checkpoint import rng_state
 from megatron.config.schema import Config
-from megatron.data.batches import build_dataloader
+from megatron.data.dataloader import build_dataloader
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.records import ValidationRecord, find_record, perplexity

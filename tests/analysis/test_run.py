@@ -26,7 +26,7 @@ from megatron.analysis.run import analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.data.vocabulary import read_vocabulary
+from megatron.data.load_tokenizer import read_vocabulary
 from megatron.evaluation.texts import load_text
 from megatron.options.commands import AnalysisOptions
 from megatron.reports.html_page import HtmlPicture

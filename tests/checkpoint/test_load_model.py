@@ -10,7 +10,7 @@ from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
-from megatron.data.batches import build_dataloader
+from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import build_datasets
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import single_process

@@ -19,7 +19,7 @@ from tiny_runs import losses, tiny_config, write_corpora
 from megatron.checkpoint import engine_state, manifest, sharded_state
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
-from megatron.data.tokenizers import load_tokenizer
+from megatron.data.load_tokenizer import load_tokenizer
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError
 
@@ -55,10 +55,10 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_run_keeps_its_tokenizer_and_an_older_one_gets_it_when_it_is_resumed(corpus: Path, tmp_path: Path) -> None:
     train(tiny_config(corpus, tmp_path))
-    assert load_tokenizer(tmp_path / "tokenizer").describe == load_tokenizer(corpus).describe
+    assert load_tokenizer(tmp_path / "tokenizer").metadata == load_tokenizer(corpus).metadata
     shutil.rmtree(tmp_path / "tokenizer")
     train(tiny_config(corpus, tmp_path, train_iters=5, load=str(tmp_path)))
-    assert load_tokenizer(tmp_path / "tokenizer").describe == load_tokenizer(corpus).describe
+    assert load_tokenizer(tmp_path / "tokenizer").metadata == load_tokenizer(corpus).metadata
 
 
 def test_only_the_last_n_are_kept(corpus: Path, tmp_path: Path) -> None:

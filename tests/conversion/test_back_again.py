@@ -12,7 +12,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.conversion.export_model import export_model
 from megatron.conversion.import_model import import_model
-from megatron.data.run_tokenizer import load_run_tokenizer
+from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.position.registry import list_encodings, list_processors
 from megatron.utils.errors import RunError, UserError
 from tools.export.cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run

@@ -15,10 +15,11 @@ import tokenizers as hf
 from corpora import prepare
 from full_disk import full_disk
 
-from megatron.data import documents as documents_module
-from megatron.data import sources as sources_module
-from megatron.data.corpus_folder import read_corpus
-from megatron.data.tokenizers import load_tokenizer, tokenizer_from_files
+from megatron.data.corpus import documents as documents_module
+from megatron.data.corpus import sources as sources_module
+from megatron.data.corpus_metadata import read_corpus
+from megatron.data.load_tokenizer import load_tokenizer
+from megatron.data.tokenizers import tokenizer_from_files
 from megatron.utils.errors import RunError, UserError
 
 
@@ -78,7 +79,7 @@ def test_megatron_core_reads_what_was_written(texts, tmp_path, reader):
 def test_workers_and_chunks_change_nothing(many, tmp_path, tokenizer, monkeypatch, reader):
     size = 300 if tokenizer == "bpe" else None
     one = prepare([str(many)], tmp_path / "one", tokenizer=tokenizer, vocab_size=size, workers=1)
-    monkeypatch.setattr("megatron.data.encode.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("megatron.data.corpus.tokenize_worker.CHUNK_BYTES", 5000)
     two = prepare([str(many)], tmp_path / "two", tokenizer=tokenizer, vocab_size=size, workers=2)
     assert contents(one.folder) == contents(two.folder)
     assert [size.documents for size in one.splits.values()] == [2700, 150, 150]
@@ -128,7 +129,7 @@ def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
 
 def test_long_documents_become_several_sequences(texts, tmp_path, monkeypatch, reader):
     whole = prepare([str(texts)], tmp_path / "a", split=None)
-    monkeypatch.setattr("megatron.data.writing.MAX_SEQUENCE_TOKENS", 7)
+    monkeypatch.setattr("megatron.data.corpus.writer.MAX_SEQUENCE_TOKENS", 7)
     pieces = prepare([str(texts)], tmp_path / "b", split=None)
     assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # as documents the same
     assert (tmp_path / "a/text_document.bin").read_bytes() == (tmp_path / "b/text_document.bin").read_bytes()
@@ -331,7 +332,7 @@ def ended(process):
 
 
 def test_the_workers_of_a_killed_preparation_end(many, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.data.encode.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("megatron.data.corpus.tokenize_worker.CHUNK_BYTES", 5000)
 
     def die(stage, *_):
         if stage == "tokenizing":
@@ -404,7 +405,7 @@ def test_file_names_need_not_be_unicode(tmp_path):
 
 
 def test_preparing_needs_no_torch_until_it_writes():
-    program = "import sys, megatron.data.corpus, megatron.data.datasets; sys.exit('torch' in sys.modules)"
+    program = "import sys, megatron.data.corpus.prepare, megatron.data.datasets; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.datasets import build_datasets, load_token_stream
-from megatron.data.parts import compute_sequence_range
-from megatron.data.vocabulary import read_vocabulary
+from megatron.data.indexed_dataset import compute_sequence_range
+from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
@@ -261,7 +261,7 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
 
 def test_a_token_beyond_the_vocabulary_is_caught_when_it_is_read(dataset, words, monkeypatch):
     monkeypatch.setattr(
-        "megatron.data.indexed.IndexedTokens.find_largest_token", lambda self: 0
+        "megatron.data.indexed_dataset.IndexedTokens.find_largest_token", lambda self: 0
     )  # as if it were not looked at
     samples = build(DataOptions(train_data_paths=[dataset("d", [[2000] * 30])], **words), train=3).train
     with pytest.raises(RunError, match="d: sample 0 has token 2000; the vocabulary has 2000"):
@@ -299,7 +299,7 @@ def test_an_index_beyond_memory_is_refused(dataset, words, monkeypatch, key):
         train_data_paths=[dataset("d", numbered(LENGTHS))], valid_data_paths=[dataset("e", numbered(LENGTHS))], **words
     )
     asked = {"train": 10, "valid": 10, "train" if key == "train_iters" else "valid": 4_000_000_000}
-    monkeypatch.setattr("megatron.data.datasets.measure_memory", lambda: 16 << 30)
+    monkeypatch.setattr("megatron.data.datasets.get_machine_memory", lambda: 16 << 30)
     with pytest.raises(UserError, match=rf"^{key}: 4,000,000,000 \w+ samples need an index of 45 GiB") as error:
         build(data, **asked)
     assert error.value.key == key
@@ -427,7 +427,7 @@ def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path)
     for folder in (tmp_path / "trapped").iterdir():
         set_trap(folder, tmp_path / "sprung")
     # Forked from a process that has imported what takes seconds and, other than this one may, has no process group.
-    multiprocessing.set_forkserver_preload(["megatron.data.samples"])
+    multiprocessing.set_forkserver_preload(["megatron.data.gpt_dataset"])
     torch.multiprocessing.start_processes(_two_processes, (str(tmp_path), options), nprocs=2, start_method="forkserver")
     for cache in ("cache", "trapped"):
         assert (tmp_path / f"rows-{cache}0").read_text() == (tmp_path / f"rows-{cache}1").read_text() == expected

@@ -8,16 +8,16 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import sources
-from megatron.data.encode import Chunk, Encoder
-from megatron.data.sources import (
+from megatron.data.corpus import file_readers, sources
+from megatron.data.corpus.sources import (
     SourceFile,
     decode_document,
     iter_raw_documents,
-    limit_source,
     list_document_names,
     scan_sources,
+    split_text_file,
 )
+from megatron.data.corpus.tokenize_worker import Chunk, ChunkEncoder
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.utils.errors import RunError, UserError
 
@@ -84,11 +84,11 @@ def test_lines_do_not_depend_on_the_block_size(tmp_path_factory, lines, block, z
     content = b"\n".join(lines)
     half = len(content) // 2  # several zstandard frames in one file are allowed
     path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]) if zst else content)
-    before, sources.BLOCK_BYTES = sources.BLOCK_BYTES, block * 8
+    before, file_readers.BLOCK_BYTES = file_readers.BLOCK_BYTES, block * 8
     try:
-        found = [line for line, _ in sources._iter_lines(path)]
+        found = [line for line, _ in file_readers.iter_lines(path)]
     finally:
-        sources.BLOCK_BYTES = before
+        file_readers.BLOCK_BYTES = before
     expected = content.split(b"\n")
     assert found == (expected[:-1] if expected[-1] == b"" else expected)
 
@@ -188,7 +188,7 @@ def test_python_files_declare_their_encoding(tmp_path, content, text):
 def test_a_lone_file_is_cut_at_line_ends(tmp_path_factory, lines, shares):
     path = tmp_path_factory.mktemp("cut") / "x.txt"
     path.write_bytes("\n".join(lines).encode())
-    parts = limit_source(SourceFile(path, "x.txt", "text", 0, 0), shares)
+    parts = split_text_file(SourceFile(path, "x.txt", "text", 0, 0), shares)
     assert b"".join(parts) == path.read_bytes()
     assert len(parts) == 3
     assert not any(part for part, share in zip(parts, shares, strict=True) if share == 0)
@@ -200,7 +200,7 @@ def test_a_lone_file_is_cut_at_line_ends(tmp_path_factory, lines, shares):
 @pytest.mark.parametrize("name", ["one.jsonl", "one.jsonl.gz"])
 def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
     """As a small file may hold that was compressed to fill a memory."""
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(file_readers, "MAX_LINE_BYTES", 1 << 20)
     content = b'{"text": "short"}\n{"text": "' + b"a" * (3 << 20) + b'"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     documents = sources.iter_raw_documents(sources.describe_source_file(tmp_path / name))
@@ -212,7 +212,7 @@ def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
 def test_a_document_beyond_memory_is_named(tmp_path, monkeypatch):
     (tmp_path / "large.txt").write_text("text")
     documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "large.txt")))
-    encoder = Encoder(ByteTokenizer(), np.uint16, "text")
+    encoder = ChunkEncoder(ByteTokenizer(), np.uint16, "text")
 
     def fill(texts: object) -> None:
         raise MemoryError

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.splits import assign_documents, check_fractions, compute_split_counts
+from megatron.data.corpus.documents import assign_documents, check_fractions, compute_split_counts
 from megatron.utils.errors import UserError
 
 shares = st.tuples(*[st.sampled_from([0.0, 0.01, 0.3, 1.0, 7.0, 95.0])] * 3).filter(lambda s: sum(s) > 0)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
-from megatron.data.tokenizers import END_OF_DOCUMENT, load_tokenizer, tokenizer_from_files, train_bpe
+from megatron.data.load_tokenizer import load_tokenizer
+from megatron.data.tokenizers import END_OF_DOCUMENT, tokenizer_from_files, train_bpe
 from megatron.utils.errors import UserError
 
 

@@ -9,7 +9,7 @@ import torch
 from models import build_model
 from torch import Tensor, nn
 
-from megatron.data.vocabulary import Vocabulary
+from megatron.data.load_tokenizer import Vocabulary
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.perplexity import evaluate_perplexity
 from megatron.evaluation.protocols import plan_from_options

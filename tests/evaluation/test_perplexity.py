@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.data.vocabulary import Vocabulary
+from megatron.data.load_tokenizer import Vocabulary
 from megatron.evaluation.loss_records import summarize_losses
 from megatron.evaluation.perplexity import compute_window_losses
 from megatron.evaluation.protocols import choose_default_targets

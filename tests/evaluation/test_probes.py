@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.data.vocabulary import Vocabulary
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
 from megatron.evaluation.probes.probe import Probe

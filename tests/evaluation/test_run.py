@@ -22,8 +22,7 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load_config
 from megatron.config.validation_errors import section_from_cli
 from megatron.data.datasets import load_token_stream
-from megatron.data.run_tokenizer import save_tokenizer
-from megatron.data.tokenizers import load_tokenizer
+from megatron.data.load_tokenizer import load_tokenizer, save_tokenizer
 from megatron.evaluation.lengths import choose_lengths
 from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.evaluation.run import evaluate_runs

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.validation_errors import section_from_cli
-from megatron.data import corpus
-from megatron.data.corpus_folder import CorpusInfo, Progress
+from megatron.data.corpus.documents import ProgressCallback
+from megatron.data.corpus.prepare import prepare_corpus
+from megatron.data.corpus_metadata import CorpusInfo
 from megatron.options.data import CorpusOptions
 
 
@@ -15,12 +16,12 @@ def prepare(
     output: str | Path,
     *,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **options: Any,
 ) -> CorpusInfo:
-    """`megatron.data.corpus.prepare`; `options` are CorpusOptions'. Raises as it, and UserError for wrong ones."""
+    """`prepare_corpus`; `options` are CorpusOptions'. Raises as it, and UserError for wrong ones."""
     plain = {name: _plain(value) for name, value in {"sources": sources, **options}.items()}
-    return corpus.prepare_corpus(section_from_cli(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
+    return prepare_corpus(section_from_cli(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
 
 
 def _plain(value: Any) -> Any:

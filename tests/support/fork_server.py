@@ -25,7 +25,7 @@ PRELOADED = (
     "deepspeed",
     "megatron.checkpoint.resume",
     "megatron.checkpoint.saver",
-    "megatron.data.samples",
+    "megatron.data.gpt_dataset",
     "megatron.launch.console",
     "megatron.utils.progress",
     "megatron.launch.worker",

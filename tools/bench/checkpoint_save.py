@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from megatron.checkpoint import layout  # noqa: E402
 from megatron.config.load import load_config  # noqa: E402
-from megatron.data.corpus import prepare_corpus  # noqa: E402
+from megatron.data.corpus.prepare import prepare_corpus  # noqa: E402
 from megatron.distributed.hardware import LocalHardware  # noqa: E402
 from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402

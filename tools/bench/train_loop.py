@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from megatron.config.load import load_config  # noqa: E402
-from megatron.data.corpus import prepare_corpus  # noqa: E402
+from megatron.data.corpus.prepare import prepare_corpus  # noqa: E402
 from megatron.data.datasets import load_token_stream  # noqa: E402
 from megatron.distributed.hardware import LocalHardware  # noqa: E402
 from megatron.distributed.launcher_environment import RankInfo  # noqa: E402

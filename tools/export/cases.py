@@ -16,7 +16,7 @@ from megatron.checkpoint.layout import CHECKPOINTS, CONFIG, WEIGHTS, format_chec
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers
 from megatron.config.schema import Config
-from megatron.data.run_tokenizer import save_tokenizer
+from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer
 from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model

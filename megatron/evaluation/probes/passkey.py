@@ -13,8 +13,8 @@ from typing import Self
 
 import numpy as np
 
+from megatron.data.load_tokenizer import vocabulary_from_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.data.vocabulary import vocabulary_from_tokenizer
 from megatron.evaluation.probes.probe import PROBE_SEED, Probe
 from megatron.options.evaluation import EvaluationOptions
 from megatron.utils.errors import UserError

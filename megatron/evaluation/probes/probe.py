@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.tokenizers import Tokenizer
-from megatron.data.vocabulary import Vocabulary
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.lengths import count_flops_by_length
 from megatron.evaluation.loss_records import summarize_losses

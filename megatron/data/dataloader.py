@@ -6,8 +6,8 @@ With D data-parallel ranks, micro-step g of the one with index r reads the sampl
 
 so an optimizer step of `a` micro-steps reads `a · D · micro_batch` consecutive samples: the same ones for any D with
 the same global batch, and for a run that was stopped after `start` samples and resumed. Ranks that share a sequence
-(context parallelism) read the same samples and keep their places of them; those that differ in another dimension of the
-mesh read the same.
+(context parallelism) read the same samples and keep their own positions of them; those that differ in another dimension
+of the mesh read the same.
 """
 
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ Batch = dict[str, torch.Tensor]
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """Sample indices of one data index's micro-batches. A last round that cannot be filled for all is left out."""
+    """Sample indices of one data index's micro-batches. A last round that is not complete on all ranks is left out."""
 
-    def __init__(self, samples: int, *, micro_batch_size: int, data: Axis, start: int) -> None:
+    def __init__(self, num_samples: int, *, micro_batch_size: int, data: Axis, start: int) -> None:
         if micro_batch_size < 1 or start < 0:
             raise ValueError(f"micro_batch_size {micro_batch_size}, start {start}")
         self.micro_batch_size, self.data, self.start = micro_batch_size, data, start
-        self.rounds = max(0, samples - start) // (micro_batch_size * data.size)
+        self.num_rounds = max(0, num_samples - start) // (micro_batch_size * data.size)
 
     def __len__(self) -> int:
-        return self.rounds
+        return self.num_rounds
 
     def __iter__(self) -> Iterator[list[int]]:
-        for g in range(self.rounds):
-            first = self.start + (g * self.data.size + self.data.index) * self.micro_batch_size
+        for round_index in range(self.num_rounds):
+            first = self.start + (round_index * self.data.size + self.data.index) * self.micro_batch_size
             yield list(range(first, first + self.micro_batch_size))
 
 
@@ -46,13 +46,13 @@ def build_dataloader(
     """The micro-batches of one rank from global sample `start` to the end of the dataset.
 
     Yields dictionaries of stacked samples: `tokens` and `labels` int64 [B, T], `loss_mask` float32 [B, T], B =
-    micro_batch and T the places that the rank holds; in pinned memory where there is a GPU. `num_workers` processes
-    read ahead; they change no batch. Drawing batches leaves torch's random state as it was.
+    micro_batch_size and T the positions that the rank holds; in pinned memory where there is a GPU. `num_workers`
+    processes read ahead; they change no batch. Drawing batches leaves torch's random state as it was.
     """
-    order = DistributedBatchSampler(len(dataset), micro_batch_size=micro_batch_size, data=mesh.data, start=start)  # type: ignore[arg-type]
+    sampler = DistributedBatchSampler(len(dataset), micro_batch_size=micro_batch_size, data=mesh.data, start=start)  # type: ignore[arg-type]
     loader = DataLoader(
         dataset,
-        batch_sampler=order,
+        batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=partial(collate, context=mesh.context),
         pin_memory=torch.cuda.is_available(),
@@ -62,7 +62,7 @@ def build_dataloader(
 
 
 def collate(samples: list[Batch], context: Axis) -> Batch:
-    """Samples as rows [B, T], of which a context-parallel rank keeps its places."""
+    """Samples as rows [B, T], of which a context-parallel rank keeps its own positions."""
     batch: Batch = default_collate(samples)
     if context.size == 1:
         return batch
@@ -76,5 +76,5 @@ def unwrap_worker_errors(loader: DataLoader) -> Iterator[Batch]:
     try:
         yield from loader
     except (RunError, UserError) as error:
-        last = str(error).strip().splitlines()[-1]
-        raise type(error)(last.removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")) from None
+        message = str(error).strip().splitlines()[-1]
+        raise type(error)(message.removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")) from None

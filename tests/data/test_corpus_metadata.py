@@ -7,11 +7,10 @@ import shutil
 import pytest
 from corpora import prepare
 
-from megatron.data import description as description_module
-from megatron.data.corpus_folder import read_corpus
+from megatron.data import corpus_metadata as metadata_module
+from megatron.data.corpus_metadata import CORPUS_FILE, read_corpus, read_corpus_metadata
 from megatron.data.datasets import build_datasets, load_token_stream
-from megatron.data.description import CORPUS_FILE, read_corpus_metadata
-from megatron.data.tokenizers import load_tokenizer
+from megatron.data.load_tokenizer import load_tokenizer
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import DataOptions
 from megatron.utils.errors import RunError, UserError
@@ -139,7 +138,7 @@ def test_what_is_no_description_is_refused_in_one_line(bpe, content):
 
 
 def test_a_description_of_gigabytes_is_not_read(bpe, monkeypatch):
-    monkeypatch.setattr(description_module, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(metadata_module, "MAX_JSON_BYTES", 100)
     with pytest.raises(RunError, match="it is larger than 100 bytes"):
         read_corpus_metadata(bpe)
 
@@ -193,7 +192,7 @@ def test_flipped_tokens_are_noticed_before_they_are_used(corpus, tmp_path, cache
 
 def test_a_content_is_read_once(bpe, tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(description_module, "_sha256", lambda path: read.append(path.name) or "0" * 64)
+    monkeypatch.setattr(metadata_module, "_sha256", lambda path: read.append(path.name) or "0" * 64)
     folder = bpe
     for name in os.listdir(folder):
         if name != CORPUS_FILE:
@@ -201,8 +200,10 @@ def test_a_content_is_read_once(bpe, tmp_path, monkeypatch):
     for _ in range(3):
         train_on(folder)
     assert sorted(read) == ["train_text_document.bin", "train_text_document.idx"]
-    monkeypatch.setattr("megatron.data.parts.MAX_CHECKED_WHOLE", 100)  # a larger file is left to `prepare`
-    monkeypatch.setattr("megatron.data.description._cached_sha256", lambda path, *_: read.append(path.name) or "0" * 64)
+    monkeypatch.setattr("megatron.data.indexed_dataset.MAX_CHECKSUM_BYTES", 100)  # left to `prepare`
+    monkeypatch.setattr(
+        "megatron.data.corpus_metadata._cached_sha256", lambda path, *_: read.append(path.name) or "0" * 64
+    )
     train_on(folder)
     assert set(read[2:]) == {"train_text_document.idx"}
 

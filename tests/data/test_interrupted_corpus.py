@@ -11,9 +11,9 @@ import pytest
 from corpora import prepare
 from killed import die, killed
 
-from megatron.data import hub, writing
-from megatron.data.corpus import find_unfinished
-from megatron.data.hub import HubDataset, UnfinishedError
+from megatron.data.corpus import hub_dataset, writer
+from megatron.data.corpus.hub_dataset import HubDataset, UnfinishedError
+from megatron.data.corpus.prepare import find_unfinished
 from megatron.utils.errors import RunError, UserError
 
 DOCUMENTS = [f"document {i} " + "ab\n" * (i % 17) if i % 11 else "" for i in range(400)]
@@ -22,9 +22,9 @@ DOCUMENTS = [f"document {i} " + "ab\n" * (i % 17) if i % 11 else "" for i in ran
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress is saved after every chunk, and chunks are small."""
-    monkeypatch.setattr(writing, "SAVE_INTERVAL", 0.0)
-    monkeypatch.setattr("megatron.data.encode.CHUNK_DOCUMENTS", 25)
-    monkeypatch.setattr(hub, "SHARD_BYTES", 500)
+    monkeypatch.setattr(writer, "SAVE_INTERVAL", 0.0)
+    monkeypatch.setattr("megatron.data.corpus.tokenize_worker.CHUNK_DOCUMENTS", 25)
+    monkeypatch.setattr(hub_dataset, "SHARD_BYTES", 500)
 
 
 @pytest.fixture

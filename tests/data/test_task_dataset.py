@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.batches import build_dataloader
+from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import build_datasets
-from megatron.data.task_samples import TaskDataset
-from megatron.data.vocabulary import read_vocabulary
+from megatron.data.load_tokenizer import read_vocabulary
+from megatron.data.task_dataset import TaskDataset
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import single_process
 from megatron.options.data import DataOptions
@@ -22,7 +22,7 @@ REVERSE = DataOptions(task="reverse_string", task_length=9)
 
 
 def samples(total: int = 96, *, batch: int = 12, start: int = 0, seed: int = 3, data: DataOptions = REVERSE):
-    return TaskDataset(read_task_config(data), "train", total, seed=seed, batch=batch, start=start)
+    return TaskDataset(read_task_config(data), "train", total, seed=seed, batch_size=batch, start=start)
 
 
 def rows(found: list[dict[str, torch.Tensor]]) -> list[list[list[float]]]:
@@ -64,7 +64,7 @@ def test_a_step_has_one_length_and_lengths_are_uniform() -> None:
 def test_nothing_is_read_twice() -> None:
     data = DataOptions(task="parity_check", task_length=64, task_shortest_length=64)
     train = samples(600, data=data)
-    others = [samples(600, data=data, seed=4), TaskDataset(train.task_config, "valid", 600, seed=3, batch=12)]
+    others = [samples(600, data=data, seed=4), TaskDataset(train.task_config, "valid", 600, seed=3, batch_size=12)]
     inputs = [tuple(each[index]["tokens"].tolist()) for each in (train, *others) for index in range(600)]
     assert len(set(inputs)) == 1800  # 2^64 inputs: two that are equal would be no chance
 
@@ -91,7 +91,7 @@ def test_samples_are_what_the_task_draws() -> None:
 
 def test_datasets_of_a_task() -> None:
     counts = {"train_samples": 24, "valid_samples": 12, "test_samples": 0}
-    found = build_datasets(REVERSE, seq_length=18, **counts, seed=1, cache=None, groups=single_process(), batch=12)
+    found = build_datasets(REVERSE, seq_length=18, **counts, seed=1, cache=None, groups=single_process(), batch_size=12)
     assert found.lengths == tuple(range(2, 20, 2))
     assert (len(found.train), len(found.valid), found.test) == (24, 12, None)
     assert rows(list(islice(found.train, 12))) != rows(list(islice(found.valid, 12)))

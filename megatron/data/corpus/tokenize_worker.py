@@ -1,4 +1,4 @@
-"""The work of one process while a corpus is prepared: chunks of raw documents in, token arrays out.
+"""Tokenizing with several processes while a corpus is prepared: chunks of raw documents in, token arrays out.
 
 This module is imported by every worker, so it stays light: no torch, no megatron-core.
 """
@@ -14,7 +14,7 @@ from multiprocessing import get_context, parent_process
 
 import numpy as np
 
-from megatron.data.sources import RawDocument, decode_document
+from megatron.data.corpus.sources import RawDocument, decode_document
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.utils.errors import RunError
 
@@ -32,17 +32,17 @@ class Chunk:
 
 
 @dataclass
-class Encoded:
-    """What one split got from a chunk. Documents without text are left out."""
+class EncodedSplit:
+    """The documents of one split in a chunk. Those without text are left out."""
 
-    tokens: np.ndarray  # [sum of lengths], what begins and ends a document included
+    tokens: np.ndarray  # [sum of lengths], with the tokens that begin and end documents
     lengths: list[int]
     bytes: int  # UTF-8
 
 
 @dataclass
 class EncodedChunk:
-    by_split: dict[int, Encoded]
+    by_split: dict[int, EncodedSplit]
     lengths: list[int]  # of every document, with its end; 0 for those that are left out
     skipped: list[str]  # Python files that Python cannot decode
     size: int
@@ -62,7 +62,7 @@ def iter_chunks(documents: Iterable[tuple[RawDocument, int]]) -> Iterator[Chunk]
         yield chunk
 
 
-class Encoder:
+class ChunkEncoder:
     """Decodes and tokenizes chunks."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: type[np.integer], jsonl_key: str) -> None:
@@ -70,60 +70,64 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         texts: dict[int, list[str]] = {}
-        owners: list[int | None] = []
+        splits: list[int | None] = []
         skipped = []
         for document, split in zip(chunk.documents, chunk.splits, strict=True):
             try:
                 text = decode_document(document, self.jsonl_key)
             except MemoryError:
-                raise describe_too_large(document) from None
-            owners.append(split if text else None)
+                raise document_too_large(document) from None
+            splits.append(split if text else None)
             if text is None:
                 skipped.append(document.name)
             elif text:
                 texts.setdefault(split, []).append(text)
         try:
-            by_split = {split: self._encode(texts[split]) for split in texts}
+            by_split = {split: self._encode_texts(texts[split]) for split in texts}
         except MemoryError:
-            raise describe_too_large(max(chunk.documents, key=lambda document: document.size)) from None
-        left = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
-        lengths = [0 if split is None else next(left[split]) for split in owners]
+            raise document_too_large(max(chunk.documents, key=lambda document: document.size)) from None
+        remaining = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
+        lengths = [0 if split is None else next(remaining[split]) for split in splits]
         return EncodedChunk(by_split, lengths, skipped, chunk.size)
 
-    def _encode(self, texts: list[str]) -> Encoded:
+    def _encode_texts(self, texts: list[str]) -> EncodedSplit:
         encoded = self.tokenizer.encode_batch(texts)
         bos = self.tokenizer.bos
-        before = 0 if bos is None else 1
-        lengths = [before + len(ids) + 1 for ids in encoded]
+        num_bos = 0 if bos is None else 1
+        lengths = [num_bos + len(ids) + 1 for ids in encoded]
         tokens = np.full(sum(lengths), self.tokenizer.eod, dtype=self.dtype)
         start = 0
         for ids, length in zip(encoded, lengths, strict=True):
             if bos is not None:
                 tokens[start] = bos
-            tokens[start + before : start + length - 1] = ids
+            tokens[start + num_bos : start + length - 1] = ids
             start += length
-        return Encoded(tokens, lengths, sum(len(text.encode("utf-8")) for text in texts))
+        return EncodedSplit(tokens, lengths, sum(len(text.encode("utf-8")) for text in texts))
 
 
-def describe_too_large(document: RawDocument) -> RunError:
+def document_too_large(document: RawDocument) -> RunError:
     return RunError(f"{document.where}: a document of {document.size:,} bytes does not fit into memory; divide it")
 
 
-def encode_chunks(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Generator[EncodedChunk, None, None]:
+def encode_chunks(
+    encoder: ChunkEncoder, chunks: Iterable[Chunk], num_workers: int
+) -> Generator[EncodedChunk, None, None]:
     """Encode chunks with some processes; the results come in the order of the chunks, whatever their number."""
-    if workers == 1:
+    if num_workers == 1:
         yield from map(encoder, chunks)
         return
     tokenizer = encoder.tokenizer
     files = [str(path) for path in tokenizer.files.values()]
-    recipe = (tokenizer.type, files, tokenizer.end_token, tokenizer.bos, encoder.dtype.str, encoder.jsonl_key)
+    worker_arguments = (tokenizer.type, files, tokenizer.end_token, tokenizer.bos, encoder.dtype.str, encoder.jsonl_key)
     # spawn, not fork: the parent may have threads (a progress display, torch's, a tokenizer's)
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=recipe)
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=worker_arguments
+    )
     pending: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
             pending.append(pool.submit(_encode_in_worker, chunk))
-            if len(pending) > 4 * workers:
+            if len(pending) > 4 * num_workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -133,21 +137,21 @@ def encode_chunks(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Ge
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_encoder: Encoder | None = None  # of this worker process
+_encoder: ChunkEncoder | None = None  # of this worker process
 
 
 def _start_worker(
     type: str, files: list[str], end_token: str | None, bos: int | None, dtype: str, jsonl_key: str
 ) -> None:
     global _encoder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = tokenizer_from_files(type, *files, end_token=end_token, bos=False)
     tokenizer.bos = bos
-    _encoder = Encoder(tokenizer, np.dtype(dtype).type, jsonl_key)
+    _encoder = ChunkEncoder(tokenizer, np.dtype(dtype).type, jsonl_key)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """A worker waits for chunks for good when its parent is killed: nobody is left to close the queue."""
     parent = parent_process()
     if parent is not None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed import open_indexed
+from megatron.data.indexed_dataset import open_indexed
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 1, 2, 3, 4]]

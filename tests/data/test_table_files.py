@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from corpora import prepare
 
-from megatron.data import tables
-from megatron.data.corpus_folder import read_corpus
-from megatron.data.sources import decode_document, iter_raw_documents, list_document_names, scan_sources
-from megatron.data.tokenizers import load_tokenizer
+from megatron.data.corpus import file_readers
+from megatron.data.corpus.sources import decode_document, iter_raw_documents, list_document_names, scan_sources
+from megatron.data.corpus_metadata import read_corpus
+from megatron.data.load_tokenizer import load_tokenizer
 from megatron.utils.errors import UserError
 
 pa = pytest.importorskip("pyarrow", reason="requirements-eval.txt is not installed")
@@ -54,7 +54,7 @@ def test_every_row_is_a_document(tmp_path: Path, name: str, write: Writer, monke
     other = pa.array([f"\ufeff{i}" if i else None for i in range(50)]).dictionary_encode()
     write(tmp_path / name, table(other=other, long=pa.array(TEXTS, pa.large_string())))
     for rows in (1, 4, 1000):
-        monkeypatch.setattr(tables, "ROWS_PER_BATCH", rows)
+        monkeypatch.setattr(file_readers, "ROWS_PER_BATCH", rows)
         assert decoded(tmp_path / name) == decoded(tmp_path / name, "long") == TEXTS
     assert decoded(tmp_path / name, "other") == ["", *(f"\ufeff{i}" for i in range(1, 50))]
     write(tmp_path / f"none-{name}", table().slice(0, 0))

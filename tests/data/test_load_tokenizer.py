@@ -8,8 +8,8 @@ import pytest
 from corpora import prepare
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
-from megatron.data.run_tokenizer import load_run_tokenizer, save_tokenizer
-from megatron.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_files
+from megatron.data.load_tokenizer import load_run_tokenizer, load_tokenizer, save_tokenizer
+from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.options.data import DataOptions
 from megatron.utils.errors import RunError, UserError
 
@@ -28,7 +28,7 @@ def test_a_copy_is_the_tokenizer_wherever_the_run_goes(
     assert {path.name for path in folder.iterdir()} == {"description.json", *original.files}
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     copy = load_run_tokenizer(moved, DataOptions(), original.name)
-    assert (copy.describe, copy.encode(SAMPLE[0])) == (original.describe, original.encode(SAMPLE[0]))
+    assert (copy.metadata, copy.encode(SAMPLE[0])) == (original.metadata, original.encode(SAMPLE[0]))
     assert all(path.is_relative_to(moved) for path in copy.files.values())
     # Kept again it stays as it is, and can itself be what is kept.
     before = (moved / "tokenizer" / "description.json").stat().st_mtime_ns
@@ -88,6 +88,6 @@ def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_toke
     named = tokenizer_from_files("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
     files = dict(zip(("vocab_file", "merge_file"), map(str, named.files.values()), strict=True))
     assert (
-        load_run_tokenizer(None, data.replace(tokenizer_type=named.type, **files), named.name).describe
-        == named.describe
+        load_run_tokenizer(None, data.replace(tokenizer_type=named.type, **files), named.name).metadata
+        == named.metadata
     )

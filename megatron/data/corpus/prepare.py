@@ -1,0 +1,230 @@
+"""Preparing a corpus: sources of text become a folder of indexed datasets with their tokenizer.
+
+    corpora/python/
+      train_text_document.bin   the tokens, documents one after the other, each ended by end-of-document
+      train_text_document.idx   where they begin
+      valid_text_document.…, test_text_document.…
+      corpus.json               tokenizer, vocabulary, documents, tokens and bytes per split, sources, checksums
+      tokenizer.json            the tokenizer's own files, so that the folder is complete
+
+The datasets are written by megatron-core's IndexedDatasetBuilder: Megatron-LM and GPT-NeoX read them. The folder is
+built under a temporary name and renamed when it is whole, so there is never half a corpus. Preparing the same thing
+again finds it there, compares every file with its checksum, and does nothing.
+"""
+
+import contextlib
+import glob
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from megatron.data.corpus.documents import (
+    CorpusDocuments,
+    ProgressCallback,
+    SplitAssignment,
+    assign_splits,
+    count_documents_for_tokens,
+)
+from megatron.data.corpus.hub_dataset import UnfinishedError
+from megatron.data.corpus.recipe import CorpusRecipe, find_existing_corpus, read_corpus_recipe
+from megatron.data.corpus.sources import SourceFile, decode_document
+from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, iter_chunks
+from megatron.data.corpus.writer import PROGRESS_FILE, CorpusWriter, read_progress
+from megatron.data.corpus_metadata import (
+    ALL_SPLITS,
+    CORPUS_FILE,
+    TOKENIZER_FILES,
+    CorpusInfo,
+    CorpusMetadata,
+    SplitCounts,
+    SplitName,
+    compute_file_checksum,
+    read_corpus,
+)
+from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
+from megatron.options.data import SPLITS, CorpusOptions
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, recover_abandoned
+from megatron.utils.atomic_io import get_farfield_version
+from megatron.utils.errors import UserError
+from megatron.utils.signals import StoppedBySignal
+
+
+def prepare_corpus(
+    options: CorpusOptions,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> CorpusInfo:
+    """Make a corpus folder from sources of text, or find it made already.
+
+    The corpus is the same for any number of workers. Work that is interrupted, by Ctrl-C, by a kill or because the hub
+    cannot be reached any more, is resumed when the same corpus is prepared again.
+
+    Args:
+        options: what it is made from; see `megatron.data.corpus.sources` for sources. A split with fraction 0 is not
+            written, a lone text file is cut at line ends, and of limits whole documents are taken.
+        output: the folder.
+        overwrite: replace a corpus that was made differently.
+        progress: called while the work advances.
+        log: gets notes before the work.
+
+    Raises:
+        UserError: sources, tokenizers and choices that are wrong.
+        RunError: the disk is full or the folder cannot be written.
+        In either case nothing is left behind, and an earlier corpus stays.
+    """
+    output, progress = Path(output), progress or (lambda stage, done, total: None)
+    recipe = read_corpus_recipe(options)
+    recover_abandoned(output.resolve(), recipe.key)
+    if (corpus := find_existing_corpus(output, recipe, overwrite=overwrite, progress=progress)) is not None:
+        return corpus
+    for note in recipe.list_notes():
+        log(note)
+    with _open_work_folder(output, recipe.key) as folder:
+        _write_corpus(recipe, folder, progress)
+    return read_corpus(output)
+
+
+def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: ProgressCallback) -> None:
+    """Write all files of a corpus, or those that earlier work has left to do."""
+    options, work = recipe.options, folder.parent
+    earlier = read_progress(work)
+    _remove_unfinished(folder, keep=earlier is not None)
+    documents = CorpusDocuments(recipe.files, options.column, work / "read", progress, options.documents)
+    if options.tokens is not None:
+        assert recipe.tokenizer is not None
+        limit = (
+            count_documents_for_tokens(options.tokens, documents, recipe.tokenizer, recipe.num_workers)
+            if earlier is None
+            else earlier["limit"]
+        )
+        documents = replace(documents, limit=limit)
+    assignment = assign_splits(documents, recipe.split_fractions, options.seed)
+    if recipe.tokenizer is None:
+        tokenizer = _train_tokenizer(folder, assignment, options.vocab_size, is_trained=earlier is not None)
+    else:
+        tokenizer = recipe.tokenizer
+        tokenizer.copy_files(folder)
+    notes = []
+    if options.vocab_size is not None and tokenizer.vocab_size < options.vocab_size:
+        notes.append(f"the text gave {tokenizer.vocab_size} tokens of the {options.vocab_size} asked for")
+    split_names = _list_split_names(recipe.split_fractions)
+    writer = CorpusWriter(work, split_names, tokenizer.vocab_size, {"limit": documents.limit}, earlier)
+    if earlier is None and (options.tokens is not None or recipe.tokenizer is None):
+        writer.save()  # counting and training took long
+    _write_splits(writer, tokenizer, assignment, recipe.num_workers)
+    _refuse_empty_split(writer.split_counts, recipe.files)
+    if writer.skipped:
+        examples = ", ".join(writer.skipped[:5])
+        notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {examples}")
+    metadata = CorpusMetadata(
+        farfield=get_farfield_version(),
+        sources=list(options.sources),
+        made_from=recipe.made_from,
+        tokenizer=tokenizer.metadata,
+        splits=writer.split_counts,
+        notes=notes,
+        files={path.name: compute_file_checksum(path) for path in sorted(folder.iterdir())},
+    )
+    content = json.dumps(metadata.model_dump(), indent=2)  # model_dump_json takes Unicode alone: not all names are
+    (folder / CORPUS_FILE).write_text(content + "\n", encoding="utf-8")
+
+
+def _list_split_names(fractions: tuple[float, ...] | None) -> dict[int, SplitName]:
+    """The splits that are written, by their index."""
+    if fractions is None:
+        return {0: ALL_SPLITS}
+    return {i: SPLITS[i] for i, fraction in enumerate(fractions) if fraction > 0}
+
+
+def _remove_unfinished(folder: Path, *, keep: bool) -> None:
+    """Remove what earlier work left and is made anew: all of it, or all but tokens and a trained tokenizer."""
+    for path in folder.iterdir():
+        if not (keep and (path.suffix == ".bin" or path.name in TOKENIZER_FILES["HFTokenizer"])):
+            path.unlink()
+
+
+def find_unfinished(output: str | Path) -> bool:
+    """Is there interrupted work on a corpus, which is resumed when the same is prepared again?"""
+    resolved = Path(output).resolve()
+    return any(_can_resume(work) for work in resolved.parent.glob(f".{glob.escape(resolved.name)}.????????.tmp"))
+
+
+def _can_resume(work: Path) -> bool:
+    return (work / PROGRESS_FILE).exists() or any((work / "read").glob("*/*.json"))
+
+
+def _train_tokenizer(
+    folder: Path, assignment: SplitAssignment, vocab_size: int | None, *, is_trained: bool
+) -> Tokenizer:
+    """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen.
+
+    is_trained: interrupted work did that already.
+    """
+    assert vocab_size is not None
+    documents = assignment.documents
+
+    def iter_training_texts() -> Iterator[str]:
+        bytes_done = 0
+        for document, split in assignment.iter_documents():
+            bytes_done += document.size
+            if split == 0 and (text := decode_document(document, documents.column)):
+                yield text
+            documents.report_progress("training the tokenizer", bytes_done)
+
+    if not is_trained:
+        train_bpe(iter_training_texts(), vocab_size, folder / "tokenizer.json")
+    return tokenizer_from_files("HFTokenizer", folder / "tokenizer.json")
+
+
+def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitAssignment, num_workers: int) -> None:
+    """Tokenize the documents that are not written yet into the datasets."""
+    documents = assignment.documents
+    try:
+        chunks = iter_chunks(islice(assignment.iter_documents(), writer.documents, None))
+        encoder = ChunkEncoder(tokenizer, writer.dtype, documents.column)
+        with contextlib.closing(encode_chunks(encoder, chunks, num_workers)) as encoded_chunks:
+            for chunk in encoded_chunks:
+                writer.add(chunk)
+                documents.report_progress("tokenizing", writer.bytes_done)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def _refuse_empty_split(split_counts: dict[SplitName, SplitCounts], files: list[SourceFile]) -> None:
+    num_documents = sum(counts.documents for counts in split_counts.values())
+    if num_documents == 0:
+        raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it")
+    for name, counts in split_counts.items():
+        if counts.documents == 0:
+            subject = "1 document is" if num_documents == 1 else f"{num_documents} documents are"
+            raise UserError(
+                f"split: no text is left for {name}: only {subject} not empty; with --split none all text is one "
+                "dataset"
+            )
+
+
+@contextlib.contextmanager
+def _open_work_folder(output: Path, key: str) -> Iterator[Path]:
+    """A folder that becomes `output` if all goes well. RunError, which says what is kept, where the disk refuses.
+
+    Interrupted work stays, if it can be resumed, for a later call with the same key.
+    """
+    target = output.resolve()  # a link to another disk stays one
+    work: Path | None = None
+
+    def keep_after(error: BaseException) -> bool:
+        assert work is not None
+        return isinstance(error, KeyboardInterrupt | StoppedBySignal | UnfinishedError) and _can_resume(work)
+
+    with (
+        describe_write_errors(output, "the corpus that"),
+        atomic_directory(target, key=key, keep_after=keep_after) as folder,
+    ):
+        work = folder.parent
+        yield folder

@@ -1,0 +1,321 @@
+"""Training samples in an order that only ever grows, and their index on disk.
+
+megatron-core's GPTDataset cuts the concatenated documents of one or more shuffled epochs into samples and shuffles
+those. Its order depends on the number of samples requested, so a run that is extended from 1,000 to 2,000 steps would
+read everything in another order, and what it had read already again. Here the order of a dataset is a chain of
+GPTDatasets instead:
+
+    link 0: built for the number of samples the run began with, shuffled with the run's seed
+    link k: built for as many samples as links 0 … k−1 have together, shuffled with a seed made from (seed, k)
+
+A link is used to its end, that is for whole epochs, before the next begins. So the order is a function of the seed
+and the first count alone, however often and however far a run is extended, and the number of links grows only with
+the logarithm of its length. A blend of datasets is megatron-core's BlendedDataset over such chains; its interleaving
+is greedy, hence the same for the first n samples whatever the total.
+
+The index of a GPTDataset is written once and read without trusting it. megatron-core reads its own cache with
+`numpy.load(allow_pickle=True)`: whoever can write into the cache runs code in the training process. Here megatron-core
+only builds an index, in a folder that is empty; reading is ours. Arrays are mapped by numpy's reader of the .npy
+format, which refuses objects, and the first rank compares every file with the manifest and every number with the range
+it must be in.
+
+    train-3f0c…/document_index.npy   int32 [documents of all epochs]: the sequences in the order they are read
+                sample_index.npy     int32 or int64 [samples + 1, 2]: row of document_index, offset in that sequence
+                shuffle_index.npy    uint32 or int64 [samples]: the sample to read
+                index.json           size and SHA-256 of each
+"""
+
+import hashlib
+import json
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.lib.format import open_memmap
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron.data.corpus_metadata import FileChecksum, compute_file_checksum
+from megatron.data.indexed_dataset import DatasetSlice, IndexedTokens, check_dataset_content
+from megatron.data.load_tokenizer import Vocabulary
+from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
+from megatron.data.megatron_core import Split as CoreSplit
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.options.data import Split
+from megatron.utils.atomic_directory import atomic_directory
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import FarfieldError, RunError, describe_cause
+
+Sample = dict[str, torch.Tensor]
+
+MANIFEST = "index.json"
+UNREADABLE = (OSError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
+"""What numpy's reader and json raise for files that are not theirs."""
+
+
+@dataclass(frozen=True)
+class _TokenizerStub:
+    """What GPTDatasetConfig wants to know of a tokenizer. No `pad`: no sample is ever padded."""
+
+    vocab_size: int
+    eod: int | None
+    unique_identifiers: dict[str, Any]  # part of the name of megatron-core's files; `_cache_key` has taken care of that
+
+
+class ChainedGPTDataset(torch.utils.data.Dataset):
+    """The samples of one dataset, see the module. `unique_identifiers` and `index_split` are for BlendedDataset."""
+
+    def __init__(self, prefix: Path, links: Sequence[GPTDataset], vocab_size: int) -> None:
+        self.prefix, self.datasets, self.vocab_size = prefix, list(links), vocab_size
+        self.ends = np.cumsum([len(link) for link in links]).tolist()
+        self.index_split = links[0].index_split
+        self.unique_identifiers = {"links": [link.unique_identifiers for link in links]}
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        index = int(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        link = bisect_right(self.ends, index)
+        sample = self.datasets[link][index - (self.ends[link - 1] if link else 0)]
+        tokens, labels = sample["tokens"], sample["labels"]
+        # Only part of a large dataset was looked at before; here every token passes.
+        largest = max(int(tokens.max()), int(labels.max()))
+        if largest >= self.vocab_size or int(tokens.min()) < 0:
+            token = largest if largest >= self.vocab_size else int(tokens.min())
+            raise RunError(f"{self.prefix}: sample {index} has token {token}; the vocabulary has {self.vocab_size}")
+        # megatron-core hands out its one cached mask: a copy, so that whoever writes into a sample harms nobody
+        return {"tokens": tokens, "labels": labels, "loss_mask": sample["loss_mask"].clone()}
+
+
+class TrainingDataset(torch.utils.data.Dataset):
+    """The first `total` samples of a chain or a blend of chains, as dictionaries of three tensors."""
+
+    def __init__(self, source: ChainedGPTDataset | BlendedDataset, total: int) -> None:
+        self.dataset, self.total = source, total
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.total:
+            raise IndexError(f"sample {index} of {self.total}")
+        sample = self.dataset[index]
+        return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
+
+
+def build_training_dataset(
+    dataset_slices: Sequence[DatasetSlice],
+    *,
+    split: Split,
+    seq_length: int,
+    ordered: int,
+    total: int,
+    seed: int,
+    cache: Path | None,
+    groups: ProcessGroups,
+    vocabulary: Vocabulary,
+    eod_mask_loss: bool,
+    notes: list[str],
+) -> TrainingDataset:
+    """`total` samples of a split, in the order that a run of `ordered` samples began with.
+
+    What a person should know is added to `notes`.
+    """
+    weights = np.array([dataset_slice.weight for dataset_slice in dataset_slices])
+    weights = weights / sum(dataset_slice.weight for dataset_slice in dataset_slices)
+    chains = []
+    for dataset_slice, weight in zip(dataset_slices, weights, strict=True):
+        builder = _GPTDatasetBuilder(dataset_slice, split, seq_length, cache, groups, vocabulary, eod_mask_loss, notes)
+        # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
+        first_length, needed = (n if len(dataset_slices) == 1 else int(weight * n) + 2 for n in (ordered, total))
+        links = [builder.build(first_length, seed)]
+        while (length := sum(len(link) for link in links)) < needed:
+            link_seed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
+            links.append(builder.build(length, int(link_seed)))
+        chains.append(ChainedGPTDataset(dataset_slice.dataset.prefix, links, vocabulary.size))
+    if len(chains) == 1:
+        return TrainingDataset(chains[0], total)
+    config = builder.build_config(seed, None)  # computing the interleaving is faster than reading a cache of it
+    return TrainingDataset(BlendedDataset(chains, weights.tolist(), total, config), total)
+
+
+class _GPTDatasetBuilder:
+    """Builds GPTDatasets of one slice. All ranks must make the same calls."""
+
+    def __init__(
+        self,
+        dataset_slice: DatasetSlice,
+        split: Split,
+        seq_length: int,
+        cache: Path | None,
+        groups: ProcessGroups,
+        vocabulary: Vocabulary,
+        eod_mask_loss: bool,
+        notes: list[str],
+    ) -> None:
+        self.dataset_slice, self.split, self.seq_length, self.cache = dataset_slice, CoreSplit[split], seq_length, cache
+        self.groups, self.eod_mask_loss, self.notes = groups, eod_mask_loss, notes
+        self.tokenizer = _TokenizerStub(vocabulary.size, vocabulary.eod, {})
+        self.prefix = str(dataset_slice.dataset.prefix.resolve())  # however it is written, the index is the same
+        self.dataset = IndexedDataset(self.prefix)
+
+    def build_config(self, seed: int, folder: Path | None) -> GPTDatasetConfig:
+        blends: list[Any] = [None, None, None]
+        blends[self.split.value] = ([self.prefix], None)
+        return GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=self.seq_length,
+            blend_per_split=blends,
+            path_to_cache=None if folder is None else str(folder),
+            tokenizer=self.tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=self.eod_mask_loss,
+            create_attention_mask=False,
+        )
+
+    def build(self, num_samples: int, seed: int) -> GPTDataset:
+        """At least `num_samples` samples. The index comes from the cache, or is built there by the first process."""
+        if self.cache is None:
+            check_dataset_content(self.dataset_slice.dataset)
+            try:
+                with tempfile.TemporaryDirectory(prefix="farfield-samples-") as temporary:
+                    return GPTDataset(*self._arguments(num_samples, seed, Path(temporary)))  # maps outlive names
+            except OSError as error:
+                raise RunError(
+                    f"{tempfile.gettempdir()}: the sample index cannot be written: {describe_cause(error)}; "
+                    "data_cache or TMPDIR names another folder"
+                ) from None
+        folder = self.cache / self._cache_key(num_samples, seed)
+        problem = self._write_index(folder, num_samples, seed) if self.groups.is_main else None
+        if (problem := self.groups.find_first_error(problem)) is not None:
+            raise RunError(problem)
+        try:
+            return IndexedGPTDataset(read_sample_index(folder), *self._arguments(num_samples, seed, None))
+        except UNREADABLE as error:  # by a rank that the first one's repair does not reach
+            raise RunError(f"{folder}: a damaged sample index ({error}); delete the folder") from None
+
+    def _arguments(self, num_samples: int, seed: int, folder: Path | None) -> tuple[Any, ...]:
+        """What a GPTDataset is made from; `folder` is where it writes its index."""
+        indices = np.arange(self.dataset_slice.first, self.dataset_slice.last, dtype=np.int32)
+        return self.dataset, self.prefix, indices, num_samples, self.split, self.build_config(seed, folder)
+
+    def _write_index(self, folder: Path, num_samples: int, seed: int) -> str | None:
+        """Build the index unless a whole one is there. Returns what went wrong."""
+        dataset_slice = self.dataset_slice
+        damage = None
+        if folder.exists():
+            lengths = dataset_slice.dataset.lengths
+            damage = find_index_damage(folder, num_samples, lengths, dataset_slice.first, dataset_slice.last)
+            if damage is None:
+                return None
+        try:
+            check_dataset_content(dataset_slice.dataset)  # once: the index belongs to the files' sizes and times
+            with atomic_directory(folder, replace=damage is not None) as new:
+                write_sample_index(new, lambda folder: GPTDataset(*self._arguments(num_samples, seed, folder)))
+        except OSError as error:
+            return f"{folder}: the sample index cannot be written: {describe_cause(error)}"
+        except FarfieldError as error:
+            return str(error)
+        if damage is not None:
+            self.notes.append(
+                f"{folder}: the sample index was damaged ({damage}); it was built anew, in the same order"
+            )
+        return None
+
+    def _cache_key(self, num_samples: int, seed: int) -> str:
+        """Everything that the index depends on. A dataset is recognised by its path, its size and its time."""
+        dataset_slice = self.dataset_slice
+        parts = [self.prefix, _stat_files(dataset_slice.dataset), dataset_slice.first, dataset_slice.last]
+        parts += [self.split.name, self.seq_length, num_samples, seed, self.eod_mask_loss]
+        return f"{self.split.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
+
+
+def _stat_files(dataset: IndexedTokens) -> list[int]:
+    stats = [Path(f"{dataset.prefix}{suffix}").stat() for suffix in (".idx", ".bin")]
+    return [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
+
+
+class SampleIndex(NamedTuple):
+    """Three arrays, see the module."""
+
+    document_index: np.ndarray
+    sample_index: np.ndarray
+    shuffle_index: np.ndarray
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    document_index: FileChecksum
+    sample_index: FileChecksum
+    shuffle_index: FileChecksum
+
+
+class IndexedGPTDataset(GPTDataset):
+    """A GPTDataset over an index that exists already."""
+
+    def __init__(self, index: SampleIndex, *arguments: object) -> None:
+        self._index = index
+        super().__init__(*arguments)
+
+    def _build_document_sample_shuffle_indices(self) -> SampleIndex:
+        return self._index
+
+
+def write_sample_index(folder: Path, build: Callable[[Path], GPTDataset]) -> None:
+    """Let `build` have megatron-core write an index into an empty folder, then name and record the files."""
+    build(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    checksums: dict[str, FileChecksum] = {}
+    for path in list(folder.iterdir()):
+        name = next((name for name in SampleIndex._fields if path.name.endswith(f"-{name}.npy")), None)
+        if name is None:
+            path.unlink()  # its description, which `_cache_key` has taken care of
+        else:
+            checksums[name] = compute_file_checksum(path.rename(folder / f"{name}.npy"))
+    (folder / MANIFEST).write_text(_Manifest(**checksums).model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def read_sample_index(folder: Path) -> SampleIndex:
+    """Map an index. Raises one of UNREADABLE for files that cannot be one."""
+    return SampleIndex(*(open_memmap(folder / f"{name}.npy", mode="r") for name in SampleIndex._fields))
+
+
+def find_index_damage(folder: Path, num_samples: int, lengths: np.ndarray, first: int, last: int) -> str | None:
+    """What is wrong with the index in a folder, which must have at least `num_samples` samples of the sequences
+    first … last − 1 of the given lengths; None if nothing is."""
+    try:
+        manifest = _Manifest.model_validate(parse_json((folder / MANIFEST).read_text(encoding="utf-8")))
+        for name in SampleIndex._fields:
+            if compute_file_checksum(folder / f"{name}.npy") != getattr(manifest, name):
+                return f"{name}.npy is not what {MANIFEST} recorded"
+        index = read_sample_index(folder)
+    except ValidationError:
+        return f"{MANIFEST} does not describe one"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except UNREADABLE as error:
+        return " ".join(str(error).split())
+    return None if _fits_dataset(index, num_samples, lengths, first, last) else "its arrays do not fit the data"
+
+
+def _fits_dataset(index: SampleIndex, num_samples: int, lengths: np.ndarray, first: int, last: int) -> bool:
+    documents, starts, shuffle = index
+    dtypes_fit = documents.dtype == np.int32 and starts.dtype in (np.int32, np.int64) and shuffle.dtype.kind in "iu"
+    shapes_fit = documents.ndim == shuffle.ndim == 1 and starts.ndim == 2 and starts.shape[1:] == (2,)
+    if not dtypes_fit or not shapes_fit or len(starts) != len(shuffle) + 1 or len(shuffle) < max(num_samples, 1):
+        return False
+    if not len(documents) or documents.min() < first or documents.max() >= last:
+        return False
+    rows, offsets = starts[:, 0], starts[:, 1]
+    if rows.min() < 0 or rows.max() >= len(documents) or shuffle.min() < 0 or shuffle.max() >= len(shuffle):
+        return False
+    return bool((np.diff(rows) >= 0).all() and offsets.min() >= 0 and (offsets <= lengths[documents[rows]]).all())

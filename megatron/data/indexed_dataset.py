@@ -1,0 +1,242 @@
+"""Indexed datasets (.bin and .idx): which ones a configuration names, reading them, and what a split takes of each.
+
+A dataset is named by its prefix, as in Megatron and GPT-NeoX: `corpora/python/train_text_document` stands for that
+path with `.bin` (the tokens) and with `.idx` (where documents begin). If it was made by `./deepy.py prepare`, the
+folder's `corpus.json` says by which tokenizer.
+
+The format is Megatron's, shared with GPT-NeoX. `.bin` holds the tokens and nothing else. `.idx` holds, little endian:
+
+| bytes | content |
+|---|---|
+| 9 | `MMIDIDX\\0\\0` |
+| 8 | version, 1 |
+| 1 | type of the tokens: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16 (6 and 7 are floating point) |
+| 8 | S, number of sequences |
+| 8 | D, number of document boundaries: documents + 1 |
+| 4 S | length of each sequence in tokens, int32 |
+| 8 S | its first byte in .bin, int64 |
+| 8 D | sequence at which each document begins, int64; the last is S |
+
+megatron-core reads such files too, and training does so through it; but it trusts them: a file cut short gives an
+assertion or a crash much later. Everything therefore goes through `open_indexed` first.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.corpus_metadata import (
+    CORPUS_FILE,
+    MAX_CHECKSUM_BYTES,
+    CorpusMetadata,
+    check_files,
+    read_corpus_metadata,
+    split_basename,
+)
+from megatron.options.data import SPLITS, DataOptions, Split, find_data_conflicts, parse_split_fractions
+from megatron.utils.errors import RunError, UserError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+@dataclass(frozen=True)
+class IndexedTokens:
+    """A dataset whose files fit together. The tokens are memory-mapped."""
+
+    prefix: Path
+    tokens: np.ndarray  # all of .bin
+    lengths: np.ndarray  # int32 [sequences], in tokens
+    starts: np.ndarray  # int64 [sequences], in tokens
+    documents: np.ndarray  # int64 [documents + 1], in sequences
+
+    def read_stream(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """The tokens of sequences first … last − 1 in order; a view of the file where they lie one after the other."""
+        starts, lengths = self.starts[first:last], self.lengths[first:last]
+        if len(starts) == 0:
+            return self.tokens[:0]
+        ends = starts + lengths
+        if np.array_equal(starts[1:], ends[:-1]):
+            return self.tokens[starts[0] : ends[-1]]
+        return np.concatenate([self.tokens[start:end] for start, end in zip(starts, ends, strict=True)])
+
+    def find_largest_token(self, max_tokens: int = 1 << 24) -> int:
+        """The largest token id; in a dataset of more than `max_tokens` tokens, that of blocks spread evenly over it."""
+        blocks, size = 256, len(self.tokens)
+        if size <= max_tokens:
+            return int(self.tokens.max()) if size else -1
+        length = max_tokens // blocks
+        block_starts = np.linspace(0, size - length, blocks).astype(np.int64)
+        return max(int(self.tokens[start : start + length].max()) for start in block_starts)
+
+
+def open_indexed(prefix: str | Path) -> IndexedTokens:
+    """Open a dataset. UserError if a file is missing or of another format, RunError if one is cut short."""
+    bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for file in (bin_file, idx_file):
+        if not file.is_file():
+            raise UserError(f"{file}: no such file (a dataset is a .bin and an .idx)")
+    try:
+        size = idx_file.stat().st_size
+        with open(idx_file, "rb") as stream:
+            header = stream.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            raise RunError(f"{idx_file}: truncated: {size} bytes are less than its header")
+        magic, version, code, sequences, boundaries = _HEADER.unpack(header)
+        if magic != _MAGIC or version != 1:
+            raise UserError(f"{idx_file}: not an index of Megatron's mmap format, version 1")
+        if code not in _DTYPES:
+            raise UserError(f"{idx_file}: token type {code} is not an integer type ({', '.join(map(str, _DTYPES))})")
+        expected = _HEADER.size + 12 * sequences + 8 * boundaries
+        if size != expected:
+            problem = "truncated" if size < expected else "damaged"
+            raise RunError(
+                f"{idx_file}: {problem}: {size} bytes, but its header announces {expected}; prepare it again"
+            )
+        index = np.memmap(idx_file, mode="r")
+        offset = _HEADER.size
+        lengths = index[offset : offset + 4 * sequences].view("<i4")
+        offset += 4 * sequences
+        starts = index[offset : offset + 8 * sequences].view("<i8")
+        offset += 8 * sequences
+        documents = index[offset : offset + 8 * boundaries].view("<i8")
+        dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
+        needed = int((starts + lengths.astype(np.int64) * dtype.itemsize).max(initial=0))
+        size = bin_file.stat().st_size
+        if size < needed:
+            raise RunError(f"{bin_file}: truncated: {size} bytes, but {idx_file.name} needs {needed}; prepare it again")
+        if size != needed or not _is_consistent(lengths, starts, documents, dtype.itemsize):
+            raise RunError(f"{bin_file}, {idx_file.name}: do not belong together or are damaged; prepare them again")
+        tokens = np.memmap(bin_file, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
+    except OSError as error:
+        raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
+    return IndexedTokens(Path(prefix), tokens, lengths, starts // dtype.itemsize, documents)
+
+
+def _is_consistent(lengths: np.ndarray, starts: np.ndarray, documents: np.ndarray, itemsize: int) -> bool:
+    """Do the sequences cover the tokens, each token once, and the documents the sequences?"""
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
+        return False
+    if (lengths < 0).any():
+        return False
+    sizes = lengths.astype(np.int64) * itemsize
+    ends = starts + sizes
+    if len(starts) and (starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1])):
+        order = np.lexsort((sizes, starts))  # they may lie in any order in the file
+        starts, ends = starts[order], ends[order]
+        return bool(starts[0] == 0) and np.array_equal(starts[1:], ends[:-1])
+    return True
+
+
+def list_split_prefixes(data: DataOptions, split: Split) -> list[tuple[str, Path]]:
+    """The datasets of a split as (configuration key, prefix). Empty if the configuration names none.
+
+    A prefix may be written with `.bin` or `.idx`. UserError if the options contradict each other, if a dataset's files
+    are missing, or if a folder is named instead of a dataset in it.
+    """
+    for _, problem in find_data_conflicts(data):
+        raise UserError(problem)
+    key = f"{split}_data_paths"
+    names: list[str] = getattr(data, key)
+    if data.data_path is not None:
+        return [("data_path", _resolve_prefix("data_path", data.data_path))]
+    return [(key, _resolve_prefix(key, name)) for name in names]
+
+
+def list_all_prefixes(data: DataOptions) -> list[Path]:
+    """The prefixes of all splits, each once. UserError if the configuration names no dataset."""
+    prefixes = list(dict.fromkeys(prefix for split in SPLITS for _, prefix in list_split_prefixes(data, split)))
+    if not prefixes:
+        lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
+        raise UserError(f"data_path: no data are named; give data_path, or {lists}")
+    return prefixes
+
+
+def find_corpus_metadata(prefix: Path) -> CorpusMetadata | None:
+    """The corpus.json that describes a dataset; None if it was not made by `prepare`."""
+    if not (prefix.parent / CORPUS_FILE).is_file():
+        return None
+    metadata = read_corpus_metadata(prefix.parent)
+    return metadata if prefix.name in {split_basename(split) for split in metadata.splits} else None
+
+
+def check_dataset(prefix: Path, *, content: bool) -> None:
+    """Compare a dataset with what was recorded of it when its corpus was made, if it was.
+
+    The index always by its checksum; the tokens by their number, and with `content` by their checksum. RunError names
+    the file that is not what it was.
+    """
+    metadata = find_corpus_metadata(prefix)
+    if metadata is not None:
+        check_files(prefix.parent, metadata, [f"{prefix.name}.idx"], content=True)
+        check_files(prefix.parent, metadata, [f"{prefix.name}.bin"], content=content)
+
+
+def _resolve_prefix(key: str, name: str) -> Path:
+    prefix = Path(name.removesuffix(".bin").removesuffix(".idx"))
+    bin_file, idx_file = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
+    if bin_file.is_file() and idx_file.is_file():
+        return prefix
+    if prefix.is_dir():
+        datasets = sorted(str(path.with_suffix("")) for path in prefix.glob("*.idx"))
+        raise UserError(
+            f"{key}: {prefix} is a folder; name a dataset in it: {', '.join(datasets) or 'it holds none'}", key
+        )
+    if bin_file.is_file() or idx_file.is_file():
+        missing, present = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
+        raise UserError(f"{key}: {missing} is missing (there is a {present.name})", key)
+    datasets = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.idx"))
+    hint = f"; datasets there: {', '.join(datasets[:6])}" if datasets else " (`./deepy.py prepare` makes datasets)"
+    raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)
+
+
+@dataclass(frozen=True)
+class DatasetSlice:
+    """Consecutive sequences of one dataset: what a split takes of it."""
+
+    key: str  # the configuration key that names it
+    dataset: IndexedTokens
+    first: int
+    last: int  # exclusive
+    weight: float
+
+    def num_tokens(self) -> int:
+        return int(self.dataset.lengths[self.first : self.last].sum(dtype=np.int64))
+
+
+def compute_sequence_range(fractions: str, split: Split, num_sequences: int) -> tuple[int, int] | None:
+    """First and last (exclusive) sequence of a split under fractions such as `969,30,1`; None if its own is zero.
+
+    The same rounding as megatron-core's, so a run reads the documents that Megatron-LM would give it.
+    """
+    values = parse_split_fractions(fractions)
+    edges = np.cumsum([0.0, *(np.array(values) / np.sum(values))])
+    i = SPLITS.index(split)
+    if values[i] == 0:
+        return None
+    return round(float(edges[i]) * num_sequences), round(float(edges[i + 1]) * num_sequences)
+
+
+def list_dataset_slices(data: DataOptions, split: Split) -> list[DatasetSlice]:
+    """What a split takes of each of its datasets; empty if the configuration has no data for it."""
+    weights: list[float] = getattr(data, f"{split}_data_weights")
+    slices = []
+    for i, (key, prefix) in enumerate(list_split_prefixes(data, split)):
+        check_dataset(prefix, content=False)  # first: it names the file that changed, where both no longer fit
+        dataset = open_indexed(prefix)
+        first, last = 0, len(dataset.lengths)
+        if key == "data_path":
+            sequence_range = compute_sequence_range(data.split, split, len(dataset.lengths))
+            if sequence_range is None:
+                continue
+            first, last = sequence_range
+        slices.append(DatasetSlice(key, dataset, first, last, weight=weights[i] if weights else 1.0))
+    return slices
+
+
+def check_dataset_content(dataset: IndexedTokens) -> None:
+    """Compare the tokens with their checksum, if one was recorded and the file is not too large to be read for that."""
+    check_dataset(dataset.prefix, content=dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES)

@@ -1,0 +1,208 @@
+"""The tokenizer of a corpus, of a configuration's data, or of a run, and the vocabulary that follows from it.
+
+A run has its own copy of its tokenizer, so that its models read and write text wherever the run's folder goes:
+
+    RUN/tokenizer/description.json    type, name, vocabulary, end of document, files and their checksum
+    RUN/tokenizer/tokenizer.json      the files, under the names that a corpus folder has for them
+
+The copy is written when a run takes its folder over, and when a model is imported. Runs from before there were copies
+get theirs when they are resumed; until then the tokenizer of their data is taken.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.data.corpus_metadata import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
+from megatron.data.indexed_dataset import find_corpus_metadata, list_all_prefixes
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer, tokenizer_from_files
+from megatron.options.data import DataOptions
+from megatron.tasks.task_config import read_task_config
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
+from megatron.utils.errors import FarfieldError, RunError, UserError
+
+TOKENIZER_FOLDER = "tokenizer"
+_FILE_NAMES = {TOKENIZER_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)}
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a folder that describes it, a corpus's or a run's own.
+
+    Raises UserError if there is none, RunError if its files changed since they were described.
+    """
+    folder = Path(folder)
+    described = read_tokenizer_folder(folder)
+    metadata = described.metadata
+    paths = (folder / name for name in metadata.files)
+    tokenizer = tokenizer_from_files(metadata.type, *paths, end_token=metadata.end_token, bos=False)
+    tokenizer.bos = metadata.bos
+    if tokenizer.checksum != metadata.checksum:
+        files = ", ".join(metadata.files)
+        raise RunError(f"{folder}: {files} changed since {described.written_when}; restore it or {described.advice}")
+    for name in ("name", "vocab_size", "eod"):
+        stated, actual = getattr(metadata, name), getattr(tokenizer, name)
+        if stated != actual:
+            raise RunError(
+                f"{described.metadata_file}: tokenizer.{name} is {stated}, but the tokenizer beside it has {actual}; "
+                f"{described.advice}"
+            )
+    return tokenizer
+
+
+def load_data_tokenizer(data: DataOptions) -> Tokenizer:
+    """The tokenizer of a configuration's data: read from the corpus.json beside the first dataset that has one, or from
+    `tokenizer_type` and its files where none has.
+
+    Raises UserError if there is no tokenizer to be found, RunError if its files changed since they were described.
+    """
+    corpora = [prefix.parent for prefix in list_all_prefixes(data) if find_corpus_metadata(prefix) is not None]
+    if corpora:
+        return load_tokenizer(corpora[0])
+    if data.tokenizer_type is None:
+        raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
+    return tokenizer_from_config(data)
+
+
+def tokenizer_from_config(data: DataOptions) -> Tokenizer:
+    """The tokenizer that the keys of a configuration name. Raises UserError as `tokenizer_from_files`."""
+    assert data.tokenizer_type is not None
+    return tokenizer_from_files(
+        data.tokenizer_type, data.vocab_file, data.merge_file, end_token=data.end_token, bos=data.add_bos
+    )
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The token ids of a run's data, all in [0, size)."""
+
+    size: int
+    name: str
+    """Of the tokenizer or the task."""
+    eod: int | None
+    """Ends documents, if there are any."""
+    bos: int | None = None
+    """Begins documents, if anything does."""
+    tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False)
+    """The tokenizer that it was read from; None for a task's."""
+
+
+def vocabulary_from_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod, tokenizer.bos, tokenizer)
+
+
+def read_vocabulary(data: DataOptions) -> Vocabulary:
+    """The vocabulary of a run's data: its task's, or from the corpus.json beside them, else from the tokenizer keys.
+
+    Raises UserError if there is none of them, if datasets were made by different tokenizers, or if `tokenizer_type`
+    and its files contradict corpus.json.
+    """
+    if data.task is not None:
+        task_config = read_task_config(data)
+        return Vocabulary(task_config.task.vocab_size, f"of task {task_config.name}", None)
+    vocabularies: dict[Path, Vocabulary] = {}
+    for prefix in list_all_prefixes(data):
+        if find_corpus_metadata(prefix) is not None:
+            sibling = next((other for other in vocabularies if other.parent == prefix.parent), None)
+            if sibling is not None:
+                vocabularies[prefix] = vocabularies[sibling]
+            else:
+                vocabularies[prefix] = vocabulary_from_tokenizer(load_tokenizer(prefix.parent))
+    if vocabularies:
+        (first, expected), *others = vocabularies.items()
+        for prefix, other in others:
+            if other.name == expected.name and other.bos != expected.bos:
+                raise UserError(
+                    f"{prefix}: its documents begin {_describe_bos(other)}, and those of {first} "
+                    f"{_describe_bos(expected)}; prepare both with the same add_bos"
+                )
+            if other != expected:
+                raise UserError(f"{prefix}: made by tokenizer {other.name}, but {first} by {expected.name}")
+    if data.tokenizer_type is None:
+        if not vocabularies:
+            raise UserError("tokenizer_type: the data have no corpus.json beside them; say which tokenizer made them")
+        return expected
+    has_files = data.vocab_file is not None or data.merge_file is not None
+    if vocabularies and not has_files and data.tokenizer_type == expected.name.split("-")[0]:
+        return expected
+    tokenizer = tokenizer_from_config(data)
+    if vocabularies and tokenizer.name != expected.name:
+        raise UserError(f"tokenizer_type: {tokenizer.name} does not fit the data: {first} was made by {expected.name}")
+    if vocabularies and data.add_bos is not None and tokenizer.bos != expected.bos:
+        raise UserError(f"add_bos: {data.add_bos} does not fit the data: {first} begins {_describe_bos(expected)}")
+    return expected if vocabularies else vocabulary_from_tokenizer(tokenizer)
+
+
+def _describe_bos(vocabulary: Vocabulary) -> str:
+    return "with no token of their own" if vocabulary.bos is None else f"with token {vocabulary.bos}"
+
+
+def save_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
+    """Write a run's copy of its tokenizer, whole or not at all; one that exists already and is right stays.
+
+    Returns:
+        The copy's folder.
+
+    Raises:
+        UserError: there is a folder of that name which is something else; it stays as it is.
+        RunError: the disk refuses.
+    """
+    folder = Path(run) / TOKENIZER_FOLDER
+    with contextlib.suppress(FarfieldError):
+        if (folder / TOKENIZER_FILE).is_file() and _is_same_tokenizer(load_tokenizer(folder), tokenizer, folder):
+            return folder
+    with describe_write_errors(folder):
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        if names - _FILE_NAMES or (names and TOKENIZER_FILE not in names):
+            raise UserError(f"{folder}: is not a run's copy of its tokenizer, which belongs there; move it away")
+        with atomic_directory(folder.resolve()) as new:
+            tokenizer.copy_files(new)
+            (new / TOKENIZER_FILE).write_text(tokenizer.metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _is_same_tokenizer(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> bool:
+    """Is a copy that of this tokenizer? One from before copies said what begins a text stays: nothing did then."""
+    stored = read_tokenizer_folder(folder).metadata
+    return copy.checksum == tokenizer.checksum and (
+        copy.metadata == tokenizer.metadata or "bos" not in stored.model_fields_set
+    )
+
+
+def load_run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -> Tokenizer:
+    """The tokenizer that a run was trained with: its copy, else that of its data, else `bytes` where it was that.
+
+    Args:
+        run: the run's folder; None before there is one.
+        data: of its configuration, with paths as they are found from here.
+        name: of the tokenizer, as its checkpoint has it; None if that is not known.
+
+    Raises:
+        UserError: there is none, also because the run learned a task, or it is another than `name`.
+        RunError: its files changed since they were described.
+    """
+    if run is not None and (Path(run) / TOKENIZER_FOLDER / TOKENIZER_FILE).is_file():
+        copy = load_tokenizer(Path(run) / TOKENIZER_FOLDER)
+        if name in (None, copy.name):
+            return copy  # else the run began anew with another, and this checkpoint is from before
+    run_name = "the run" if run is None else str(run)
+    if data.task is not None:
+        raise UserError(f"{run_name} was trained on the task {data.task}: it has no tokenizer, and knows no text")
+    try:
+        tokenizer = _load_remaining_data_tokenizer(data)
+    except UserError as error:
+        if name == ByteTokenizer.type:
+            return ByteTokenizer()
+        raise UserError(f"{run_name} has no copy of its tokenizer, and its data do not help: {error}") from None
+    if name not in (None, tokenizer.name):
+        raise UserError(f"{run_name} was trained with tokenizer {name}, and its data have {tokenizer.name} now")
+    return tokenizer
+
+
+def _load_remaining_data_tokenizer(data: DataOptions) -> Tokenizer:
+    """As `load_data_tokenizer`; where the data are gone, the tokenizer that the configuration names."""
+    try:
+        return load_data_tokenizer(data)
+    except UserError:
+        if data.tokenizer_type is None:
+            raise
+        return tokenizer_from_config(data)
