@@ -16,10 +16,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import triton
@@ -61,9 +62,10 @@ class KernelConfig:
     """Unique within its op, for example "forward H=12 d=64 bf16"."""
     kernel: Any
     """A function decorated with `triton.jit`, in a process without TRITON_INTERPRET."""
-    signature: dict[str, str]
+    signature: dict[str, "str | tuple[str | None, ...]"]
     """A type for each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an integer that
-    is divisible by 16. Pointers are taken as aligned to 16 bytes, as PyTorch's tensors are."""
+    is divisible by 16. Pointers are taken as aligned to 16 bytes, as PyTorch's tensors are. A NamedTuple has a type
+    for each of its fields, None for one that is absent."""
     constexprs: dict[str, Any]
     """The values of the constexpr arguments; None for a pointer that is absent."""
     options: dict[str, Any]
@@ -86,9 +88,15 @@ FLOAT_ARGUMENTS = ("scale", "above", "largest")
 
 
 def build_signature(
-    kernel: Any, constexprs: Collection[str], kind: str, float32: Collection[str], aligned: Collection[str] = ()
-) -> dict[str, str]:
-    """The types of a kernel's arguments, read off their names: what ends in `_ptr` is a pointer, a stride is divisible
+    kernel: Any,
+    constexprs: Collection[str],
+    kind: str,
+    float32: Collection[str],
+    aligned: Collection[str] = (),
+    tuples: Mapping[str, Any] = MappingProxyType({}),
+    absent: Collection[str] = (),
+) -> dict[str, Any]:
+    """The types of a kernel's arguments, read off their names: what ends in `ptr` is a pointer, a stride is divisible
     by 16, and the rest are integers but for FLOAT_ARGUMENTS.
 
     Args:
@@ -96,16 +104,25 @@ def build_signature(
         kind: the compute type: bf16, fp16 or fp32.
         float32: pointers to float32 whatever the compute type.
         aligned: integers that are divisible by 16, beside the strides.
+        tuples: the arguments that are NamedTuples, by name their class, whose fields are named as arguments are.
+        absent: fields that are None.
     """
 
     def type_of(name: str) -> str:
-        if name.endswith("_ptr"):
+        if name.endswith("ptr"):
             return "*fp32" if name in float32 else f"*{kind}"
         if name in FLOAT_ARGUMENTS:
             return "fp32"
         return "i32:16" if name.startswith("stride_") or name in aligned else "i32"
 
-    return {name: type_of(name) for name in kernel.arg_names if name not in constexprs}
+    signature: dict[str, Any] = {}
+    for name in kernel.arg_names:
+        if name in tuples:
+            fields = tuples[name]._fields
+            signature[name] = tuples[name](*(type_of(field) if field not in absent else None for field in fields))
+        elif name not in constexprs:
+            signature[name] = type_of(name)
+    return signature
 
 
 def measure_resources(config: KernelConfig, arch: int) -> KernelResources:
@@ -128,15 +145,27 @@ def compile_kernel(config: KernelConfig, arch: int) -> Any:
     if sorted(named) != sorted(kernel.arg_names):
         wrong = sorted(set(named) ^ set(kernel.arg_names)) or sorted(set(signature) & set(constexprs))
         raise ValueError(f"{kernel.__name__}: arguments named in neither or wrongly: {', '.join(wrong)}")
-    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, text in enumerate(types.values())
-        if text.startswith("*") or text.endswith(":16")
-    }
-    types = {name: text.removesuffix(":16") for name, text in types.items()}
+    constants: dict[Any, Any] = dict(constexprs)
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def build_type(text: str | None, path: tuple[int, ...]) -> str:
+        if text is None:
+            constants[path] = None
+            return "constexpr"
+        if text.startswith("*") or text.endswith(":16"):
+            attributes[path] = [["tt.divisibility", 16]]
+        return text.removesuffix(":16")
+
+    types: dict[str, Any] = {}
+    for index, name in enumerate(kernel.arg_names):
+        declared = signature.get(name, "constexpr")
+        if isinstance(declared, str):
+            types[name] = build_type(declared, (index,))
+        else:
+            fields = (build_type(text, (index, position)) for position, text in enumerate(declared))
+            types[name] = type(declared)(*fields)
     return triton.compile(
-        ASTSource(kernel, types, constexprs=constexprs, attrs=attributes),
+        ASTSource(kernel, types, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", arch, 32),
         options=config.options,
     )

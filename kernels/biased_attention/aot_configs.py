@@ -5,20 +5,25 @@ argument; the shapes are (12, 64), (16, 64), (32, 80) and (4, 32), with 128 as t
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
-from kernels.biased_attention.forward import _fwd_kernel
+from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
 from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
 from kernels.instructions import PassKernel
 
 HEAD_DIMS = (32, 64, 80, 128)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TABLES = {"plain": (False, False), "bias": (True, False), "bias+weight": (True, True)}
-FLOAT32 = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dbias_ptr", "dweight_ptr")
+TABLES = {"plain": ("bias_ptr", "weight_ptr"), "bias": ("weight_ptr",), "bias+weight": ()}
+"""What is there of the tables, by which of them is absent."""
+FLOAT32 = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr")
+TUPLES = {
+    **dict.fromkeys(("q", "k", "v", "do"), HeadRows),
+    **dict.fromkeys(("tables", "dtables"), Tables),
+    "sizes": Sizes,
+}
 
 
 def list_configurations() -> Iterator[KernelConfig]:
@@ -39,13 +44,13 @@ def _list_kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterat
             ("bwd_dq", _bwd_dq_kernel, config.bwd_dq),
             ("bwd_dkdv", _bwd_dkdv_kernel, config.bwd_dkdv),
         ):
-            constants = configs.tile_constants(tile, dim, windowed=windowed) | _absent_arguments(
-                kernel, *TABLES[tables]
-            )
+            constants = configs.tile_constants(tile, dim, windowed=windowed)
+            if "dlse_ptr" in kernel.arg_names:
+                constants["dlse_ptr"] = None  # the logsumexp has no gradient
             yield KernelConfig(
                 name=f"{which} {tables}{' window' if windowed else ''} d={dim} {kind}",
                 kernel=kernel,
-                signature=build_signature(kernel, constants, kind, FLOAT32),
+                signature=build_signature(kernel, constants, kind, FLOAT32, tuples=TUPLES, absent=TABLES[tables]),
                 constexprs=constants,
                 options=tile.options,
                 arches=(arch,),
@@ -64,10 +69,3 @@ def _build_pass(tables: str, arch: int) -> Iterator[PassKernel]:
         if configuration.arches == (arch,):
             tile = configuration.constexprs["BLOCK_M"] * configuration.constexprs["BLOCK_N"]
             yield PassKernel(configuration, tile / heads, has_loop=True)
-
-
-def _absent_arguments(kernel: Any, has_bias: bool, has_weight: bool) -> dict[str, None]:
-    """Pointers of what is not there; the logsumexp has no gradient."""
-    names = {"dlse_ptr", *(() if has_bias else ("bias_ptr", "dbias_ptr"))}
-    names |= set() if has_weight else {"weight_ptr", "dweight_ptr"}
-    return dict.fromkeys(name for name in kernel.arg_names if name in names)

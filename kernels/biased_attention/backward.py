@@ -9,7 +9,14 @@ dbias[n] = sum of dS over the diagonal n; dweight[n] = sum of dS ∘ scale·q·k
 import triton
 import triton.language as tl
 
-from kernels.biased_attention.forward import LOG2E, column_ranges, load_table_tile, visible_mask
+from kernels.biased_attention.forward import (
+    LOG2E,
+    column_ranges,
+    load_table_tile,
+    select_head,
+    select_row,
+    visible_mask,
+)
 from kernels.head_dim import load_rows, store_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -42,7 +49,11 @@ def _dq_against(
     first,
     last,
     block,
-    pointers,
+    k,
+    v,
+    tables,
+    dtables,
+    top,
     sizes,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -60,18 +71,19 @@ def _dq_against(
     """
     dq_a, dq_b, carry_bias, carry_weight = state
     q_a, q_b, do_a, do_b, lse, delta = block
-    k_ptr, v_ptr, bias_ptr, weight_ptr, dbias_ptr, dweight_ptr = pointers
-    top, stride_kn, stride_vn, scale, C, N, window = sizes
+    scale, C, N, window = sizes.scale, sizes.C, sizes.N, sizes.window
+    bias_ptr, weight_ptr = tables
+    dbias_ptr, dweight_ptr = dtables
     t = tl.arange(0, BLOCK_M)
     for c0 in range(first, last, BLOCK_N):
-        k_a = load_rows(k_ptr, c0, stride_kn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-        v_a = load_rows(v_ptr, c0, stride_vn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
         k_b, v_b = k_a, v_a
         products = tl.dot(q_a, tl.trans(k_a), input_precision=INPUT_PRECISION)
         dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
-            k_b = load_rows(k_ptr, c0, stride_kn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-            v_b = load_rows(v_ptr, c0, stride_vn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         scores = products
@@ -107,38 +119,18 @@ def _dq_against(
 
 @triton.jit
 def _bwd_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    weight_ptr,
+    q,
+    k,
+    v,
+    do,
+    tables,
+    dtables,
     o_ptr,
     lse_ptr,
-    do_ptr,
     dlse_ptr,
     dq_ptr,
     delta_ptr,
-    dbias_ptr,
-    dweight_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    scale,
-    H,
-    R,
-    C,
-    N,
-    offset,
-    window,
+    sizes,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,21 +148,13 @@ def _bwd_dq_kernel(
     """
     group, groups = tl.program_id(0), tl.num_programs(0)
     pair = tl.program_id(1).to(tl.int64)
-    b, h = pair // H, pair % H
-    q_ptr += b * stride_qb + h * stride_qh
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
-    do_ptr += b * stride_dob + h * stride_doh
+    scale, R, N = sizes.scale, sizes.R, sizes.N
+    b, h = pair // sizes.H, pair % sizes.H
+    q, k, v, do = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h), select_head(do, b, h)
     o_ptr += pair * R * HEAD_DIM
     dq_ptr += pair * R * HEAD_DIM
-    if bias_ptr is not None:
-        bias_ptr += h * N
-    if weight_ptr is not None:
-        weight_ptr += h * N
-    if dbias_ptr is not None:
-        dbias_ptr += (pair * groups + group) * N
-    if dweight_ptr is not None:
-        dweight_ptr += (pair * groups + group) * N
+    tables = select_row(tables, h * N)
+    dtables = select_row(dtables, (pair * groups + group) * N)
     blocks = tl.cdiv(R, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
     for step in range(0, tl.cdiv(blocks, groups)):
@@ -180,15 +164,15 @@ def _bwd_dq_kernel(
         start = (blocks - 1 - index) * BLOCK_M
         if index < blocks:
             rows = start + t
-            q_a = load_rows(q_ptr, start, stride_qm, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
-            do_a = load_rows(do_ptr, start, stride_dom, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+            q_a = load_rows(q.ptr, start, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+            do_a = load_rows(do.ptr, start, do.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
             o_a = load_rows(o_ptr, start, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
             delta = tl.sum(do_a.to(tl.float32) * o_a.to(tl.float32), 1)
             dq_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
             q_b, do_b, dq_b = q_a, do_a, dq_a
             if BLOCK_DB:
-                q_b = load_rows(q_ptr, start, stride_qm, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-                do_b = load_rows(do_ptr, start, stride_dom, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+                q_b = load_rows(q.ptr, start, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+                do_b = load_rows(do.ptr, start, do.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
                 o_b = load_rows(o_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
                 delta += tl.sum(do_b.to(tl.float32) * o_b.to(tl.float32), 1)
                 dq_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
@@ -199,30 +183,28 @@ def _bwd_dq_kernel(
             lse = tl.load(lse_ptr + pair * R + rows, mask=rows < R, other=float("inf"))
             zero = tl.zeros([BLOCK_M], tl.float32)
             state = (dq_a, dq_b, zero, zero)
-            top = offset + start
-            first, full, partial, last = column_ranges(top, C, window, BLOCK_M, BLOCK_N, HAS_WINDOW)
+            top = sizes.offset + start
+            first, full, partial, last = column_ranges(top, sizes.C, sizes.window, BLOCK_M, BLOCK_N, HAS_WINDOW)
             block = (q_a, q_b, do_a, do_b, lse, delta)
-            pointers = (k_ptr, v_ptr, bias_ptr, weight_ptr, dbias_ptr, dweight_ptr)
-            sizes = (top, stride_kn, stride_vn, scale, C, N, window)
             # fmt: off
             if HAS_WINDOW:
-                state = _dq_against(state, first, full, block, pointers, sizes, True, HAS_WINDOW,
+                state = _dq_against(state, first, full, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
                                     BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _dq_against(state, full, partial, block, pointers, sizes, False, HAS_WINDOW,
+            state = _dq_against(state, full, partial, block, k, v, tables, dtables, top, sizes, False, HAS_WINDOW,
                                 BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _dq_against(state, partial, last, block, pointers, sizes, True, HAS_WINDOW,
+            state = _dq_against(state, partial, last, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
                                 BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
             # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
             n = top - tl.cdiv(last, BLOCK_N) * BLOCK_N + t
-            if dbias_ptr is not None:
-                _add_to(dbias_ptr, n, carry_bias, N, True)
-            if dweight_ptr is not None:
-                _add_to(dweight_ptr, n, carry_weight * scale, N, True)
+            if dtables.bias_ptr is not None:
+                _add_to(dtables.bias_ptr, n, carry_bias, N, True)
+            if dtables.weight_ptr is not None:
+                _add_to(dtables.weight_ptr, n, carry_weight * scale, N, True)
             # The factor that the tiles left out: scale, or, with scale · log2(e) inside the weights, ln(2).
             factor = scale
-            if weight_ptr is not None:
+            if tables.weight_ptr is not None:
                 factor = LN2
             store_rows(dq_ptr, dq_a * factor, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
             if BLOCK_DB:
@@ -237,7 +219,12 @@ def _dkdv_against(
     first,
     last,
     block,
-    pointers,
+    q,
+    do,
+    lse_ptr,
+    delta_ptr,
+    tables,
+    c0,
     sizes,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -251,20 +238,20 @@ def _dkdv_against(
     """Add the rows first … last − 1 to dk and dv of one column block. Tiles are transposed: [BLOCK_N, BLOCK_M]."""
     dk_a, dk_b, dv_a, dv_b = state
     k_a, k_b, v_a, v_b = block
-    q_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, weight_ptr = pointers
-    c0, stride_qm, stride_dom, scale, R, C, N, offset, window = sizes
+    scale, _, R, C, N, offset, window = sizes
+    bias_ptr, weight_ptr = tables
     for r0 in range(first, last, BLOCK_M):
         rows = r0 + tl.arange(0, BLOCK_M)
         lse = tl.load(lse_ptr + rows, mask=rows < R, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=rows < R, other=0.0)
-        q_a = load_rows(q_ptr, r0, stride_qm, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
-        do_a = load_rows(do_ptr, r0, stride_dom, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+        q_a = load_rows(q.ptr, r0, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+        do_a = load_rows(do.ptr, r0, do.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
         q_b, do_b = q_a, do_a
         scores = tl.dot(k_a, tl.trans(q_a), input_precision=INPUT_PRECISION)
         dp = tl.dot(v_a, tl.trans(do_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
-            q_b = load_rows(q_ptr, r0, stride_qm, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-            do_b = load_rows(do_ptr, r0, stride_dom, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+            q_b = load_rows(q.ptr, r0, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+            do_b = load_rows(do.ptr, r0, do.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
             scores = tl.dot(k_b, tl.trans(q_b), scores, input_precision=INPUT_PRECISION)
             dp = tl.dot(v_b, tl.trans(do_b), dp, input_precision=INPUT_PRECISION)
         if weight_ptr is not None:
@@ -293,35 +280,16 @@ def _dkdv_against(
 
 @triton.jit
 def _bwd_dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    weight_ptr,
+    q,
+    k,
+    v,
+    do,
+    tables,
     lse_ptr,
-    do_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    scale,
-    H,
-    R,
-    C,
-    N,
-    offset,
-    window,
+    sizes,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -333,25 +301,20 @@ def _bwd_dkdv_kernel(
     """dk and dv [B, H, C, d], contiguous. Grid (blocks of BLOCK_N columns, B · H); the longest columns come first."""
     c0 = tl.program_id(0) * BLOCK_N
     pair = tl.program_id(1).to(tl.int64)
+    scale, H, R, C, N, offset, window = sizes
     b, h = pair // H, pair % H
-    q_ptr += b * stride_qb + h * stride_qh
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
-    do_ptr += b * stride_dob + h * stride_doh
+    q, k, v, do = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h), select_head(do, b, h)
     lse_ptr += pair * R
     delta_ptr += pair * R
-    if bias_ptr is not None:
-        bias_ptr += h * N
-    if weight_ptr is not None:
-        weight_ptr += h * N
-    k_a = load_rows(k_ptr, c0, stride_kn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-    v_a = load_rows(v_ptr, c0, stride_vn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    tables = select_row(tables, h * N)
+    k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
     dk_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
     dv_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
     k_b, v_b, dk_b, dv_b = k_a, v_a, dk_a, dv_a
     if BLOCK_DB:
-        k_b = load_rows(k_ptr, c0, stride_kn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-        v_b = load_rows(v_ptr, c0, stride_vn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+        k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+        v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
         dk_b = tl.zeros([BLOCK_N, BLOCK_DB], tl.float32)
         dv_b = tl.zeros([BLOCK_N, BLOCK_DB], tl.float32)
     # Row r sees column c from r = c − offset to r = c − offset + window − 1.
@@ -366,20 +329,18 @@ def _bwd_dkdv_kernel(
     full = tl.minimum(full, last)
     state = (dk_a, dk_b, dv_a, dv_b)
     block = (k_a, k_b, v_a, v_b)
-    pointers = (q_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, weight_ptr)
-    sizes = (c0, stride_qm, stride_dom, scale, R, C, N, offset, window)
     # fmt: off
-    state = _dkdv_against(state, first, full, block, pointers, sizes, True, HAS_WINDOW,
+    state = _dkdv_against(state, first, full, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True, HAS_WINDOW,
                           BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _dkdv_against(state, full, partial, block, pointers, sizes, False, HAS_WINDOW,
+    state = _dkdv_against(state, full, partial, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, False, HAS_WINDOW,
                           BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     if HAS_WINDOW:
-        state = _dkdv_against(state, partial, last, block, pointers, sizes, True, HAS_WINDOW,
-                              BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+        state = _dkdv_against(state, partial, last, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True,
+                              HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     dk_a, dk_b, dv_a, dv_b = state
     factor = scale
-    if weight_ptr is not None:
+    if tables.weight_ptr is not None:
         factor = LN2
     dk_ptr += pair * C * HEAD_DIM
     dv_ptr += pair * C * HEAD_DIM

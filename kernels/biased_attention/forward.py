@@ -3,7 +3,12 @@
 B batch, H heads, R query rows, C key columns, d head dimension, N distances; a tile has BLOCK_M rows and BLOCK_N
 columns. What the backward kernels share with it stands first.
 The online softmax is that of FlashAttention-2 (Dao 2023, algorithm 1), in base 2.
+
+What belongs together is one argument: Triton takes a NamedTuple apart into as many arguments of the compiled kernel,
+so it costs nothing, and a None in it is a constant as it is alone.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,6 +16,51 @@ import triton.language as tl
 from kernels.head_dim import load_rows, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class HeadRows(NamedTuple):
+    """q, k, v or the gradient of the output: [B, H, rows, d] whose rows are contiguous."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_row: Any
+
+
+class Tables(NamedTuple):
+    """Bias and weight over the distances, or their partial gradients; None where there is none."""
+
+    bias_ptr: Any
+    weight_ptr: Any
+
+
+class Sizes(NamedTuple):
+    """The numbers that all kernels need."""
+
+    scale: Any
+    H: Any
+    R: Any
+    C: Any
+    N: Any
+    offset: Any
+    window: Any
+
+
+@triton.jit
+def select_head(x, b, h):
+    """`x` of a sequence and a head."""
+    return HeadRows(x.ptr + (b * x.stride_b + h * x.stride_h), x.stride_b, x.stride_h, x.stride_row)
+
+
+@triton.jit
+def select_row(tables, start):
+    """`tables` from an entry on."""
+    bias_ptr, weight_ptr = tables
+    if bias_ptr is not None:
+        bias_ptr += start
+    if weight_ptr is not None:
+        weight_ptr += start
+    return Tables(bias_ptr, weight_ptr)
 
 
 @triton.jit
@@ -64,7 +114,10 @@ def _attend_to(
     first,
     last,
     block,
-    pointers,
+    k,
+    v,
+    tables,
+    top,
     sizes,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -78,16 +131,16 @@ def _attend_to(
     """Add the columns first … last − 1 to the running (maximum, sum, output, output of the second part)."""
     maximum, total, o_a, o_b = state
     q_a, q_b = block
-    k_ptr, v_ptr, bias_ptr, weight_ptr = pointers
-    top, stride_kn, stride_vn, scale, C, N, window = sizes
+    scale, C, N, window = sizes.scale, sizes.C, sizes.N, sizes.window
+    bias_ptr, weight_ptr = tables
     for c0 in range(first, last, BLOCK_N):
         scores = tl.dot(
             q_a,
-            tl.trans(load_rows(k_ptr, c0, stride_kn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)),
+            tl.trans(load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)),
             input_precision=INPUT_PRECISION,
         )
         if BLOCK_DB:
-            k_b = load_rows(k_ptr, c0, stride_kn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
             scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision=INPUT_PRECISION)
         if weight_ptr is not None:
             scores *= load_table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
@@ -105,10 +158,10 @@ def _attend_to(
         p = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(maximum - finite)
         total = total * shrink + tl.sum(p, 1)
-        v_a = load_rows(v_ptr, c0, stride_vn, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
         o_a = tl.dot(p.to(v_a.dtype), v_a, o_a * shrink[:, None], input_precision=INPUT_PRECISION)
         if BLOCK_DB:
-            v_b = load_rows(v_ptr, c0, stride_vn, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
             o_b = tl.dot(p.to(v_b.dtype), v_b, o_b * shrink[:, None], input_precision=INPUT_PRECISION)
         maximum = new
     return maximum, total, o_a, o_b
@@ -116,29 +169,13 @@ def _attend_to(
 
 @triton.jit
 def _fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    weight_ptr,
+    q,
+    k,
+    v,
+    tables,
     o_ptr,
     lse_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    scale,
-    H,
-    R,
-    C,
-    N,
-    offset,
-    window,
+    sizes,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -153,33 +190,27 @@ def _fwd_kernel(
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     pair = tl.program_id(1).to(tl.int64)
-    b, h = pair // H, pair % H
-    q_ptr += b * stride_qb + h * stride_qh
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
-    if bias_ptr is not None:
-        bias_ptr += h * N
-    if weight_ptr is not None:
-        weight_ptr += h * N
-    q_a = load_rows(q_ptr, start, stride_qm, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    R = sizes.R
+    b, h = pair // sizes.H, pair % sizes.H
+    q, k, v = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h)
+    tables = select_row(tables, h * sizes.N)
+    q_a = load_rows(q.ptr, start, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
     q_b, o_b = q_a, o_a
     if BLOCK_DB:
-        q_b = load_rows(q_ptr, start, stride_qm, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+        q_b = load_rows(q.ptr, start, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
         o_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
     state = (tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32), o_a, o_b)
-    top = offset + start
-    first, full, partial, last = column_ranges(top, C, window, BLOCK_M, BLOCK_N, HAS_WINDOW)
+    top = sizes.offset + start
+    first, full, partial, last = column_ranges(top, sizes.C, sizes.window, BLOCK_M, BLOCK_N, HAS_WINDOW)
     block = (q_a, q_b)
-    pointers = (k_ptr, v_ptr, bias_ptr, weight_ptr)
-    sizes = (top, stride_kn, stride_vn, scale, C, N, window)
     # fmt: off
     if HAS_WINDOW:
-        state = _attend_to(state, first, full, block, pointers, sizes, True, HAS_WINDOW,
+        state = _attend_to(state, first, full, block, k, v, tables, top, sizes, True, HAS_WINDOW,
                            BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _attend_to(state, full, partial, block, pointers, sizes, False, HAS_WINDOW,
+    state = _attend_to(state, full, partial, block, k, v, tables, top, sizes, False, HAS_WINDOW,
                        BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _attend_to(state, partial, last, block, pointers, sizes, True, HAS_WINDOW,
+    state = _attend_to(state, partial, last, block, k, v, tables, top, sizes, True, HAS_WINDOW,
                        BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     maximum, total, o_a, o_b = state

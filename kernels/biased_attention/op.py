@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
-from kernels.biased_attention.forward import _fwd_kernel
+from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
 from kernels.head_dim import MAX_HEAD_DIM
 from kernels.runtime import DTYPES, get_arch, launch_context
 
@@ -139,8 +139,14 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:3]]
+def _build_head_rows(x: Tensor) -> HeadRows:
+    return HeadRows(x, *x.stride()[:3])
+
+
+def _build_sizes(
+    q: Tensor, k: Tensor, bias: Tensor | None, weight: Tensor | None, offset: int, window: int | None, scale: float
+) -> Sizes:
+    return Sizes(scale, q.shape[1], q.shape[2], k.shape[2], _table_size(bias, weight), offset, window or 0)
 
 
 def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
@@ -169,9 +175,11 @@ def _forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with launch_context(q):
         _fwd_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
-            *(q, k, v, bias, weight, out, lse),
-            *_strides(q, k, v),
-            *(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0),
+            *map(_build_head_rows, (q, k, v)),
+            Tables(bias, weight),
+            out,
+            lse,
+            _build_sizes(q, k, bias, weight, offset, window, scale),
             **configs.tile_constants(tile, dim, windowed=window is not None),
             **tile.options,
         )
@@ -214,18 +222,17 @@ def _backward(
         torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if wanted else None
         for wanted in (bias_wanted, weight_wanted)
     ]
-    sizes = (*_strides(q, k, v, grad), scale, heads, rows, columns, size, offset, window or 0)
+    q_rows, k_rows, v_rows, grad_rows = map(_build_head_rows, (q, k, v, grad))
+    tables, sizes = Tables(bias, weight), _build_sizes(q, k, bias, weight, offset, window, scale)
     windowed = window is not None
     with launch_context(q):
         _bwd_dq_kernel[(groups, batch * heads)](
-            *(q, k, v, bias, weight, out, lse, grad, grad_lse, dq, delta, *partial),
-            *sizes,
+            *(q_rows, k_rows, v_rows, grad_rows, tables, Tables(*partial), out, lse, grad_lse, dq, delta, sizes),
             **configs.tile_constants(config.bwd_dq, dim, windowed=windowed),
             **config.bwd_dq.options,
         )
         _bwd_dkdv_kernel[(triton.cdiv(columns, config.bwd_dkdv.block_n), batch * heads)](
-            *(q, k, v, bias, weight, lse, grad, delta, dk, dv),
-            *sizes,
+            *(q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, sizes),
             **configs.tile_constants(config.bwd_dkdv, dim, windowed=windowed),
             **config.bwd_dkdv.options,
         )
