@@ -1,14 +1,18 @@
 """`./deepy.py plan`."""
 
-from typing import Annotated, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron.cli.arguments import Arguments, ConfigFolder, load_config, with_options
 from megatron.cli.console import print_notes
-from megatron.config.schema import Config
 from megatron.options.commands import PlanOptions
 from megatron.utils.errors import FarfieldError
+
+if TYPE_CHECKING:
+    from megatron.config.schema import Config
 
 GPT2_VOCAB_SIZE = 50257
 

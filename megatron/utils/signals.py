@@ -24,7 +24,6 @@ second means nothing new: SIGHUP, not SIGTERM, whose second ends a run at once.
 
 from __future__ import annotations  # deepy.py imports this also where only an old Python is found, to hand on to ours
 
-import ctypes
 import os
 import signal
 import socket
@@ -317,6 +316,8 @@ def end_with_parent() -> None:
         return
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    import ctypes  # a child of ours alone needs it
+
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGHUP)  # PR_SET_PDEATHSIG
     if parent != str(os.getppid()):  # it was gone before the call
         sys.exit(1)
